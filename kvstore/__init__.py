@@ -1,0 +1,43 @@
+"""kvstore: a distributed KV-cache store for LLM inference. This package is what clients need."""
+
+from kvstore.client import Client, LookupResult, PutOutcome
+from kvstore.config import ClientConfig, client_config
+from kvstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    ProtocolError,
+    Unavailable,
+    UnknownNamespace,
+)
+from kvstore.keys import Namespace, prefix_hashes
+from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane, opaque_layout
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ByteRange",
+    "Client",
+    "ClientConfig",
+    "ConfigError",
+    "DeadlineExceeded",
+    "Exhausted",
+    "InvalidRequest",
+    "KVStoreError",
+    "LayerGroup",
+    "LayoutMismatch",
+    "LookupResult",
+    "Namespace",
+    "PageLayout",
+    "Plane",
+    "ProtocolError",
+    "PutOutcome",
+    "Unavailable",
+    "UnknownNamespace",
+    "client_config",
+    "opaque_layout",
+    "prefix_hashes",
+]

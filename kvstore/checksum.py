@@ -1,0 +1,28 @@
+"""Page checksums: xxh3_128 seeded with the page's key.
+
+Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk.
+The seed binds the bytes to their key: an intact page under the wrong key does not match either.
+"""
+
+import xxhash
+
+CHECKSUM_NBYTES = 16
+
+# Hashing right behind a copy of this many bytes finds them in the cache: measured at 256 KiB,
+# receiving and hashing a 1 MiB page costs no more than receiving it (docs/decisions/0003).
+CHUNK_NBYTES = 256 * 1024
+
+
+def key_seed(namespace_digest: bytes, prefix_hash: bytes) -> int:
+    """Seed of a page's checksum: xxh3_64 of its key."""
+    return xxhash.xxh3_64_intdigest(namespace_digest + prefix_hash)
+
+
+def checksum(data: memoryview | bytes, seed: int) -> bytes:
+    """16 bytes, big-endian as xxHash's canonical form."""
+    return xxhash.xxh3_128_digest(data, seed)
+
+
+def running_checksum(seed: int) -> "xxhash.xxh3_128":
+    """Object with `update(chunk)` and `digest()`; equals `checksum` of the chunks' concatenation."""
+    return xxhash.xxh3_128(seed=seed)

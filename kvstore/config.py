@@ -1,0 +1,129 @@
+"""Settings: frozen dataclasses whose fields know their range, and the one place that reads the
+environment.
+
+A field made by `setting` carries its allowed range and help text. `load` takes explicit values
+first, then `<PREFIX>_<FIELD>` from the environment, then the default, and ends the start with
+ConfigError naming the setting, its value and the range.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvstore.errors import ConfigError
+
+GRPC_PORT = 7440
+BULK_PORT = 7441
+METRICS_PORT = 7442
+
+# Protocol: one version, checked at connect. Raised by every change of docs/FORMAT.md's wire part.
+PROTOCOL_VERSION = 1
+
+# One gRPC message and one bulk header. Pages cross gRPC in chunks well below it, so that the
+# 4 MiB default of other languages' gRPC libraries is enough: 1 MiB chunk + envelope < 2 MiB.
+MESSAGE_NBYTES_MAX = 2 << 20
+GRPC_CHUNK_NBYTES = 1 << 20
+
+# Keys x byte ranges of one get: a node keeps a 200-byte view of each piece, so at most 13 MB.
+GET_PIECES_MAX = 1 << 16
+
+Config = TypeVar("Config")
+
+
+def setting(default: Any, help: str, low: Any = None, high: Any = None, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with an inclusive range or a list of choices."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+def load(cls: type[Config], prefix: str, values: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
+    """A checked `cls` from `values` (None: not given), the environment and the defaults.
+
+    Text is parsed to the field's type, so values may come from a command line as they are.
+    """
+    environ = os.environ if environ is None else environ
+    chosen: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        name, value = field.name, values.get(field.name)
+        variable = f"{prefix}_{field.name.upper()}"
+        if value is None and environ.get(variable):
+            name, value = variable, environ[variable]
+        if value is not None:
+            chosen[field.name] = _parse(name, value, field) if isinstance(value, str) else value
+    return cls(**chosen)
+
+
+def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
+    kind: Any = type(field.default)
+    try:
+        return parse_nbytes(text) if "nbytes" in field.name else kind(text)
+    except ValueError as error:
+        low, high = field.metadata["low"], field.metadata["high"]
+        raise ConfigError(f"{name}={text!r} is no number in {low}..{high}: {error}") from error
+
+
+def parse_nbytes(text: str) -> int:
+    """'4GiB', '512MiB', '64KiB', '1073741824' -> bytes. Raises ValueError."""
+    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    number = text.strip().lower().removesuffix("ib")
+    suffix = number[-1:] if number[-1:].isalpha() else ""
+    if suffix not in units:
+        raise ValueError(f"{text!r} is not a size; write for example 512MiB or 4GiB")
+    value = float(number[: len(number) - len(suffix)])
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a size")
+    return int(value * units[suffix])
+
+
+def check_settings(config: Any) -> None:
+    """Raises ConfigError for the first field outside its range."""
+    for field in dataclasses.fields(config):
+        value, meta = getattr(config, field.name), field.metadata
+        kind = type(field.default)
+        if not isinstance(value, (int, float) if kind is float else kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
+            raise ConfigError(f"{field.name}={value!r} must be a {kind.__name__}")
+        if meta.get("choices") and value not in meta["choices"]:
+            raise ConfigError(f"{field.name}={value!r} must be one of {', '.join(meta['choices'])}")
+        low, high = meta.get("low"), meta.get("high")
+        if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN is neither
+            raise ConfigError(f"{field.name}={value} is outside {low}..{high}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """'host', 'host:port' or '[v6]:port' -> (host, port). Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or (host.count(":") and not host.endswith("]")):
+        host, port = address, str(GRPC_PORT)
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"address {address!r} is not host:port with a port in 1..65535")
+    return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """How a client talks to a node. Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ..."""
+
+    address: str = setting(f"localhost:{GRPC_PORT}", "gRPC address of the node, host:port")
+    wire: str = setting("auto", "auto: bulk TCP, gRPC if that is unreachable", choices=("auto", "bulk", "grpc"))
+    timeout_s: float = setting(5.0, "deadline of a call that names none", 0.001, 3600.0)
+    connect_timeout_s: float = setting(2.0, "deadline of a connection attempt", 0.001, 60.0)
+    connections_max: int = setting(8, "bulk connections kept; more threads than this take turns", 1, 256)
+    backoff_s_max: float = setting(10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        split_address(self.address)
+        if self.connect_timeout_s > self.timeout_s:
+            raise ConfigError(
+                f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "
+                "connecting is part of a call"
+            )
+
+
+def client_config(**values: Any) -> ClientConfig:
+    """ClientConfig from explicit values, the environment (KVSTORE_*) and the defaults."""
+    return load(ClientConfig, "KVSTORE", values)

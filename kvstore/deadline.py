@@ -1,0 +1,20 @@
+"""A point in time by which a call must return, handed down through all it does."""
+
+import time
+
+from kvstore.errors import DeadlineExceeded
+
+
+class Deadline:
+    """`seconds` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, more than zero. Raises DeadlineExceeded if there are none."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"the deadline of {self.seconds:g} s passed")
+        return left

@@ -1,0 +1,77 @@
+"""Every error a caller can meet, by what the caller can do about it.
+
+    KVStoreError
+    ├── InvalidRequest     change the request; the message names the field and the allowed range
+    ├── UnknownNamespace   open the namespace, then ask again (the client does so by itself)
+    ├── LayoutMismatch     these bytes belong to another layout: recompute, fix the configuration
+    ├── Exhausted          a limit is reached now: recompute, perhaps try again later
+    ├── Unavailable        no node answers: recompute; the client reconnects by itself
+    ├── DeadlineExceeded   the answer came too late: recompute
+    ├── ProtocolError      the peer speaks another version, or broke the framing
+    └── ConfigError        a setting is out of range; ends the start
+
+A miss is a value, not an error, and so is a page whose checksum does not match.
+"""
+
+import grpc
+
+
+class KVStoreError(Exception):
+    """Base of all errors raised by this project."""
+
+
+class InvalidRequest(KVStoreError):
+    """The request itself is wrong."""
+
+
+class UnknownNamespace(KVStoreError):
+    """The node does not know this namespace (perhaps it was restarted)."""
+
+
+class LayoutMismatch(KVStoreError):
+    """The layout or page size is not the registered one."""
+
+
+class Exhausted(KVStoreError):
+    """A limit of the node or of this process is reached."""
+
+
+class Unavailable(KVStoreError):
+    """The node can not be reached, is draining, or its circuit breaker is open."""
+
+
+class DeadlineExceeded(KVStoreError):
+    """The call's deadline passed."""
+
+
+class ProtocolError(KVStoreError):
+    """The peer does not speak this protocol."""
+
+
+class ConfigError(KVStoreError):
+    """A configuration value is unusable."""
+
+
+# The one table to and from the wire. Both wires carry the numeric gRPC code. ConfigError is not in
+# it: it ends a start and never travels.
+_CODES: dict[type[KVStoreError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownNamespace: grpc.StatusCode.NOT_FOUND,
+    LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ProtocolError: grpc.StatusCode.UNIMPLEMENTED,
+}
+_ERRORS: dict[int, type[KVStoreError]] = {code.value[0]: error for error, code in _CODES.items()}
+_ERRORS[grpc.StatusCode.CANCELLED.value[0]] = Unavailable
+
+
+def status_code(error: KVStoreError) -> grpc.StatusCode:
+    """gRPC status of an error; INTERNAL for one outside the tree's leaves."""
+    return _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+
+
+def from_status(code: int, message: str) -> KVStoreError:
+    """The error of a numeric gRPC status, as a peer sent it."""
+    return _ERRORS.get(code, KVStoreError)(message)

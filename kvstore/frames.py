@@ -1,0 +1,138 @@
+"""Frames of the bulk wire, and a socket that sends and receives them under a deadline.
+
+    0        2      3      4              8                      16
+    | 'K''V' | ver  | 0    | header u32le | payload u64le        | header ... | payload ... |
+
+The header is a BulkRequest or BulkReply; the payload is raw page bytes, received straight into
+the memory they are for. Lengths are checked against limits before they are believed. A peer that
+breaks the framing loses its connection: there is no way to find the next frame.
+"""
+
+import socket
+import struct
+import time
+
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import ProtocolError
+
+_FIXED = struct.Struct("<2sBBIQ")
+FIXED_NBYTES = _FIXED.size
+_MAGIC = b"KV"
+_TIMEVAL = struct.Struct("@ll")
+
+
+def pack_fixed(header_nbytes: int, payload_nbytes: int) -> bytes:
+    return _FIXED.pack(_MAGIC, PROTOCOL_VERSION, 0, header_nbytes, payload_nbytes)
+
+
+def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
+    """(header_nbytes, payload_nbytes). Raises ProtocolError for anything that is not a frame."""
+    magic, version, zero, header_nbytes, payload_nbytes = _FIXED.unpack(fixed)
+    if magic != _MAGIC or zero != 0:
+        raise ProtocolError(f"not a kvstore bulk frame: it starts with {bytes(fixed[:4]).hex()}")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older one")
+    if header_nbytes > header_nbytes_max:
+        raise ProtocolError(f"a frame's header has {header_nbytes} bytes, at most {header_nbytes_max}")
+    return header_nbytes, payload_nbytes
+
+
+class FrameSocket:
+    """A connected TCP socket. One thread at a time; a failure leaves it unusable: close it.
+
+    `arm(seconds)` sets the time until which the following transfers must be done; they raise
+    TimeoutError after it, ConnectionError if the peer is gone and ProtocolError for bad framing.
+    The kernel's own send and receive timeouts do the waiting, so there is no poll before each call.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+        self._timeout_s = 0.0
+        self._deadline = 0.0
+        self._fixed = bytearray(FIXED_NBYTES)
+
+    def arm(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._set_timeouts(seconds)
+
+    def _set_timeouts(self, seconds: float) -> None:
+        if seconds == self._timeout_s:
+            return
+        self._timeout_s = seconds
+        seconds = max(seconds, 0.001)  # zero would mean: for ever
+        value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def send_frame(self, header: bytes, payload_nbytes: int = 0) -> None:
+        """Sends all of a frame but its payload, which follows by `send`."""
+        self.send(pack_fixed(len(header), payload_nbytes) + header)
+
+    def send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view.nbytes:
+            try:
+                sent = self._sock.send(view)
+            except BlockingIOError:
+                sent = 0
+            if sent < view.nbytes:
+                self._check_deadline("send")
+            view = view[sent:]
+
+    def recv_frame(self, header_nbytes_max: int) -> tuple[bytes, int]:
+        """(header, payload_nbytes); the payload is still to be received."""
+        self.recv_into(memoryview(self._fixed))
+        return self._recv_header(header_nbytes_max)
+
+    def wait_frame(self, header_nbytes_max: int, frame_s: float) -> tuple[bytes, int] | None:
+        """Like recv_frame, but waits for the first byte as long as was armed: None if none came.
+
+        From the first byte on, the frame has `frame_s` seconds to arrive.
+        """
+        try:
+            got = self._sock.recv_into(self._fixed)
+        except BlockingIOError:
+            return None
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        self.arm(frame_s)
+        self.recv_into(memoryview(self._fixed)[got:])
+        return self._recv_header(header_nbytes_max)
+
+    def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
+        header_nbytes, payload_nbytes = unpack_fixed(self._fixed, header_nbytes_max)
+        header = bytearray(header_nbytes)
+        self.recv_into(memoryview(header))
+        return bytes(header), payload_nbytes
+
+    def recv_into(self, view: memoryview) -> None:
+        """Fills the view."""
+        while view.nbytes:
+            try:
+                got = self._sock.recv_into(view, view.nbytes, socket.MSG_WAITALL)
+            except BlockingIOError:
+                got = -1
+            if got == 0:
+                raise ConnectionResetError("the peer closed the connection")
+            view = view[max(got, 0) :]
+            if view.nbytes:
+                self._check_deadline("receive")
+
+    def _check_deadline(self, doing: str) -> None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"the deadline passed while trying to {doing}")
+        self._set_timeouts(left_s)
+
+    def shutdown(self) -> None:
+        """Wakes a thread that is blocked in this socket; it gets ConnectionError."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more
+
+    def close(self) -> None:
+        self._sock.close()

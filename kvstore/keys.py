@@ -1,0 +1,126 @@
+"""Keys: which pages may be exchanged (namespace) and which tokens they hold (prefix hash).
+
+    key = namespace digest (16 bytes) || prefix hash (16..64 bytes)
+
+    h[i] = SHA-256(h[i-1] || u32le tokens of page i),  h[-1] = empty
+
+A prefix hash names the page *and everything before it*, so equal hash means equal prefix. Engines
+that hash their own blocks hand us their digests; ours equal SGLang's (hicache hash of a page).
+Byte-exact definitions: docs/FORMAT.md, "Keys".
+"""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+from kvstore.errors import InvalidRequest
+from kvstore.layout import PageLayout
+
+NAMESPACE_DIGEST_NBYTES = 16
+PREFIX_HASH_NBYTES_MIN = 16  # shorter digests collide within a large fleet's lifetime
+PREFIX_HASH_NBYTES_MAX = 64
+TEXT_NBYTES_MAX = 1024  # each text field of a namespace
+_U32_MAX = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Everything that decides whether two pools' bytes are interchangeable.
+
+    Two namespaces that differ in any field have different digests and never hit each other.
+    `salt` takes what no other field covers: LoRA, cache salt, static quantisation scales, the
+    engine's own layout generation. `epoch` is raised after a weight update under the same name.
+    """
+
+    model: str
+    layout: PageLayout
+    tenant: str = "default"
+    revision: str = ""
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    salt: str = ""
+    epoch: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        for name in ("tenant", "model"):
+            if not getattr(self, name):
+                raise InvalidRequest(f"namespace: {name} must not be empty")
+        for name in ("tenant", "model", "revision", "salt"):
+            if len(getattr(self, name).encode()) > TEXT_NBYTES_MAX:
+                raise InvalidRequest(f"namespace: {name} is longer than {TEXT_NBYTES_MAX} bytes")
+        for axis in ("tp", "pp", "cp"):
+            rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
+            if not 0 <= rank < size <= 1 << 16:
+                raise InvalidRequest(
+                    f"namespace: {axis}_rank {rank} is not in 0..{axis}_size-1 ({axis}_size is {size})"
+                )
+        if not 0 <= self.epoch < 1 << 64:
+            raise InvalidRequest(f"namespace: epoch {self.epoch} is not in 0..2^64-1")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes: the start of SHA-256 over all fields in alphabetical order."""
+        sha = hashlib.sha256(b"kvstore-namespace-1\0")
+        for name in sorted(f.name for f in fields(self)):
+            value = getattr(self, name)
+            data = value.fingerprint if isinstance(value, PageLayout) else str(value).encode()
+            sha.update(struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data)
+        return sha.digest()[:NAMESPACE_DIGEST_NBYTES]
+
+
+def prefix_hashes(tokens: Iterable[int], page_tokens: int, parent: bytes = b"") -> list[bytes]:
+    """Prefix hashes of the full pages of `tokens`; a last partial page has none.
+
+    `tokens`: ids in 0..2^32-1. `parent`: the hash of the page before the first token, empty at the
+    start of a prompt. Raises InvalidRequest for an id out of range.
+    """
+    if page_tokens < 1:
+        raise InvalidRequest(f"page_tokens {page_tokens} must be at least 1")
+    words = _u32le(tokens)
+    step = 4 * page_tokens
+    hashes = []
+    for start in range(0, len(words) - step + 1, step):
+        parent = hashlib.sha256(parent + words[start : start + step]).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _u32le(tokens: Iterable[int]) -> bytes:
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if isinstance(ids, (bytes, bytearray)):
+        ids = list(ids)  # each byte is an id; array would take them as memory
+    try:
+        words = array("I", ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"token ids must be integers in 0..{_U32_MAX}: {error}") from error
+    assert words.itemsize == 4
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool) -> None:
+    """Raises InvalidRequest unless there are 1..count_max hashes of a legal length.
+
+    `distinct` also refuses a hash that stands twice, where the operation would not know what to do.
+    """
+    if not hashes:
+        raise InvalidRequest("the batch holds no key; send at least one prefix hash")
+    if len(hashes) > count_max:
+        raise InvalidRequest(f"the batch holds {len(hashes)} keys, at most {count_max} (batch_keys_max)")
+    shortest, longest = min(map(len, hashes)), max(map(len, hashes))
+    if shortest < PREFIX_HASH_NBYTES_MIN or longest > PREFIX_HASH_NBYTES_MAX:
+        wrong = shortest if shortest < PREFIX_HASH_NBYTES_MIN else longest
+        raise InvalidRequest(
+            f"a prefix hash has {wrong} bytes; allowed are {PREFIX_HASH_NBYTES_MIN} to {PREFIX_HASH_NBYTES_MAX}"
+        )
+    if distinct and len(set(hashes)) != len(hashes):
+        raise InvalidRequest("the batch names a prefix hash twice; send each key once")

@@ -1,0 +1,62 @@
+"""Between our values and the protobuf messages that carry them."""
+
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Namespace
+from kvstore.layout import LayerGroup, PageLayout, Plane
+from kvstore.pb import kvstore_pb2 as pb
+
+# Namespace fields that the message has under the same name; the layout is a message of its own.
+_SCALARS = (
+    "tenant",
+    "model",
+    "revision",
+    "tp_rank",
+    "tp_size",
+    "pp_rank",
+    "pp_size",
+    "cp_rank",
+    "cp_size",
+    "salt",
+    "epoch",
+)
+
+
+def namespace_message(namespace: Namespace) -> pb.Namespace:
+    scalars = {name: getattr(namespace, name) for name in _SCALARS}
+    return pb.Namespace(layout=layout_message(namespace.layout), **scalars)
+
+
+def namespace_value(message: pb.Namespace) -> Namespace:
+    """Raises InvalidRequest if a field is missing or out of range."""
+    if not message.HasField("layout"):
+        raise InvalidRequest("namespace: layout is missing")
+    scalars = {name: getattr(message, name) for name in _SCALARS}
+    return Namespace(layout=layout_value(message.layout), **scalars)
+
+
+def layout_message(layout: PageLayout) -> pb.PageLayout:
+    groups = [
+        pb.LayerGroup(
+            name=group.name,
+            layers=group.layers,
+            planes=[
+                pb.Plane(name=p.name, dtype=p.dtype, unit_tokens=p.unit_tokens, unit_shape=p.unit_shape)
+                for p in group.planes
+            ],
+        )
+        for group in layout.groups
+    ]
+    return pb.PageLayout(page_tokens=layout.page_tokens, groups=groups)
+
+
+def layout_value(message: pb.PageLayout) -> PageLayout:
+    """Raises InvalidRequest if the message does not describe a layout."""
+    groups = tuple(
+        LayerGroup(
+            group.name,
+            tuple(group.layers),
+            tuple(Plane(p.name, p.dtype, tuple(p.unit_shape), p.unit_tokens) for p in group.planes),
+        )
+        for group in message.groups
+    )
+    return PageLayout(message.page_tokens, groups)

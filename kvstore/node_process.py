@@ -1,0 +1,76 @@
+"""A node of our own in a child process: for `kvstore replay`, benchmarks, the demo and tests."""
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import IO
+
+from kvstore.errors import ConfigError, Unavailable
+
+_READY = re.compile(r"kvstore-node ready grpc=(\S+) bulk=(\d+) metrics=(\d+)")
+
+
+class NodeProcess:
+    """Starts `kvstore-node` on free ports of the loopback interface; stops it at the end.
+
+    `flags` are command-line flags as given to kvstore-node. Raises ConfigError if the node package
+    is not installed and Unavailable, with what the node said, if it does not start.
+    """
+
+    def __init__(self, *flags: str) -> None:
+        if importlib.util.find_spec("node") is None:
+            raise ConfigError("the node is not installed here; install it with: pip install 'kvstore[node]'")
+        ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
+        command = [sys.executable, "-m", "node.main", *ports, *flags]
+        # Not a pipe: nobody reads it while the node runs, and a full one would stop the node.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `_close`
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True)
+        ready = _READY.search(_pipe(self._process.stdout).readline())
+        if ready is None:
+            self._process.wait(timeout=10)
+            self._said.seek(0)
+            said = self._said.read().strip()
+            self._close()
+            raise Unavailable(f"kvstore-node did not start: {said}")
+        self.address, self.bulk_port, self.metrics_port = ready[1], int(ready[2]), int(ready[3])
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM, then waits for the drain; returns the exit status."""
+        return self._end(signal.SIGTERM, timeout_s)
+
+    def kill(self) -> int:
+        """SIGKILL."""
+        return self._end(signal.SIGKILL, 10.0)
+
+    def _end(self, how: signal.Signals, timeout_s: float) -> int:
+        if self._process.poll() is None:
+            self._process.send_signal(how)
+        try:
+            return self._process.wait(timeout_s)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+            self._close()
+
+    def _close(self) -> None:
+        _pipe(self._process.stdout).close()
+        self._said.close()
+
+    def __enter__(self) -> "NodeProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream

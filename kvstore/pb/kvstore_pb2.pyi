@@ -1,0 +1,560 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PutVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUT_VERDICT_UNSPECIFIED: _ClassVar[PutVerdict]
+    WRITE: _ClassVar[PutVerdict]
+    EXISTS: _ClassVar[PutVerdict]
+    BUSY: _ClassVar[PutVerdict]
+    FULL: _ClassVar[PutVerdict]
+PUT_VERDICT_UNSPECIFIED: PutVerdict
+WRITE: PutVerdict
+EXISTS: PutVerdict
+BUSY: PutVerdict
+FULL: PutVerdict
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("batch_keys_max", "batch_nbytes_max", "page_nbytes_max", "message_nbytes_max", "pin_ttl_ms_max")
+    BATCH_KEYS_MAX_FIELD_NUMBER: _ClassVar[int]
+    BATCH_NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    PAGE_NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    PIN_TTL_MS_MAX_FIELD_NUMBER: _ClassVar[int]
+    batch_keys_max: int
+    batch_nbytes_max: int
+    page_nbytes_max: int
+    message_nbytes_max: int
+    pin_ttl_ms_max: int
+    def __init__(self, batch_keys_max: _Optional[int] = ..., batch_nbytes_max: _Optional[int] = ..., page_nbytes_max: _Optional[int] = ..., message_nbytes_max: _Optional[int] = ..., pin_ttl_ms_max: _Optional[int] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    version: str
+    instance_id: bytes
+    bulk_port: int
+    limits: Limits
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+
+class Plane(_message.Message):
+    __slots__ = ("name", "dtype", "unit_tokens", "unit_shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNIT_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    unit_tokens: int
+    unit_shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., unit_shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("name", "layers", "planes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    planes: _containers.RepeatedCompositeFieldContainer[Plane]
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ...) -> None: ...
+
+class PageLayout(_message.Message):
+    __slots__ = ("page_tokens", "groups")
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    page_tokens: int
+    groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    def __init__(self, page_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
+
+class Namespace(_message.Message):
+    __slots__ = ("tenant", "model", "revision", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "salt", "epoch", "layout")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CP_RANK_FIELD_NUMBER: _ClassVar[int]
+    CP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    revision: str
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    salt: str
+    epoch: int
+    layout: PageLayout
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., cp_rank: _Optional[int] = ..., cp_size: _Optional[int] = ..., salt: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[PageLayout, _Mapping]] = ...) -> None: ...
+
+class OpenNamespaceRequest(_message.Message):
+    __slots__ = ("namespace", "digest")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    digest: bytes
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class OpenNamespaceReply(_message.Message):
+    __slots__ = ("page_nbytes", "created")
+    PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    page_nbytes: int
+    created: bool
+    def __init__(self, page_nbytes: _Optional[int] = ..., created: bool = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NamespaceInfo(_message.Message):
+    __slots__ = ("digest", "namespace", "page_nbytes", "page_count", "counters")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    namespace: Namespace
+    page_nbytes: int
+    page_count: int
+    counters: Counters
+    def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., page_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+
+class Counters(_message.Message):
+    __slots__ = ("pages_asked", "prefix_hits", "pages_hit", "miss_absent", "miss_evicted", "miss_writing", "miss_removed", "miss_corrupt", "pages_put", "pages_put_exists", "pages_put_busy", "pages_put_full", "pages_put_aborted", "pages_got", "pages_get_missed", "pages_evicted", "nbytes_put", "nbytes_got")
+    PAGES_ASKED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HIT_FIELD_NUMBER: _ClassVar[int]
+    MISS_ABSENT_FIELD_NUMBER: _ClassVar[int]
+    MISS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    MISS_WRITING_FIELD_NUMBER: _ClassVar[int]
+    MISS_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    MISS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PUT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PUT_EXISTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PUT_BUSY_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PUT_FULL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PUT_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_GOT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_GET_MISSED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_PUT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_GOT_FIELD_NUMBER: _ClassVar[int]
+    pages_asked: int
+    prefix_hits: int
+    pages_hit: int
+    miss_absent: int
+    miss_evicted: int
+    miss_writing: int
+    miss_removed: int
+    miss_corrupt: int
+    pages_put: int
+    pages_put_exists: int
+    pages_put_busy: int
+    pages_put_full: int
+    pages_put_aborted: int
+    pages_got: int
+    pages_get_missed: int
+    pages_evicted: int
+    nbytes_put: int
+    nbytes_got: int
+    def __init__(self, pages_asked: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., pages_hit: _Optional[int] = ..., miss_absent: _Optional[int] = ..., miss_evicted: _Optional[int] = ..., miss_writing: _Optional[int] = ..., miss_removed: _Optional[int] = ..., miss_corrupt: _Optional[int] = ..., pages_put: _Optional[int] = ..., pages_put_exists: _Optional[int] = ..., pages_put_busy: _Optional[int] = ..., pages_put_full: _Optional[int] = ..., pages_put_aborted: _Optional[int] = ..., pages_got: _Optional[int] = ..., pages_get_missed: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., nbytes_put: _Optional[int] = ..., nbytes_got: _Optional[int] = ...) -> None: ...
+
+class ListNamespacesReply(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes", "touch")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOUCH_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    touch: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., touch: bool = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("prefix_pages", "present")
+    PREFIX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    prefix_pages: int
+    present: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes", "page_nbytes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    page_nbytes: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ...) -> None: ...
+
+class PutReply(_message.Message):
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedScalarFieldContainer[PutVerdict]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[PutVerdict, str]]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, checksums: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("stored",)
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    def __init__(self, stored: _Optional[int] = ...) -> None: ...
+
+class PageChunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class PutFrame(_message.Message):
+    __slots__ = ("begin", "chunk", "commit")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    begin: PutRequest
+    chunk: PageChunk
+    commit: CommitRequest
+    def __init__(self, begin: _Optional[_Union[PutRequest, _Mapping]] = ..., chunk: _Optional[_Union[PageChunk, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ...) -> None: ...
+
+class PutFrameReply(_message.Message):
+    __slots__ = ("begin", "commit")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    begin: PutReply
+    commit: CommitReply
+    def __init__(self, begin: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ...) -> None: ...
+
+class ByteRange(_message.Message):
+    __slots__ = ("offset", "nbytes")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    nbytes: int
+    def __init__(self, offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes", "ranges", "prefix_only")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
+    prefix_only: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., prefix_only: bool = ...) -> None: ...
+
+class GetReply(_message.Message):
+    __slots__ = ("hits", "checksums")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    hits: _containers.RepeatedScalarFieldContainer[bool]
+    checksums: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hits: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class GetFrame(_message.Message):
+    __slots__ = ("begin", "chunk")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    begin: GetReply
+    chunk: PageChunk
+    def __init__(self, begin: _Optional[_Union[GetReply, _Mapping]] = ..., chunk: _Optional[_Union[PageChunk, _Mapping]] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("intact", "dropped", "absent")
+    INTACT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    intact: int
+    dropped: int
+    absent: int
+    def __init__(self, intact: _Optional[int] = ..., dropped: _Optional[int] = ..., absent: _Optional[int] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, removed: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes", "ttl_ms")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    ttl_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("pinned",)
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    pinned: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, pinned: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ("unpinned",)
+    UNPINNED_FIELD_NUMBER: _ClassVar[int]
+    unpinned: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, unpinned: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ("namespace", "key_prefix", "page_token", "limit")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    key_prefix: bytes
+    page_token: bytes
+    limit: int
+    def __init__(self, namespace: _Optional[bytes] = ..., key_prefix: _Optional[bytes] = ..., page_token: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("pages", "next_page_token")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    pages: _containers.RepeatedCompositeFieldContainer[PageStat]
+    next_page_token: bytes
+    def __init__(self, pages: _Optional[_Iterable[_Union[PageStat, _Mapping]]] = ..., next_page_token: _Optional[bytes] = ...) -> None: ...
+
+class StatRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PageStat(_message.Message):
+    __slots__ = ("prefix_hash", "present", "nbytes", "checksum", "age_ms", "idle_ms", "pin_ttl_ms", "holds", "writing")
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_MS_FIELD_NUMBER: _ClassVar[int]
+    PIN_TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    WRITING_FIELD_NUMBER: _ClassVar[int]
+    prefix_hash: bytes
+    present: bool
+    nbytes: int
+    checksum: bytes
+    age_ms: int
+    idle_ms: int
+    pin_ttl_ms: int
+    holds: int
+    writing: bool
+    def __init__(self, prefix_hash: _Optional[bytes] = ..., present: bool = ..., nbytes: _Optional[int] = ..., checksum: _Optional[bytes] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., pin_ttl_ms: _Optional[int] = ..., holds: _Optional[int] = ..., writing: bool = ...) -> None: ...
+
+class StatReply(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: _containers.RepeatedCompositeFieldContainer[PageStat]
+    def __init__(self, pages: _Optional[_Iterable[_Union[PageStat, _Mapping]]] = ...) -> None: ...
+
+class NodeStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SizeClass(_message.Message):
+    __slots__ = ("slot_nbytes", "extent_count", "slot_count", "used_count")
+    SLOT_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    USED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    slot_nbytes: int
+    extent_count: int
+    slot_count: int
+    used_count: int
+    def __init__(self, slot_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
+
+class RamStatus(_message.Message):
+    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes")
+    CAPACITY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WRITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PINNED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    capacity_nbytes: int
+    used_nbytes: int
+    extent_nbytes: int
+    extent_count: int
+    extent_free_count: int
+    page_count: int
+    writing_count: int
+    held_count: int
+    pinned_count: int
+    size_classes: _containers.RepeatedCompositeFieldContainer[SizeClass]
+    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ...) -> None: ...
+
+class NodeStatusReply(_message.Message):
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RSS_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RAM_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    instance_id: bytes
+    state: str
+    uptime_ms: int
+    pid: int
+    rss_nbytes: int
+    session_count: int
+    ram: RamStatus
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    totals: Counters
+    limits: Limits
+    bulk_port: int
+    metrics_port: int
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class BulkRequest(_message.Message):
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    GET_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    LIST_FIELD_NUMBER: _ClassVar[int]
+    STAT_FIELD_NUMBER: _ClassVar[int]
+    NODE_STATUS_FIELD_NUMBER: _ClassVar[int]
+    hello: HelloRequest
+    open_namespace: OpenNamespaceRequest
+    list_namespaces: ListNamespacesRequest
+    lookup: LookupRequest
+    put: PutRequest
+    commit: CommitRequest
+    get: GetRequest
+    verify: VerifyRequest
+    remove: RemoveRequest
+    pin: PinRequest
+    unpin: UnpinRequest
+    list: ListRequest
+    stat: StatRequest
+    node_status: NodeStatusRequest
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class BulkReply(_message.Message):
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    GET_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    LIST_FIELD_NUMBER: _ClassVar[int]
+    STAT_FIELD_NUMBER: _ClassVar[int]
+    NODE_STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    hello: HelloReply
+    open_namespace: OpenNamespaceReply
+    list_namespaces: ListNamespacesReply
+    lookup: LookupReply
+    put: PutReply
+    commit: CommitReply
+    get: GetReply
+    verify: VerifyReply
+    remove: RemoveReply
+    pin: PinReply
+    unpin: UnpinReply
+    list: ListReply
+    stat: StatReply
+    node_status: NodeStatusReply
+    error: Error
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...

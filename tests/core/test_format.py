@@ -1,0 +1,84 @@
+"""docs/FORMAT.md by its examples: golden bytes, recomputed here without the project's own code and
+then compared with what the project makes."""
+
+import hashlib
+import json
+import pathlib
+import struct
+from typing import Any
+
+import pytest
+import xxhash
+
+from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
+from kvstore.checksum import checksum, key_seed
+from kvstore.frames import pack_fixed, unpack_fixed
+from kvstore.pb import kvstore_pb2 as pb
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "format.json").read_text())
+
+
+def layout_of(example: dict[str, Any]) -> PageLayout:
+    groups = tuple(
+        LayerGroup(name, tuple(layers), tuple(Plane(n, d, tuple(shape), tokens) for n, d, shape, tokens in planes))
+        for name, layers, planes in example["groups"]
+    )
+    return PageLayout(example["page_tokens"], groups)
+
+
+@pytest.mark.parametrize("example", GOLDEN["layouts"], ids=lambda example: example["name"])
+def test_layout_bytes(example: dict[str, Any]) -> None:
+    assert hashlib.sha256(example["canonical"].encode()).hexdigest() == example["fingerprint"]
+    layout = layout_of(example)
+    assert layout.canonical == example["canonical"].encode()
+    assert layout.fingerprint.hex() == example["fingerprint"]
+    assert layout.page_nbytes == example["page_nbytes"]
+    for layer, ranges in example["layer_ranges"].items():
+        assert [list(part) for part in layout.layer_ranges(int(layer))] == ranges
+    assert sum(nbytes for ranges in example["layer_ranges"].values() for _, nbytes in ranges) == layout.page_nbytes
+
+
+def test_namespace_digest() -> None:
+    example = GOLDEN["namespace"]
+    values = {name: text.encode() for name, text in example["fields"].items()}
+    values["layout"] = bytes.fromhex(example["layout_fingerprint"])
+    data = b"kvstore-namespace-1\0"
+    for name in sorted(values):
+        data += struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(values[name])) + values[name]
+    assert hashlib.sha256(data).digest()[:16].hex() == example["digest"]
+
+    fields = {k: int(v) if v.isdigit() else v for k, v in example["fields"].items()}
+    assert Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields).digest.hex() == example["digest"]
+
+
+def test_prefix_hashes() -> None:
+    example = GOLDEN["prefix_hashes"]
+    tokens = range(example["first_token"], example["first_token"] + example["token_count"])
+    parent, step = b"", example["page_tokens"]
+    for i, expected in enumerate(example["hashes"]):
+        page = tokens[i * step : (i + 1) * step]
+        parent = hashlib.sha256(parent + struct.pack(f"<{step}I", *page)).digest()
+        assert parent.hex() == expected
+    assert [h.hex() for h in prefix_hashes(tokens, step)] == example["hashes"]
+
+
+def test_checksum() -> None:
+    example = GOLDEN["checksum"]
+    page = bytes(range(256)) * 4
+    digest, prefix_hash = bytes.fromhex(GOLDEN["namespace"]["digest"]), bytes.fromhex(example["prefix_hash"])
+    seed = int(example["seed"], 16)
+    assert xxhash.xxh3_64(digest + prefix_hash).intdigest() == seed == key_seed(digest, prefix_hash)
+    assert xxhash.xxh3_128(page, seed).hexdigest() == example["checksum"] == checksum(page, seed).hex()
+
+
+def test_bulk_frames() -> None:
+    data = bytes.fromhex(GOLDEN["frames"]["lookup_request"])
+    assert data[:4] == b"KV\x01\x00"
+    header_nbytes, payload_nbytes = struct.unpack("<IQ", data[4:16])
+    assert (header_nbytes, payload_nbytes) == (len(data) - 16, 0) == unpack_fixed(data[:16], 1 << 20)
+    lookup = pb.BulkRequest.FromString(data[16:]).lookup
+    assert lookup.namespace.hex() == GOLDEN["namespace"]["digest"]
+    assert [h.hex() for h in lookup.prefix_hashes] == GOLDEN["prefix_hashes"]["hashes"][:1]
+    assert lookup.touch
+    assert pack_fixed(len(data) - 16, 0) + pb.BulkRequest(lookup=lookup).SerializeToString() == data
+    assert pack_fixed(0, 1 << 20).hex() == GOLDEN["frames"]["page_data_of_1_MiB"]
