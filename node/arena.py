@@ -1,0 +1,60 @@
+"""The RAM tier's memory: one anonymous shared-memory file, mapped once and cut up by offsets.
+
+A memfd is not bound by the size of /dev/shm (64 MB in a container by default) and has no name that
+could outlive the process; another process on this host maps it through its descriptor.
+"""
+
+import mmap
+import os
+
+from kvstore.errors import ConfigError
+
+_POPULATE_STEP_NBYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap names it only from Python 3.14 on
+
+
+class Arena:
+    """`nbytes` of shared memory. `view` may be used by any thread; who may touch which bytes is the
+    tier's business."""
+
+    def __init__(self, nbytes: int) -> None:
+        available = available_nbytes()
+        if nbytes > available:
+            raise ConfigError(f"ram_nbytes={nbytes} is more than the {available} bytes of memory available here")
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self._map = mmap.mmap(self.fd, nbytes)
+        self._memory = memoryview(self._map)
+
+    def populate(self) -> None:
+        """Touches all pages now, so that the first puts do not pay for it (half their speed)."""
+        for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
+            except OSError:
+                return  # an older kernel: memory is then allocated as it is used
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self._memory[offset : offset + nbytes]
+
+    def copy(self, source: int, target: int, nbytes: int) -> None:
+        self._memory[target : target + nbytes] = self._memory[source : source + nbytes]
+
+    def close(self) -> None:
+        """Unmaps. Views handed out before must be gone; a transfer that still runs keeps the map."""
+        self._memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a connection thread still holds a view; the process is about to end anyway
+        os.close(self.fd)
+
+
+def available_nbytes() -> int:
+    """Memory that can be had without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

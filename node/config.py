@@ -1,0 +1,67 @@
+"""All settings of a node, checked together at its start."""
+
+from dataclasses import dataclass
+
+from kvstore.config import BULK_PORT, GRPC_CHUNK_NBYTES, GRPC_PORT, METRICS_PORT, check_settings, setting
+from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
+from kvstore.errors import ConfigError
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX
+from node.slots import SLOT_ALIGN_NBYTES
+
+GIB = 1 << 30
+EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_NBYTES, ... Sizes take 512MiB, 4GiB, ..."""
+
+    host: str = setting("0.0.0.0", "interface to listen on")
+    port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
+    bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
+    metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
+    ram_nbytes: int = setting(GIB, "RAM for pages", SLOT_ALIGN_NBYTES, 1 << 46)
+    extent_nbytes: int = setting(
+        0, "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to 1GiB", 0, 1 << 40
+    )
+    batch_keys_max: int = setting(4096, "keys in one request", 1, 1 << 14)
+    batch_nbytes_max: int = setting(0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40)
+    namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048)
+    sessions_max: int = setting(256, "bulk connections and gRPC transfers at a time", 1, 1 << 14)
+    grpc_threads: int = setting(32, "gRPC requests served at a time; a quarter is kept from transfers", 4, 1024)
+    pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40)
+    stall_s: float = setting(10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0)
+    drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
+    log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.extent_nbytes == 0:
+            wanted = min(max(self.ram_nbytes // EXTENTS_WANTED, 16 << 20), GIB, self.ram_nbytes)
+            object.__setattr__(self, "extent_nbytes", _aligned(wanted))
+        if self.batch_nbytes_max == 0:
+            wanted = min(max(self.ram_nbytes // 4, self.extent_nbytes), GIB)
+            object.__setattr__(self, "batch_nbytes_max", max(wanted, self.extent_nbytes))
+        if self.extent_nbytes % SLOT_ALIGN_NBYTES or self.extent_nbytes > self.ram_nbytes:
+            raise ConfigError(
+                f"extent_nbytes={self.extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES} "
+                f"and at most ram_nbytes={self.ram_nbytes}"
+            )
+        # RAM is used in whole extents; what is left over would only look like capacity.
+        object.__setattr__(self, "ram_nbytes", self.ram_nbytes // self.extent_nbytes * self.extent_nbytes)
+        if not self.extent_nbytes <= self.batch_nbytes_max <= self.ram_nbytes:
+            raise ConfigError(
+                f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the largest size "
+                f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
+            )
+        # A request of batch_keys_max keys must fit one message: 64 bytes and 2 of framing per key,
+        # and 1 KiB for the rest. A reply of PageStat needs 160 a key, so List caps its own limit.
+        if self.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024 > MESSAGE_NBYTES_MAX:
+            raise ConfigError(
+                f"batch_keys_max={self.batch_keys_max} keys do not fit one message of {MESSAGE_NBYTES_MAX} bytes"
+            )
+        assert GRPC_CHUNK_NBYTES + 1024 <= MESSAGE_NBYTES_MAX
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes // SLOT_ALIGN_NBYTES * SLOT_ALIGN_NBYTES

@@ -1,0 +1,75 @@
+"""`kvstore-node`: the command that runs a node."""
+
+import argparse
+import dataclasses
+import logging
+import signal
+import sys
+import threading
+
+import kvstore
+from kvstore.config import load
+from kvstore.errors import ConfigError
+from node.config import NodeConfig
+from node.server import Node
+
+EXAMPLES = """examples:
+  kvstore-node                                     1 GiB of RAM on ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
+  kvstore-node --ram-nbytes 64GiB --host 10.0.0.5
+  KVSTORE_NODE_RAM_NBYTES=8GiB kvstore-node --log-level DEBUG
+
+Every flag can also be set by the environment: --ram-nbytes is KVSTORE_NODE_RAM_NBYTES.
+exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting is unusable
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "kvstore-node",
+        description="Storage node of kvstore: keeps KV-cache pages in RAM and serves them over gRPC and bulk TCP.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=kvstore.__version__)
+    for field in dataclasses.fields(NodeConfig):
+        meta = field.metadata
+        limits = ", ".join(meta["choices"]) if meta["choices"] else f"{meta['low']}..{meta['high']}"
+        limits = "" if limits == "None..None" else f"; {limits}"
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            metavar=field.name.rsplit("_", 1)[-1].upper(),
+            help=f"{meta['help']} (default {field.default}{limits})".replace("%", "%%"),
+        )
+    return parser
+
+
+def main() -> None:
+    """Runs until SIGTERM or SIGINT; a second signal ends at once."""
+    arguments = vars(_parser().parse_args())
+    try:
+        config = load(NodeConfig, "KVSTORE_NODE", arguments)
+        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        node = Node(config)
+    except ConfigError as error:
+        print(f"kvstore-node: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _stop_or_die(stop))
+    node.start()
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    address = f"[{host}]" if ":" in host else host
+    ports = f"grpc={address}:{node.grpc.port} bulk={node.bulk.port} metrics={node.metrics.port}"
+    print(f"kvstore-node ready {ports}", flush=True)
+    stop.wait()
+    node.stop()
+
+
+def _stop_or_die(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise SystemExit(1)
+    stop.set()
+
+
+if __name__ == "__main__":
+    main()

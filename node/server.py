@@ -1,0 +1,73 @@
+"""A node: its parts put together, started, drained and stopped."""
+
+import logging
+import time
+
+from kvstore.errors import ConfigError
+from node.arena import Arena
+from node.bulk_server import BulkServer
+from node.config import NodeConfig
+from node.grpc_server import GrpcServer
+from node.metrics import MetricsServer
+from node.namespace import Namespaces
+from node.ram import RamTier
+from node.service import Service
+from node.session import Sessions
+from node.slots import SlotAllocator
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """sockets -> bulk_server | grpc_server -> service -> session -> ram tier -> slots, eviction
+                                                  |                                  |
+                                                  +-------- page bytes ----------- arena
+
+    The constructor takes memory and ports or raises ConfigError; `start` serves; `stop` drains.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.arena = Arena(config.ram_nbytes)
+        slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
+        namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
+        self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
+        self.sessions = Sessions(self.tier, config.sessions_max)
+        self.service = Service(config, self.arena, self.tier, self.sessions)
+        try:
+            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s)
+            self.grpc = GrpcServer(config.host, config.port, self.service, config.grpc_threads, config.stall_s)
+            self.metrics = MetricsServer(config.host, config.metrics_port, self.service)
+        except OSError as error:
+            raise ConfigError(
+                f"can not listen on {config.host} (port={config.port}, bulk_port={config.bulk_port}, "
+                f"metrics_port={config.metrics_port}): {error}"
+            ) from error
+        self.service.bulk_port = self.bulk.port
+        self.service.metrics_port = self.metrics.port
+
+    def start(self) -> None:
+        self.arena.populate()
+        self.bulk.start()
+        self.grpc.start()
+
+    def stop(self) -> None:
+        """Tells health, refuses new pages, lets running requests end within `drain_s`, closes all."""
+        log.info("draining: running requests have %g s", self.config.drain_s)
+        self.service.draining = True
+        self.grpc.set_serving(False)
+        started = time.monotonic()
+        self.bulk.stop(self.config.drain_s)
+        self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
+        self.metrics.stop()
+        for violation in self.tier.check():
+            log.error("inconsistent at stop: %s", violation)
+        self.arena.close()
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self.tier.check()
+
+
+def _clock_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,265 @@
+"""What each request means, the same for both wires. Takes and returns the schema's messages;
+raises the errors of `kvstore.errors`."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import kvstore
+from kvstore.checksum import CHECKSUM_NBYTES, checksum
+from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
+from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
+from kvstore.keys import check_prefix_hashes
+from kvstore.messages import namespace_message, namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+from node.arena import Arena
+from node.config import NodeConfig
+from node.page import Page
+from node.ram import PageInfo, RamTier
+from node.session import Session, Sessions
+
+LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
+LIST_LIMIT = 1000
+
+
+class Service:
+    """Thread-safe. Unary requests go through `call`; put and get need a session, because slots stay
+    reserved or held while bytes travel."""
+
+    def __init__(self, config: NodeConfig, arena: Arena, tier: RamTier, sessions: Sessions) -> None:
+        self._config = config
+        self._arena = arena
+        self._tier = tier
+        self.sessions = sessions
+        self.instance_id = os.urandom(8)
+        self.bulk_port = 0
+        self.metrics_port = 0
+        self.draining = False
+        self._started = time.monotonic()
+        self._limits = pb.Limits(
+            batch_keys_max=config.batch_keys_max,
+            batch_nbytes_max=config.batch_nbytes_max,
+            page_nbytes_max=config.extent_nbytes,
+            message_nbytes_max=MESSAGE_NBYTES_MAX,
+            pin_ttl_ms_max=config.pin_ttl_ms_max,
+        )
+        self._unary: dict[str, Callable[[Any], Any]] = {
+            "hello": self._hello,
+            "open_namespace": self._open_namespace,
+            "list_namespaces": self._list_namespaces,
+            "lookup": self._lookup,
+            "verify": self._verify,
+            "remove": self._remove,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "list": self._list,
+            "stat": self._stat,
+            "node_status": self._node_status,
+        }
+
+    def call(self, op: str, request: Any) -> Any:
+        """The reply to a unary request; `op` is its field's name in BulkRequest."""
+        return self._unary[op](request)
+
+    # ---- transfers -----------------------------------------------------------------------
+
+    def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
+        """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
+        if self.draining:
+            raise Unavailable("this node is draining and takes no new pages")
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        self._check_nbytes(len(request.prefix_hashes) * request.page_nbytes)
+        result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes)
+        views = [self._arena.view(page.offset, request.page_nbytes) for page in result.pages]
+        return pb.PutReply(verdicts=cast(Any, result.verdicts)), views
+
+    def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
+        wanted = len(session.reserved)
+        if not wanted or len(request.checksums) != wanted or any(len(c) != CHECKSUM_NBYTES for c in request.checksums):
+            session.abort()
+            raise InvalidRequest(
+                f"a commit of {len(request.checksums)} checksums for {wanted} written pages; "
+                f"send one checksum of {CHECKSUM_NBYTES} bytes for each"
+            )
+        return pb.CommitReply(stored=session.commit(list(request.checksums)))
+
+    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[pb.GetReply, list[memoryview]]:
+        """Holds the pages until `session.release`; returns hits and the memory to send."""
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
+        index = self._tier.namespace(request.namespace)
+        ranges = [(part.offset, part.nbytes) for part in request.ranges]
+        if len(request.prefix_hashes) * len(ranges) > GET_PIECES_MAX:
+            raise InvalidRequest(
+                f"{len(ranges)} ranges of {len(request.prefix_hashes)} keys are more than {GET_PIECES_MAX} pieces; "
+                "split the batch"
+            )
+        for offset, nbytes in ranges:
+            if not nbytes or offset + nbytes > index.page_nbytes:
+                raise InvalidRequest(
+                    f"range {offset}+{nbytes} is empty or leaves the page of {index.page_nbytes} bytes"
+                )
+        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else index.page_nbytes
+        self._check_nbytes(len(request.prefix_hashes) * wanted_nbytes)
+        pages = session.acquire(request.namespace, list(request.prefix_hashes), request.prefix_only, wanted_nbytes)
+        found = [page for page in pages if page is not None]
+        if not ranges:
+            reply = pb.GetReply(hits=[page is not None for page in pages], checksums=[page.checksum for page in found])
+            return reply, [self._view(page) for page in found]
+        return self._ranged(pages, ranges)
+
+    def _ranged(self, pages: list[Page | None], ranges: list[tuple[int, int]]) -> tuple[pb.GetReply, list[memoryview]]:
+        """Parts of pages: the writer's checksum covers a whole page, so it is checked here, and the
+        parts get a checksum of their own for the way."""
+        hits, checksums, views = [], [], []
+        for page in pages:
+            intact = page is not None and self._intact(page)
+            hits.append(intact)
+            if intact and page is not None:
+                whole = self._view(page)
+                parts = [whole[offset : offset + nbytes] for offset, nbytes in ranges]
+                seed = page.namespace.seed(page.prefix_hash)
+                checksums.append(checksum(parts[0] if len(parts) == 1 else b"".join(parts), seed))
+                views.extend(parts)
+        return pb.GetReply(hits=hits, checksums=checksums), views
+
+    def _view(self, page: Page) -> memoryview:
+        return self._arena.view(page.offset, page.namespace.page_nbytes)
+
+    def _intact(self, page: Page) -> bool:
+        """Compares a held page with its checksum; drops it if it does not match."""
+        if checksum(self._view(page), page.namespace.seed(page.prefix_hash)) == page.checksum:
+            return True
+        self._tier.drop_corrupt(page)
+        return False
+
+    def _check_nbytes(self, nbytes: int) -> None:
+        if nbytes > self._config.batch_nbytes_max:
+            raise InvalidRequest(
+                f"the batch moves {nbytes} bytes, at most {self._config.batch_nbytes_max} (batch_nbytes_max); split it"
+            )
+
+    # ---- unary ---------------------------------------------------------------------------
+
+    def _hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+        if request.protocol_version not in (0, PROTOCOL_VERSION):
+            raise ProtocolError(
+                f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
+            )
+        return pb.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            version=kvstore.__version__,
+            instance_id=self.instance_id,
+            bulk_port=self.bulk_port,
+            limits=self._limits,
+        )
+
+    def _open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
+        index, created = self._tier.open_namespace(namespace_value(request.namespace), request.digest)
+        return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
+
+    def _list_namespaces(self, request: pb.ListNamespacesRequest) -> pb.ListNamespacesReply:
+        return pb.ListNamespacesReply(namespaces=self._namespace_infos()[1])
+
+    def _namespace_infos(self) -> tuple[pb.Counters, list[pb.NamespaceInfo]]:
+        totals, each = self._tier.counters()
+        infos = [
+            pb.NamespaceInfo(
+                digest=index.digest,
+                namespace=namespace_message(index.value),
+                page_nbytes=index.page_nbytes,
+                page_count=page_count,
+                counters=pb.Counters(**counters.as_dict()),
+            )
+            for index, counters, page_count in each
+        ]
+        return pb.Counters(**totals.as_dict()), infos
+
+    def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
+        present = self._tier.lookup(request.namespace, request.prefix_hashes, request.touch)
+        prefix_pages = present.index(False) if False in present else len(present)
+        return pb.LookupReply(prefix_pages=prefix_pages, present=present)
+
+    def _verify(self, request: pb.VerifyRequest) -> pb.VerifyReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        with self.sessions.open() as session:
+            pages = session.inspect(request.namespace, list(request.prefix_hashes))
+            found = [page for page in pages if page is not None]
+            intact = sum(self._intact(page) for page in found)
+        return pb.VerifyReply(intact=intact, dropped=len(found) - intact, absent=len(pages) - len(found))
+
+    def _remove(self, request: pb.RemoveRequest) -> pb.RemoveReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        return pb.RemoveReply(removed=self._tier.remove(request.namespace, request.prefix_hashes))
+
+    def _pin(self, request: pb.PinRequest) -> pb.PinReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
+            raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
+        return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+
+    def _unpin(self, request: pb.UnpinRequest) -> pb.UnpinReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
+
+    def _list(self, request: pb.ListRequest) -> pb.ListReply:
+        limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+        infos, rest_after = self._tier.list_pages(request.namespace, request.key_prefix, request.page_token, limit)
+        return pb.ListReply(pages=[_stat_message(info) for info in infos], next_page_token=rest_after)
+
+    def _stat(self, request: pb.StatRequest) -> pb.StatReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
+        infos = self._tier.stat(request.namespace, request.prefix_hashes)
+        return pb.StatReply(pages=[_stat_message(info) for info in infos])
+
+    def _node_status(self, request: pb.NodeStatusRequest) -> pb.NodeStatusReply:
+        totals, namespaces = self._namespace_infos()
+        return pb.NodeStatusReply(
+            version=kvstore.__version__,
+            instance_id=self.instance_id,
+            state="DRAINING" if self.draining else "SERVING",
+            uptime_ms=int((time.monotonic() - self._started) * 1000),
+            pid=os.getpid(),
+            rss_nbytes=_private_nbytes(),
+            session_count=self.sessions.count,
+            ram=self._ram_status(),
+            namespaces=namespaces,
+            totals=totals,
+            limits=self._limits,
+            bulk_port=self.bulk_port,
+            metrics_port=self.metrics_port,
+        )
+
+    def _ram_status(self) -> pb.RamStatus:
+        tier, slots = self._tier, self._tier.slots
+        classes = [
+            pb.SizeClass(slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
+            for size, extents, count, used in tier.size_classes()
+        ]
+        return pb.RamStatus(
+            capacity_nbytes=slots.region_nbytes,
+            used_nbytes=slots.used_nbytes,
+            extent_nbytes=slots.extent_nbytes,
+            extent_count=slots.extent_count,
+            extent_free_count=slots.extent_free_count,
+            page_count=tier.visible_count,
+            writing_count=tier.writing_count,
+            held_count=tier.held_count,
+            pinned_count=tier.pinned_count,
+            size_classes=classes,
+        )
+
+
+def _stat_message(info: PageInfo) -> pb.PageStat:
+    return pb.PageStat(**info._asdict())
+
+
+def _private_nbytes() -> int:
+    """Resident bytes of this process outside shared memory, that is outside the arena."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,99 @@
+"""Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
+
+import threading
+from collections.abc import Sequence
+
+from kvstore.errors import Exhausted
+from node.page import Page
+from node.ram import RamTier
+from node.reservation import Reservation
+
+
+class Session:
+    """One put and one get at a time, as a connection has one. Used by one thread.
+
+    A reservation belongs to the session until commit or abort, held pages until release; `close`
+    gives back all of it.
+    """
+
+    def __init__(self, tier: RamTier, sessions: "Sessions") -> None:
+        self._tier = tier
+        self._sessions = sessions
+        self._reservation: Reservation | None = None
+        self._held: list[Page] = []
+
+    def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
+        assert self._reservation is None, "a session writes one batch at a time"
+        reservation = self._tier.reserve(digest, prefix_hashes, page_nbytes)
+        if reservation.pages:
+            self._reservation = reservation
+        return reservation
+
+    @property
+    def reserved(self) -> list[Page]:
+        """Pages that wait for their bytes and the commit."""
+        return self._reservation.pages if self._reservation else []
+
+    def commit(self, checksums: Sequence[bytes]) -> int:
+        assert self._reservation is not None
+        reservation, self._reservation = self._reservation, None
+        return self._tier.commit(reservation, checksums)
+
+    def abort(self) -> None:
+        if self._reservation is not None:
+            reservation, self._reservation = self._reservation, None
+            self._tier.abort(reservation)
+
+    def acquire(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int
+    ) -> list[Page | None]:
+        return self._keep(self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes))
+
+    def inspect(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[Page | None]:
+        return self._keep(self._tier.inspect(digest, prefix_hashes))
+
+    def _keep(self, pages: list[Page | None]) -> list[Page | None]:
+        assert not self._held, "a session reads one batch at a time"
+        self._held = [page for page in pages if page is not None]
+        return pages
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        self._tier.release(held)
+
+    def close(self) -> None:
+        self.abort()
+        self.release()
+        self._sessions.closed(self)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sessions:
+    """The live sessions; at most `count_max`. Thread-safe."""
+
+    def __init__(self, tier: RamTier, count_max: int) -> None:
+        self._tier = tier
+        self._count_max = count_max
+        self._lock = threading.Lock()
+        self._live: set[Session] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._live)
+
+    def open(self) -> Session:
+        session = Session(self._tier, self)
+        with self._lock:
+            if len(self._live) >= self._count_max:
+                raise Exhausted(f"{self._count_max} sessions are open (sessions_max); use fewer connections per client")
+            self._live.add(session)
+        return session
+
+    def closed(self, session: Session) -> None:
+        with self._lock:
+            self._live.discard(session)

@@ -1,0 +1,22 @@
+"""Fixtures shared by all tests: a real node in a child process, and a client of it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import Client, ClientConfig
+from kvstore.node_process import NodeProcess
+
+
+@pytest.fixture(scope="session")
+def shared_node() -> Iterator[NodeProcess]:
+    """One node for all tests that neither stop it nor fill it. Use namespaces of your own."""
+    with NodeProcess("--ram-nbytes", "256MiB", "--extent-nbytes", "16MiB") as node:
+        yield node
+
+
+@pytest.fixture(params=["bulk", "grpc"])
+def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
+    """A client of the shared node, once over each wire."""
+    with Client(ClientConfig(address=shared_node.address, wire=request.param)) as client:
+        yield client
