@@ -1,0 +1,291 @@
+"""The agent: `lookup`, `save` and `load` for one GPU's shard of the KV cache.
+
+    save:  lookup(touch) -> [gather a buffer of missing pages -> put] ... -> touch the chain
+    load:  [get into a buffer, checksums verified -> scatter the leading hits] ... -> touch the chain
+
+The engine is never slowed or broken: nothing here blocks it, every job ends by its deadline, and
+whatever goes wrong with the store is a smaller number in a result, never an exception. A caller's
+own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before anything moves.
+"""
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from gpu_agent.config import AgentConfig, agent_config
+from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+from gpu_agent.lane import Lane
+from gpu_agent.pool import KVPool
+from gpu_agent.transfer import Fence, TorchTransfer, Transfer
+from gpu_agent.units import Units, UnitTable
+from kvstore.client import PREFIX_HASHES_MAX, Client, PutOutcome
+from kvstore.deadline import Deadline
+from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
+from kvstore.keys import Namespace, check_prefix_hashes
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a worker needs of one save or load."""
+
+    prefix_hashes: list[bytes]
+    pool: KVPool
+    table: UnitTable
+    fence: Fence
+    deadline: Deadline
+
+
+class Agent:
+    """Thread-safe. One per GPU; `client` may be shared and is not closed here.
+
+    `pool`: the engine's own, for calls that name none. Engines whose cache tensors come and go
+    (Hugging Face transformers) pass None and name a pool in each call.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: Namespace,
+        pool: KVPool | None,
+        config: AgentConfig | None = None,
+        transfer: Transfer | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self.config = config or agent_config()
+        self.stats = AgentStats()
+        self._client = client
+        self._pool = pool
+        self._transfer = transfer or TorchTransfer()
+        self._lock = threading.Lock()  # stats and _outage
+        self._outage = False
+        if pool is not None:
+            self._check_pool(pool)
+        page_nbytes = namespace.layout.page_nbytes
+        self._chunk_pages = self.config.staging_nbytes // page_nbytes
+        if not self._chunk_pages:
+            raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
+        lanes = (self.config.workers, (self._chunk_pages, page_nbytes), self.config.pending_nbytes_max)
+        self._saves: Lane[SaveResult] = Lane("save", *lanes)
+        self._loads: Lane[LoadResult] = Lane("load", *lanes)
+
+    # ---- the engine's side -----------------------------------------------------------------
+
+    def lookup(self, prefix_hashes: Sequence[bytes]) -> int:
+        """Leading pages that are stored; 0 if the store can not be asked in time."""
+        if not prefix_hashes:
+            return 0
+        self._add(lookups=1)
+        try:
+            timeout_s = self.config.lookup_timeout_s
+            found = self._client.lookup(self.namespace, prefix_hashes, timeout_s=timeout_s).prefix_pages
+        except InvalidRequest:
+            raise
+        except KVStoreError as error:
+            self._add(lookups_failed=1)
+            self._report(error)
+            return 0
+        self._report(None)
+        return found
+
+    def save(self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None = None) -> SaveJob:
+        """Stores the pages of a chain, head first, that are not stored yet.
+
+        `units`: where their tokens are (`gpu_agent.units`). Never waits: a save that exceeds a limit
+        is dropped and counted. Raises InvalidRequest for what is wrong with the call itself.
+        """
+        job = self._job(prefix_hashes, units, pool, self.config.save_timeout_s)
+        gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
+        gathered.set_running_or_notify_cancel()
+        count = len(job.prefix_hashes)
+        self._add(saves=1)
+        if count:
+            done = self._saves.submit(
+                count * self.namespace.layout.page_nbytes,
+                lambda buffer: self._save(job, buffer, gathered),
+                lambda reason: self._saved(SaveResult(0, 0, count, reason)),
+            )
+        else:
+            done = _resolved(SaveResult(0, 0, 0))
+        done.add_done_callback(lambda _: _release(gathered))
+        return SaveJob(gathered, done)
+
+    def load(
+        self, prefix_hashes: Sequence[bytes], units: Units, skip_tokens: int = 0, pool: KVPool | None = None
+    ) -> LoadJob:
+        """Puts the leading stored pages of a chain into the slots named by `units`.
+
+        The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
+        fetched, and their slots are not written. Only bytes that matched their checksum are written.
+        Never waits. Raises InvalidRequest for what is wrong with the call itself.
+        """
+        job = self._job(prefix_hashes, units, pool, self.config.load_timeout_s)
+        count = len(job.prefix_hashes)
+        job.pool.check_skip(skip_tokens, count)
+        skipped = skip_tokens // self.namespace.layout.page_tokens
+        self._add(loads=1)
+        if skipped == count:
+            return LoadJob(_resolved(LoadResult(count, 0)))
+        return LoadJob(
+            self._loads.submit(
+                (count - skipped) * self.namespace.layout.page_nbytes,
+                lambda buffer: self._load(job, buffer, skip_tokens),
+                lambda reason: self._loaded(LoadResult(skipped, 0, reason)),
+            )
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Lets pending jobs end for `timeout_s`, then cancels what is queued and stops the rest at
+        their next chunk. Every future has its result afterwards."""
+        end = time.monotonic() + timeout_s
+        self._saves.close(timeout_s)
+        self._loads.close(max(0.0, end - time.monotonic()))
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self._saves.check() + self._loads.check()
+
+    def __enter__(self) -> "Agent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the workers' side -----------------------------------------------------------------
+
+    def _save(self, job: _Job, buffer: torch.Tensor, gathered: concurrent.futures.Future[None]) -> SaveResult:
+        stored = existing = 0
+        reason = None
+        try:
+            found = self._client.lookup(
+                self.namespace, job.prefix_hashes, touch=True, timeout_s=job.deadline.remaining()
+            )
+            missing = [page for page, present in enumerate(found.present) if not present]
+            existing = len(job.prefix_hashes) - len(missing)
+            chunks = [missing[i : i + self._chunk_pages] for i in range(0, len(missing), self._chunk_pages)]
+            for chunk in chunks:
+                if self._saves.stopping.is_set():
+                    reason = "the agent is closed"
+                    break
+                pages = buffer[: len(chunk)]
+                self._transfer.gather(job.pool, job.table.select(chunk), pages, job.fence)
+                if chunk is chunks[-1]:
+                    gathered.set_result(None)
+                outcomes = self._put(job, chunk, pages)
+                stored += outcomes.count(PutOutcome.STORED)
+                existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
+                if PutOutcome.FULL in outcomes:  # without its head the rest of a chain is of no use
+                    reason = "the node is full of pages that it may not evict"
+                    break
+            if len(chunks) > 1:
+                self._touch(job, job.prefix_hashes)
+            self._report(None)
+        except KVStoreError as error:
+            reason = str(error)
+            self._report(error)
+        dropped = len(job.prefix_hashes) - stored - existing
+        return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
+
+    def _put(self, job: _Job, chunk: Sequence[int], pages: torch.Tensor) -> list[PutOutcome]:
+        hashes = [job.prefix_hashes[page] for page in chunk]
+        return self._client.put(self.namespace, hashes, list(pages), timeout_s=job.deadline.remaining())
+
+    def _load(self, job: _Job, buffer: torch.Tensor, skip_tokens: int) -> LoadResult:
+        page_tokens = self.namespace.layout.page_tokens
+        first = in_place = skip_tokens // page_tokens
+        error = None
+        try:
+            for start in range(first, len(job.prefix_hashes), self._chunk_pages):
+                if self._loads.stopping.is_set():
+                    error = "the agent is closed"
+                    break
+                hashes = job.prefix_hashes[start : start + self._chunk_pages]
+                hits = self._client.get(
+                    self.namespace,
+                    hashes,
+                    list(buffer[: len(hashes)]),
+                    prefix=True,
+                    timeout_s=job.deadline.remaining(),
+                )
+                run = [*hits, False].index(False)
+                if run:
+                    table = job.table.select(slice(start, start + run))
+                    skip = max(0, skip_tokens - start * page_tokens)  # less than a page, in the first one
+                    self._transfer.scatter(job.pool, table, buffer[:run], job.fence, skip)
+                in_place = start + run
+                if run < len(hashes):
+                    break
+            if in_place - first > self._chunk_pages:
+                self._touch(job, job.prefix_hashes[:in_place])
+            self._report(None)
+        except KVStoreError as failure:
+            error = str(failure)
+            self._report(failure)
+        return self._loaded(LoadResult(in_place, in_place - first, error))
+
+    def _touch(self, job: _Job, prefix_hashes: list[bytes]) -> None:
+        """Several calls aged the chain chunk by chunk; put its order right, tail oldest. The pages
+        have moved already, so a failure costs nothing but the order."""
+        try:
+            self._client.lookup(self.namespace, prefix_hashes, touch=True, timeout_s=job.deadline.remaining())
+        except KVStoreError as error:
+            log.info("could not touch a chain of %d pages: %s", len(prefix_hashes), error)
+
+    # ---- counts and logs -------------------------------------------------------------------
+
+    def _saved(self, result: SaveResult) -> SaveResult:
+        self._add(pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped)
+        return result
+
+    def _loaded(self, result: LoadResult) -> LoadResult:
+        self._add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
+        return result
+
+    def _add(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.stats, name, getattr(self.stats, name) + count)
+
+    def _report(self, error: KVStoreError | None) -> None:
+        """Logs an outage when it begins and when it ends, not at every request within it."""
+        with self._lock:
+            changed, self._outage = self._outage != (error is not None), error is not None
+        if changed and error is not None:
+            log.warning("the store failed, the engine recomputes until it is back: %s", error)
+        elif changed:
+            log.warning("the store answers again")
+
+    def _job(self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float) -> _Job:
+        pool = pool or self._pool
+        if pool is None:
+            raise InvalidRequest("this agent was made without a pool; name one in the call")
+        if pool is not self._pool:
+            self._check_pool(pool)
+        hashes = list(prefix_hashes)
+        if hashes:
+            check_prefix_hashes(hashes, PREFIX_HASHES_MAX, distinct=True)
+        table = pool.unit_table(units, len(hashes))
+        return _Job(hashes, pool, table, self._transfer.fence(pool), Deadline(timeout_s))
+
+    def _check_pool(self, pool: KVPool) -> None:
+        if pool.layout != self.namespace.layout:
+            raise InvalidRequest("the pool's layout is not the namespace's layout")
+
+
+def _release(gathered: concurrent.futures.Future[None]) -> None:
+    if not gathered.done():
+        gathered.set_result(None)
+
+
+def _resolved(result: Result) -> concurrent.futures.Future[Result]:
+    done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    done.set_result(result)
+    return done

@@ -1,0 +1,1 @@
+"""One thin adapter file per engine; the engine's package is imported there and nowhere else."""

@@ -1,0 +1,187 @@
+"""Hugging Face transformers: a prompt's KV out of a model's cache, and into a fresh one.
+
+    adapter.save(cache, tokens)            after a forward pass
+    cache, n = adapter.load(tokens)        then model(ids[:, n:], past_key_values=cache)
+
+Each cache is a pool of its own: token slot t of layer l is `cache.layers[l].keys[0, :, t, :]`, so
+the pool's tensors are transposed views of the cache's, without a copy. transformers is imported
+only here.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from gpu_agent.agent import Agent
+from gpu_agent.config import AgentConfig
+from gpu_agent.jobs import SaveJob
+from gpu_agent.pool import KVPool, dtype_name
+from kvstore.buffers import byte_view
+from kvstore.checksum import running_checksum
+from kvstore.client import Client
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Namespace, prefix_hashes
+from kvstore.layout import LayerGroup, PageLayout, Plane
+
+PAGE_TOKENS = 64
+_GROUP = "attention"
+# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
+_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
+
+
+class TransformersAdapter:
+    """Saves and loads the KV of one causal language model; batch size 1, no padding.
+
+    `name` names the model to everyone who shares the store: never a local path. `revision` names
+    its weights; without one a digest of all parameters is taken, so that other weights under the
+    same name can not hit. Raises InvalidRequest for a model whose cache has other layers than full
+    or sliding-window attention.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: PreTrainedModel,
+        name: str,
+        revision: str | None = None,
+        page_tokens: int = PAGE_TOKENS,
+        config: AgentConfig | None = None,
+    ) -> None:
+        revision = weights_digest(model) if revision is None else revision
+        self.namespace = namespace_of(model, name, revision, page_tokens)
+        self._device = model.device
+        self._agent = Agent(client, self.namespace, None, config)
+
+    def save(self, cache: DynamicCache, tokens: Sequence[int] | torch.Tensor) -> SaveJob:
+        """Stores the full pages of `tokens`, the ids whose KV is at the start of `cache`.
+
+        The cache may be used and extended at once: transformers never changes its tensors in place.
+        Raises InvalidRequest if the cache does not hold the plain KV of these tokens.
+        """
+        ids = _token_list(tokens)
+        pairs = _plain_pairs(cache)
+        held = min((keys.shape[-2] for keys, _ in pairs), default=0)
+        if held < len(ids):
+            raise InvalidRequest(f"the cache holds {held} tokens, fewer than the {len(ids)} to save")
+        hashes = prefix_hashes(ids, self.namespace.layout.page_tokens)
+        units = torch.arange(len(hashes) * self.namespace.layout.page_tokens)
+        return self._agent.save(hashes, units, self._pool(pairs))
+
+    def lookup(self, tokens: Sequence[int] | torch.Tensor) -> int:
+        """Leading tokens of a prompt whose KV is stored; 0 if the store can not be asked."""
+        page_tokens = self.namespace.layout.page_tokens
+        return self._agent.lookup(prefix_hashes(_token_list(tokens), page_tokens)) * page_tokens
+
+    def load(self, tokens: Sequence[int] | torch.Tensor) -> tuple[DynamicCache, int]:
+        """(fresh cache, number of leading `tokens` in it); an empty cache and 0 for a miss.
+
+        At most all tokens but the last: a model needs one to compute its next from.
+        """
+        ids = _token_list(tokens)
+        page_tokens = self.namespace.layout.page_tokens
+        hashes = prefix_hashes(ids, page_tokens)
+        hashes = hashes[: self._agent.lookup(hashes)]
+        cache = DynamicCache()
+        if not hashes:
+            return cache, 0
+        pairs = self._empty_pairs(len(hashes) * page_tokens)
+        units = torch.arange(len(hashes) * page_tokens)
+        loaded = self._agent.load(hashes, units, pool=self._pool(pairs)).done.result()
+        count = min(loaded.pages * page_tokens, len(ids) - 1)
+        for number, (keys, values) in enumerate(pairs if count else ()):
+            # `update` copies; with no token it only sets the layer up, which then takes our tensors.
+            cache.update(keys[:, :, :0], values[:, :, :0], number)
+            layer: Any = cache.layers[number]
+            layer.keys, layer.values = keys[:, :, :count], values[:, :, :count]
+        return cache, count
+
+    def close(self) -> None:
+        """Ends pending saves in bounded time; the client stays open."""
+        self._agent.close()
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self._agent.check()
+
+    def __enter__(self) -> "TransformersAdapter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _empty_pairs(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V `[1, heads, count, dim]` of every layer, in the cache's own order."""
+        group = self.namespace.layout.groups[0]
+        heads, dim = group.planes[0].unit_shape
+        dtype = getattr(torch, group.planes[0].dtype)
+
+        def empty() -> torch.Tensor:
+            return torch.empty((1, heads, count, dim), dtype=dtype, device=self._device)
+
+        return [(empty(), empty()) for _ in group.layers]
+
+    def _pool(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> KVPool:
+        tensors = {}
+        for layer, (keys, values) in enumerate(pairs):
+            if keys.shape[0] != 1:
+                raise InvalidRequest(f"the cache holds a batch of {keys.shape[0]} prompts; save them one by one")
+            tensors[_GROUP, layer, "k"] = keys[0].transpose(0, 1)
+            tensors[_GROUP, layer, "v"] = values[0].transpose(0, 1)
+        return KVPool(self.namespace.layout, tensors)
+
+
+def namespace_of(model: PreTrainedModel, name: str, revision: str, page_tokens: int = PAGE_TOKENS) -> Namespace:
+    """Namespace and layout of a model's KV; its configuration's digest is the salt."""
+    for layer in DynamicCache(config=model.config).layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise InvalidRequest(f"the model caches with {type(layer).__name__}; only full attention can be stored")
+    text: Any = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype = dtype_name(model.dtype)
+    planes = (Plane("k", dtype, (heads, dim)), Plane("v", dtype, (heads, dim)))
+    layout = PageLayout(page_tokens, (LayerGroup(_GROUP, tuple(range(text.num_hidden_layers)), planes),))
+    identity = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_IDENTITY}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+    return Namespace(model=name, layout=layout, revision=revision, salt=f"transformers config={digest[:32]}")
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """xxh3_128 over names, shapes, dtypes and bytes of all parameters and buffers, in order."""
+    running = running_checksum(0)
+    for name, tensor in model.state_dict().items():
+        running.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        running.update(byte_view(tensor.detach().cpu().contiguous()))
+    return f"weights={running.digest().hex()}"
+
+
+def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(K, V) of every layer. Raises InvalidRequest for a class that keeps less than all tokens (a
+    sliding window has only its last ones) or something else than plain K and V."""
+    pairs = []
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer:
+            raise InvalidRequest(
+                f"layer {number} of the cache is a {type(layer).__name__}, which may not hold the plain KV of "
+                "every token; run the model with past_key_values=DynamicCache()"
+            )
+        if layer.keys is None or layer.values is None:
+            raise InvalidRequest(f"layer {number} of the cache is empty; save after a forward pass")
+        pairs.append((layer.keys, layer.values))
+    return pairs
+
+
+def _token_list(tokens: Sequence[int] | torch.Tensor) -> list[int]:
+    if not isinstance(tokens, torch.Tensor):
+        return list(tokens)
+    if tokens.dim() == 2 and tokens.shape[0] == 1:
+        tokens = tokens[0]
+    if tokens.dim() != 1:
+        raise InvalidRequest(f"tokens have shape {list(tokens.shape)}; one prompt has [tokens] or [1, tokens]")
+    ids: list[int] = tokens.tolist()
+    return ids

@@ -1,0 +1,56 @@
+"""What a save or a load hands to the engine, and what becomes of it."""
+
+import concurrent.futures
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """Pages of a save: `stored` now; `existing`, stored before or just being stored by another
+    writer; `dropped`, not kept, with the reason."""
+
+    stored: int
+    existing: int
+    dropped: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """`pages`: leading pages whose KV is in the engine's slots: those that skip_tokens covers
+    wholly, then the `loaded` ones. Slots of later pages are untouched. `error`: why a load ended
+    early, None for a plain miss."""
+
+    pages: int
+    loaded: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """`gathered`: the engine may reuse the slots. `done`: the outcome; always comes."""
+
+    gathered: concurrent.futures.Future[None]
+    done: concurrent.futures.Future[SaveResult]
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """`done`: the outcome; always comes. Until then the slots must not be used."""
+
+    done: concurrent.futures.Future[LoadResult]
+
+
+@dataclass
+class AgentStats:
+    """Counts since the agent was made."""
+
+    lookups: int = 0
+    lookups_failed: int = 0
+    saves: int = 0
+    pages_stored: int = 0
+    pages_existing: int = 0
+    pages_dropped: int = 0
+    loads: int = 0
+    loads_failed: int = 0
+    pages_loaded: int = 0

@@ -1,0 +1,117 @@
+"""Bounded background work: a few threads, each job with a page buffer of its own while it runs.
+
+submit --- refused (result at once) <--- pending_nbytes_max, closed
+   |
+queue ---> worker + buffer ---> result          stopped: what is queued ends without running
+"""
+
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Lane(Generic[Result]):
+    """Thread-safe. `submit` never blocks and never raises; its future always gets a result.
+
+    `failed(reason, nbytes)` makes the result of a job that was refused, cancelled, or broke.
+    """
+
+    def __init__(self, name: str, workers: int, buffer_shape: tuple[int, int], pending_nbytes_max: int) -> None:
+        self._name = name
+        self._workers = workers
+        self._pending_nbytes_max = pending_nbytes_max
+        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(workers):  # as many as jobs can run; written once, so that the memory is really there
+            self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
+        self._executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=f"kvstore-{name}")
+        self._lock = threading.Lock()
+        self._active: dict[concurrent.futures.Future[Result], int] = {}  # future -> page bytes of its job
+        self._running = 0
+        self._closed = False
+        self.stopping = threading.Event()  # set: jobs end at their next chunk
+
+    def submit(
+        self, nbytes: int, work: Callable[[torch.Tensor], Result], failed: Callable[[str], Result]
+    ) -> concurrent.futures.Future[Result]:
+        """Runs `work(buffer)` later. `nbytes`: what the job counts against the limit."""
+        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        done.set_running_or_notify_cancel()  # from here on nobody can cancel it but we
+        with self._lock:
+            reason = self._refusal(nbytes)
+            if not reason:
+                self._active[done] = nbytes
+                self._executor.submit(self._run, done, work, failed)
+        if reason:
+            done.set_result(failed(reason))
+        return done
+
+    def _refusal(self, nbytes: int) -> str:
+        if self._closed:
+            return "the agent is closed"
+        pending = sum(self._active.values())
+        if pending + nbytes > self._pending_nbytes_max:
+            return f"{pending} bytes are pending and {nbytes} more exceed pending_nbytes_max={self._pending_nbytes_max}"
+        return ""
+
+    def _run(
+        self,
+        done: concurrent.futures.Future[Result],
+        work: Callable[[torch.Tensor], Result],
+        failed: Callable[[str], Result],
+    ) -> None:
+        with self._lock:
+            self._running += 1
+            buffer = self._buffers.get_nowait()
+        try:
+            result = failed("the agent is closed") if self.stopping.is_set() else work(buffer)
+        except Exception as error:  # the edge of a thread: whatever broke, the engine gets its answer
+            log.exception("a %s job broke", self._name)
+            result = failed(f"internal error: {error!r}")
+        with self._lock:
+            self._buffers.put(buffer)
+            self._running -= 1
+            del self._active[done]
+        done.set_result(result)
+
+    def close(self, timeout_s: float) -> None:
+        """Takes no more work, lets pending jobs end for `timeout_s`, then stops the rest. A job in
+        the middle of a call ends with that call, so this returns at latest one call's deadline later."""
+        with self._lock:
+            self._closed = True
+            active = list(self._active)
+        concurrent.futures.wait(active, timeout_s)
+        self.stopping.set()
+        self._executor.shutdown(wait=True)
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Page bytes of jobs that are accepted and not done."""
+        with self._lock:
+            return sum(self._active.values())
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        with self._lock:
+            found = []
+            free, pending = self._buffers.qsize(), sum(self._active.values())
+            if free + self._running != self._workers:
+                found.append(
+                    f"{self._name}: {free} free and {self._running} used buffers, expected {self._workers} in all"
+                )
+            if pending > self._pending_nbytes_max:
+                found.append(
+                    f"{self._name}: {pending} bytes pending, over pending_nbytes_max={self._pending_nbytes_max}"
+                )
+            if self._running > len(self._active):
+                found.append(f"{self._name}: {self._running} jobs run, only {len(self._active)} are known")
+            if any(done.done() for done in self._active):
+                found.append(f"{self._name}: a finished job still counts as pending")
+            return found

@@ -1,0 +1,152 @@
+"""`KVPool`: an engine's KV tensors, seen through a `PageLayout`.
+
+The engine owns the memory; the pool holds views of it and copies nothing. Strides are read, never
+assumed: a plane may be a slice of a wider tensor, a transposed view, or a block pool in any order.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu_agent.units import Space, Units, UnitTable, checked_rows
+from kvstore.errors import InvalidRequest
+from kvstore.layout import DTYPE_NBYTES, PageLayout, PlaneSlice
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NBYTES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Elements are moved as integers of the same size: exact for NaNs, and no kernel of torch is missing
+# for an 8-bit float.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The layout's name of a torch dtype. Raises InvalidRequest if a layout can not hold it."""
+    if dtype not in _NAMES:
+        raise InvalidRequest(f"{dtype} has no name in a layout; known are {', '.join(DTYPE_NBYTES)}")
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class PoolPlane:
+    """One plane of one layer: where it lies in a page, and the engine's tensor as integers.
+
+    `bits`: `[slots, *unit_shape]`, any strides, an integer dtype of the plane's element size.
+    """
+
+    piece: PlaneSlice
+    bits: torch.Tensor
+    space: str
+
+
+class KVPool:
+    """Views of an engine's tensors, one for each (group, layer, plane) of `layout`.
+
+    `tensors[group, layer, plane]`: `[slots, *unit_shape]` of the plane's dtype, all on one device.
+    `spaces[group, plane]` names the index space of a plane; without an entry it is "token" for
+    planes indexed by token and "block" for planes indexed by block. Groups whose slots are numbered
+    apart (sliding windows, several block tables) need spaces of their own.
+
+    Raises InvalidRequest naming group, layer and plane. Immutable.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        tensors: Mapping[tuple[str, int, str], torch.Tensor],
+        spaces: Mapping[tuple[str, str], str] | None = None,
+    ) -> None:
+        self.layout = layout
+        named = dict(spaces or {})
+        wanted = {(piece.group, piece.layer, piece.plane.name) for piece in layout.slices}
+        _same_names("tensors", set(tensors), wanted)
+        planes = []
+        for piece in layout.slices:
+            tensor = tensors[piece.group, piece.layer, piece.plane.name]
+            _check_tensor(piece, tensor)
+            default = "token" if piece.plane.unit_tokens == 1 else "block"
+            space = named.get((piece.group, piece.plane.name), default)
+            bits = tensor.detach().view(_BITS[tensor.element_size()])
+            planes.append(PoolPlane(piece, bits, space))
+        unknown = set(named) - {(group, plane) for group, _, plane in wanted}
+        if unknown:
+            raise InvalidRequest(f"spaces names planes that the layout does not have: {sorted(unknown)}")
+        self.planes = tuple(planes)
+        self.device = planes[0].bits.device
+        for plane in planes:
+            if plane.bits.device != self.device:
+                raise InvalidRequest(
+                    f"{_where(plane.piece)}: is on {plane.bits.device}, others are on {self.device}; "
+                    "a pool lies on one device"
+                )
+        self.spaces = _spaces(self.planes)
+
+    def unit_table(self, units: Units, page_count: int) -> UnitTable:
+        """Checks indices for `page_count` pages (space, dtype, device, length, range) and copies
+        them to the CPU; for indices on a GPU that waits for its stream. Raises InvalidRequest."""
+        if isinstance(units, torch.Tensor):
+            if len(self.spaces) > 1:
+                raise InvalidRequest(
+                    f"this pool has the index spaces {', '.join(self.spaces)}: give units as a mapping "
+                    "from space to tensor"
+                )
+            units = {next(iter(self.spaces)): units}
+        _same_names("units", set(units), set(self.spaces))
+        rows = {
+            name: checked_rows(name, space, units[name], page_count, self.layout.page_tokens, self.device)
+            for name, space in self.spaces.items()
+        }
+        return UnitTable(rows, page_count)
+
+    def check_skip(self, skip_tokens: int, page_count: int) -> None:
+        """Raises InvalidRequest unless `skip_tokens` leading tokens of so many pages are whole units."""
+        tokens = page_count * self.layout.page_tokens
+        if not 0 <= skip_tokens <= tokens:
+            raise InvalidRequest(f"skip_tokens {skip_tokens} is not in 0..{tokens}, the tokens of {page_count} pages")
+        for name, space in self.spaces.items():
+            if skip_tokens % space.unit_tokens:
+                raise InvalidRequest(
+                    f"skip_tokens {skip_tokens} is no multiple of {space.unit_tokens}, the tokens of a unit "
+                    f"in space {name!r}"
+                )
+
+
+def _where(piece: PlaneSlice) -> str:
+    return f"group {piece.group} layer {piece.layer} plane {piece.plane.name}"
+
+
+def _same_names(what: str, given: set[Any], wanted: set[Any]) -> None:
+    missing, extra = sorted(wanted - given), sorted(given - wanted)
+    if missing or extra:
+        problem = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which is not in the pool"
+        raise InvalidRequest(f"{what}: {problem} ({len(missing)} missing, {len(extra)} unknown)")
+
+
+def _check_tensor(piece: PlaneSlice, tensor: torch.Tensor) -> None:
+    plane = piece.plane
+    if tensor.dtype != _DTYPES[plane.dtype]:
+        raise InvalidRequest(
+            f"{_where(piece)}: dtype is {tensor.dtype}, the layout says {plane.dtype}; "
+            "bytes seen as another type are a layout of their own"
+        )
+    if tuple(tensor.shape[1:]) != plane.unit_shape or tensor.dim() < 2 or tensor.shape[0] < 1:
+        raise InvalidRequest(
+            f"{_where(piece)}: shape is {list(tensor.shape)}, expected [slots, {', '.join(map(str, plane.unit_shape))}]"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidRequest(f"{_where(piece)}: strides {tensor.stride()} put several elements at one address")
+
+
+def _spaces(planes: tuple[PoolPlane, ...]) -> dict[str, Space]:
+    spaces: dict[str, Space] = {}
+    for plane in planes:
+        tokens, slots = plane.piece.plane.unit_tokens, plane.bits.shape[0]
+        known = spaces.get(plane.space, Space(tokens, slots))
+        if known.unit_tokens != tokens:
+            raise InvalidRequest(
+                f"{_where(plane.piece)}: has {tokens} tokens per unit, others in its index space "
+                f"{plane.space!r} have {known.unit_tokens}; name different spaces"
+            )
+        spaces[plane.space] = Space(tokens, min(slots, known.slots))
+    return spaces

@@ -1,0 +1,46 @@
+"""Helpers of the agent's tests: pools filled with random bytes."""
+
+import pytest
+import torch
+
+from gpu_agent import KVPool
+from kvstore import LayerGroup, PageLayout, Plane
+
+
+def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Random bytes seen as `dtype`: NaNs with payloads included."""
+    nbytes = torch.empty(shape, dtype=dtype).nbytes
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(20)
+
+
+@pytest.fixture
+def token_pool() -> KVPool:
+    """Two layers of K and V, 96 token slots, pages of 8 tokens and 1 KiB."""
+    planes = (Plane("k", "bfloat16", (2, 8)), Plane("v", "bfloat16", (2, 8)))
+    layout = PageLayout(8, (LayerGroup("attention", (0, 1), planes),))
+    tensors = {
+        ("attention", layer, name): random_tensor(96, 2, 8, dtype=torch.bfloat16)
+        for layer in (0, 1)
+        for name in ("k", "v")
+    }
+    return KVPool(layout, tensors)
+
+
+@pytest.fixture
+def mixed_pool() -> KVPool:
+    """Token slots for KV beside blocks of 4 tokens for an indexer; pages of 8 tokens."""
+    groups = (
+        LayerGroup("kv", (0, 1), (Plane("latent", "float8_e4m3fn", (1, 12)),)),
+        LayerGroup("indexer", (1,), (Plane("keys", "uint8", (20,), unit_tokens=4),)),
+    )
+    tensors = {
+        ("kv", 0, "latent"): random_tensor(40, 1, 12, dtype=torch.float8_e4m3fn),
+        ("kv", 1, "latent"): random_tensor(40, 1, 12, dtype=torch.float8_e4m3fn),
+        ("indexer", 1, "keys"): random_tensor(10, 20),
+    }
+    return KVPool(PageLayout(8, groups), tensors)

@@ -1,0 +1,103 @@
+"""`make demo` with a small model: two fresh processes, one node, equal logits, and an exit status
+that says when they are not."""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvstore import Client
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "demo.py"
+PROCESS = SCRIPT.with_name("demo_process.py")
+SMALL = ["--size", "tiny", "--tokens", "512"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "document.txt"
+    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(60)))
+    return path
+
+
+def module(path: Path) -> ModuleType:
+    """A script as a module; benchmarks/ is no package."""
+    spec = importlib.util.spec_from_file_location(f"kvstore_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_a_second_process_answers_the_same_from_loaded_pages(text: Path) -> None:
+    command = [sys.executable, str(SCRIPT), *SMALL, "--text", str(text), "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert result["equal"] is result["logits_equal"] is result["tokens_equal"] is True
+    assert result["pages_stored"] == result["pages"] == 8
+    assert result["tokens_loaded"] == 512
+    assert result["one_shot_difference_max"] < 1e-3
+
+
+def test_a_model_on_disk_with_its_own_tokenizer_is_restored(client: Client, text: Path, tmp_path: Path) -> None:
+    process = module(PROCESS)
+    words = sorted({word for line in (text.read_text(), process.QUESTION) for word in line.split()})
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0} | {word: i + 1 for i, word in enumerate(words)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tiny-on-disk")
+    torch.manual_seed(3)
+    config = LlamaConfig(vocab_size=256, num_key_value_heads=2, dtype="bfloat16", **process.SIZES["tiny"])
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "tiny-on-disk")
+
+    args = argparse.Namespace(model=str(tmp_path / "tiny-on-disk"), text=str(text), tokens=512, page_tokens=64)
+    subject = process.Subject(args, client)
+    with subject.adapter:
+        assert process.save_document(subject, client)["document_prefill_ms"] > 0
+        result = process.answer_question(subject, client)
+    assert (result["model"], result["dtype"]) == ("tiny-on-disk", "bfloat16")
+    assert (result["tokens_loaded"], result["pages"]) == (512, 8)
+    assert result["logits_equal"] is result["tokens_equal"] is True
+
+
+@pytest.mark.parametrize("wrong", [{"logits_equal": False}, {"tokens_equal": False}, {"tokens_loaded": 448}])
+def test_a_difference_is_an_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
+) -> None:
+    good = {"logits_equal": True, "tokens_equal": True, "tokens_loaded": 512, "document_tokens": 512}
+
+    class NoNode:
+        address = "127.0.0.1:1"
+
+        def __init__(self, *flags: str) -> None: ...
+        def __enter__(self) -> "NoNode":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    demo = module(SCRIPT)
+    monkeypatch.setattr(demo, "NodeProcess", NoNode)
+    monkeypatch.setattr(demo, "run_child", lambda *_: good)
+    assert demo.main(["--json"]) == 0
+    monkeypatch.setattr(demo, "run_child", lambda *_: good | wrong)
+    assert demo.main(["--json"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is False
+
+
+def test_a_child_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
+    demo = module(SCRIPT)
+    short = tmp_path / "short.txt"
+    short.write_text("hi")
+    args = demo.parser().parse_args([*SMALL, "--text", str(short)])
+    with pytest.raises(SystemExit, match=r"the process that should save failed:\n.*gives 2 tokens, less than a page"):
+        demo.run_child("save", "127.0.0.1:9", args)

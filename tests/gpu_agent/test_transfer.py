@@ -1,0 +1,256 @@
+"""The reference transfer moves exactly the bytes that a slow, index-free walk over the raw storage
+says: for every layout of the engines, at random slots, and nothing beside them."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gpu_agent import KVPool, TorchTransfer
+from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
+
+Tensors = dict[tuple[str, int, str], torch.Tensor]
+Case = tuple[PageLayout, Tensors, dict[tuple[str, str], str]]
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(build: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[build.__name__] = build
+    return build
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Random bytes seen as `dtype`: NaNs with payloads included."""
+    nbytes = torch.empty(shape, dtype=dtype).nbytes
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+@case
+def sglang_mha() -> Case:
+    layout = PageLayout(4, (LayerGroup("g", (0, 1), (Plane("k", "bfloat16", (2, 5)), Plane("v", "bfloat16", (2, 5)))),))
+    return layout, {("g", i, p): filled(30, 2, 5, dtype=torch.bfloat16) for i in (0, 1) for p in "kv"}, {}
+
+
+@case
+def lightllm_one_tensor_for_k_and_v() -> Case:
+    layout = PageLayout(
+        4, (LayerGroup("g", (0, 1, 2), (Plane("k", "float16", (2, 3)), Plane("v", "float16", (2, 3)))),)
+    )
+    whole = filled(3, 31, 4, 3, dtype=torch.float16)
+    tensors = {}
+    for layer in range(3):
+        tensors["g", layer, "k"], tensors["g", layer, "v"] = whole[layer, :, :2], whole[layer, :, 2:]
+    return layout, tensors, {}
+
+
+@case
+def lightllm_int8_with_scales() -> Case:
+    planes = (Plane("kv", "int8", (4, 16)), Plane("scale", "bfloat16", (4, 2)))
+    data, scales = filled(2, 21, 4, 16, dtype=torch.int8), filled(2, 21, 4, 2, dtype=torch.bfloat16)
+    tensors = {("g", i, "kv"): data[i] for i in (0, 1)} | {("g", i, "scale"): scales[i] for i in (0, 1)}
+    return PageLayout(4, (LayerGroup("g", (0, 1), planes),)), tensors, {}
+
+
+@case
+def mla_576() -> Case:
+    layout = PageLayout(4, (LayerGroup("g", (0, 1), (Plane("latent", "bfloat16", (1, 576)),)),))
+    return layout, {("g", i, "latent"): filled(14, 1, 576, dtype=torch.bfloat16) for i in (0, 1)}, {}
+
+
+@case
+def rows_of_578_bytes() -> Case:
+    layout = PageLayout(3, (LayerGroup("g", (0, 1), (Plane("latent", "uint8", (1, 578)),)),))
+    whole = filled(2, 12, 1, 578)
+    return layout, {("g", i, "latent"): whole[i] for i in (0, 1)}, {}
+
+
+@case
+def rows_of_132_bytes() -> Case:
+    layout = PageLayout(4, (LayerGroup("g", (0, 1), (Plane("row", "uint8", (132,)),)),))
+    return layout, {("g", i, "row"): filled(20, 132) for i in (0, 1)}, {}
+
+
+@case
+def packed_mla_with_an_indexer_of_64_token_pages() -> Case:
+    groups = (
+        LayerGroup("kv", (0, 1), (Plane("latent", "uint8", (1, 656)),)),
+        LayerGroup("indexer", (1,), (Plane("page", "uint8", (8448,), unit_tokens=64),)),
+    )
+    tensors: Tensors = {("kv", i, "latent"): filled(200, 1, 656) for i in (0, 1)}
+    return PageLayout(64, groups), tensors | {("indexer", 1, "page"): filled(5, 8448)}, {}
+
+
+@case
+def two_groups_of_other_dtypes_and_slots() -> Case:
+    groups = (
+        LayerGroup("full", (0, 2), (Plane("k", "bfloat16", (2, 4)), Plane("v", "bfloat16", (2, 4)))),
+        LayerGroup("window", (1,), (Plane("k", "float32", (3,)), Plane("v", "float8_e5m2", (7,)))),
+    )
+    tensors: Tensors = {("full", i, p): filled(25, 2, 4, dtype=torch.bfloat16) for i in (0, 2) for p in "kv"}
+    tensors["window", 1, "k"] = filled(15, 3, dtype=torch.float32)
+    tensors["window", 1, "v"] = filled(15, 7, dtype=torch.float8_e5m2)
+    return PageLayout(4, groups), tensors, {("window", "k"): "window", ("window", "v"): "window"}
+
+
+@case
+def planes_that_start_at_odd_bytes_of_a_page() -> Case:
+    planes = (
+        Plane("a", "uint8", (3,)),
+        Plane("b", "float64", (2,)),
+        Plane("c", "int32", (1,)),
+        Plane("d", "int16", (5,)),
+    )
+    types = {"a": torch.uint8, "b": torch.float64, "c": torch.int32, "d": torch.int16}
+    tensors = {("g", i, p.name): filled(13, *p.unit_shape, dtype=types[p.name]) for i in (4, 2) for p in planes}
+    return PageLayout(3, (LayerGroup("g", (4, 2), planes),)), tensors, {}
+
+
+@case
+def blocks_padded_inside_a_wider_buffer() -> Case:
+    """Block stride larger than the block, and a storage offset: an overlay of another tensor."""
+    layout = PageLayout(8, (LayerGroup("g", (0,), (Plane("cell", "float16", (2, 4, 6), unit_tokens=4),)),))
+    buffer = filled(9 * 64 + 5, dtype=torch.float16)
+    return layout, {("g", 0, "cell"): buffer.as_strided((9, 2, 4, 6), (64, 24, 6, 1), 5)}, {}
+
+
+def block_pool(order: tuple[int, ...]) -> Case:
+    """`[B, H, N, C]` over memory in any order of the four dimensions, all layers in one buffer."""
+    shape = (7, 2, 4, 3)
+    whole = filled(2, *(shape[i] for i in order), dtype=torch.bfloat16)
+    back = [order.index(i) for i in range(4)]
+    layout = PageLayout(8, (LayerGroup("g", (0, 1), (Plane("cell", "bfloat16", (2, 4, 3), unit_tokens=4),)),))
+    return layout, {("g", i, "cell"): whole[i].permute(back) for i in (0, 1)}, {}
+
+
+for _order in itertools.permutations(range(4)):
+    CASES["blocks_in_memory_order_" + "".join("BHNC"[i] for i in _order)] = lambda order=_order: block_pool(order)
+
+
+# ---- the oracle: addresses from strides, one element at a time -----------------------------------
+
+
+def element_bytes(tensor: torch.Tensor, slot: int) -> list[range]:
+    """Byte ranges in the storage of one unit's elements, row-major."""
+    size = tensor.element_size()
+    found = []
+    for index in itertools.product(*(range(n) for n in tensor.shape[1:])):
+        offset = tensor.storage_offset() + slot * tensor.stride(0)
+        offset += sum(i * stride for i, stride in zip(index, tensor.stride()[1:], strict=True))
+        found.append(range(offset * size, (offset + 1) * size))
+    return found
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage as one flat uint8 tensor, guards and neighbours included."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int) -> list[tuple[torch.Tensor, int, int]]:
+    """(tensor, byte in its storage, token) of every byte of a page, in page order."""
+    found = []
+    for group in pool.layout.groups:
+        for layer in group.layers:
+            for plane in group.planes:
+                tensor = tensors[group.name, layer, plane.name]
+                space = next(p.space for p in pool.planes if (p.piece.group, p.piece.plane) == (group.name, plane))
+                per_page = pool.layout.page_tokens // plane.unit_tokens
+                for unit in range(page * per_page, (page + 1) * per_page):
+                    for part in element_bytes(tensor, units[space][unit]):
+                        found.extend((tensor, byte, unit * plane.unit_tokens) for byte in part)
+    return found
+
+
+def random_units(pool: KVPool, pages: int) -> dict[str, list[int]]:
+    """Distinct slots in random order for `pages` pages."""
+    draw = random.Random(7)
+    count = {name: pages * pool.layout.page_tokens // space.unit_tokens for name, space in pool.spaces.items()}
+    return {name: draw.sample(range(space.slots), count[name]) for name, space in pool.spaces.items()}
+
+
+def tables(units: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(slots) for name, slots in units.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(name: str) -> None:
+    layout, tensors, spaces = CASES[name]()
+    pool = KVPool(layout, tensors, spaces)
+    units = random_units(pool, 3)
+    pages = torch.full((3, layout.page_nbytes), 0xA5, dtype=torch.uint8)
+    TorchTransfer().gather(pool, pool.unit_table(tables(units), 3), pages, None)
+    storages = {t.data_ptr(): storage_bytes(t).tolist() for t in tensors.values()}
+    for page in range(3):
+        expected = [storages[tensor.data_ptr()][byte] for tensor, byte, _ in walk(pool, tensors, units, page)]
+        assert pages[page].tolist() == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scatter_writes_its_slots_and_nothing_else(name: str) -> None:
+    layout, tensors, spaces = CASES[name]()
+    pool = KVPool(layout, tensors, spaces)
+    units = random_units(pool, 2)
+    step = max(space.unit_tokens for space in pool.spaces.values())
+    skip = min(step, layout.page_tokens)
+    pages = torch.randint(0, 256, (2, layout.page_nbytes), dtype=torch.uint8)
+    storage_of = {t.untyped_storage().data_ptr(): storage_bytes(t).tolist() for t in tensors.values()}
+    for page in range(2):
+        values = pages[page].tolist()
+        for value, (tensor, byte, token) in zip(values, walk(pool, tensors, units, page), strict=True):
+            if token >= skip:
+                storage_of[tensor.untyped_storage().data_ptr()][byte] = value
+    TorchTransfer().scatter(pool, pool.unit_table(tables(units), 2), pages, None, skip)
+    for tensor in tensors.values():
+        assert storage_bytes(tensor).tolist() == storage_of[tensor.untyped_storage().data_ptr()]
+
+
+@pytest.mark.parametrize("skip_tokens", [0, 4, 8, 12, 16])
+def test_skipped_tokens_keep_their_slots(mixed_pool: KVPool, skip_tokens: int) -> None:
+    units = {"token": torch.randperm(40)[:16], "block": torch.randperm(10)[:4]}
+    before = [plane.bits.clone() for plane in mixed_pool.planes]
+    table = mixed_pool.unit_table(units, 2)
+    read = torch.empty((2, mixed_pool.layout.page_nbytes), dtype=torch.uint8)
+    TorchTransfer().gather(mixed_pool, table, read, None)
+    TorchTransfer().scatter(mixed_pool, table, read ^ 0xFF, None, skip_tokens)
+    for plane, old in zip(mixed_pool.planes, before, strict=True):
+        skip = skip_tokens // plane.piece.plane.unit_tokens
+        written = units[plane.space][skip:]
+        changed = (plane.bits != old).any(dim=tuple(range(1, old.dim()))).nonzero().flatten()
+        assert sorted(changed.tolist()) == sorted(written.tolist())
+
+
+def test_pages_come_back_as_they_were(mixed_pool: KVPool) -> None:
+    source = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
+    target = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
+    first, again = (torch.empty((3, mixed_pool.layout.page_nbytes), dtype=torch.uint8) for _ in range(2))
+    transfer = TorchTransfer()
+    transfer.gather(mixed_pool, source, first, None)
+    transfer.scatter(mixed_pool, target, first, None)
+    transfer.gather(mixed_pool, target, again, None)
+    assert torch.equal(first, again)
+
+
+def test_tensors_of_inference_mode_can_be_written_from_outside_it() -> None:
+    """Engines make their pools inside `torch.inference_mode`, which is a state of their thread."""
+    layout = PageLayout(2, (LayerGroup("g", (0,), (Plane("k", "float32", (3,)),)),))
+    with torch.inference_mode():
+        pool = KVPool(layout, {("g", 0, "k"): torch.zeros(4, 3)})
+    page = torch.ones(6).view(1, 6).view(torch.uint8)
+    TorchTransfer().scatter(pool, pool.unit_table(torch.tensor([3, 1]), 1), page, None)
+    assert pool.planes[0].bits.view(torch.float32).tolist() == [[0] * 3, [1] * 3, [0] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        torch.zeros(2, 1024, dtype=torch.int8),
+        torch.zeros(1, 1024, dtype=torch.uint8),
+        torch.zeros(2, 1023, dtype=torch.uint8),
+    ],
+)
+def test_page_buffers_of_the_wrong_kind_are_refused(token_pool: KVPool, pages: torch.Tensor) -> None:
+    table = token_pool.unit_table(torch.arange(16), 2)
+    for move in (TorchTransfer().gather, TorchTransfer().scatter):
+        with pytest.raises(InvalidRequest, match=r"pages must be a uint8 CPU tensor of shape \[2, 1024\]"):
+            move(token_pool, table, pages, None)

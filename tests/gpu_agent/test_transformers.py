@@ -1,0 +1,215 @@
+"""A real model's KV through a real node: restored logits are equal bit by bit, and a model or cache
+whose KV is not plain full attention is refused by name."""
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from gpu_agent.engines.transformers import TransformersAdapter, namespace_of, weights_digest
+from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
+
+WAIT_S = 20.0
+TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
+
+
+def tiny_mistral() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32)).eval()
+
+
+def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(tokens, past_key_values=cache, use_cache=True).logits
+        return logits
+
+
+@pytest.fixture
+def make(client: Client) -> Iterator["Maker"]:
+    maker = Maker(client)
+    yield maker
+    for adapter in maker.adapters:
+        adapter.close()
+        assert adapter.check() == []
+
+
+class Maker:
+    """Adapters under a model name that no other test uses."""
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.name, self.adapters = client, f"tiny-{uuid.uuid4()}", []
+
+    def __call__(self, model: PreTrainedModel, page_tokens: int = 16) -> TransformersAdapter:
+        self.adapters.append(TransformersAdapter(self.client, model, self.name, page_tokens=page_tokens))
+        return self.adapters[-1]
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_mistral], ids=["llama", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, make: Maker) -> None:
+    model = build().to(dtype)
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS[:, :96], cache)
+    saved = adapter.save(cache, TOKENS[:, :96]).done.result(WAIT_S)
+    assert (saved.stored, saved.dropped) == (6, 0)
+    expected = forward(model, TOKENS[:, 96:], cache)
+
+    restored, count = adapter.load(TOKENS[0])
+    assert count == 96
+    assert torch.equal(forward(model, TOKENS[:, 96:], restored), expected)
+    for ours, theirs in zip(restored.layers, cache.layers, strict=True):
+        assert torch.equal(ours.keys.view(torch.uint8), theirs.keys.view(torch.uint8))
+        assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_a_zeroed_page_changes_the_logits(client: Client, make: Maker, plane: str) -> None:
+    """The comparison above can fail: the model does look at every page that is restored."""
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS[:, :96], cache)
+    adapter.save(cache, TOKENS[:, :96]).done.result(WAIT_S)
+    expected = forward(model, TOKENS[:, 96:], cache)
+
+    layout = adapter.namespace.layout
+    key = prefix_hashes(TOKENS[0], 16)[2]
+    page = bytearray(layout.page_nbytes)
+    assert client.get(adapter.namespace, [key], [page]) == [True]
+    for piece in layout.slices:
+        if piece.plane.name == plane:
+            page[piece.offset : piece.offset + piece.nbytes] = bytes(piece.nbytes)
+    client.remove(adapter.namespace, [key])
+    client.put(adapter.namespace, [key], [page])
+
+    restored, count = adapter.load(TOKENS)
+    assert count == 96
+    assert not torch.equal(forward(model, TOKENS[:, 96:], restored), expected)
+
+
+def test_a_page_holds_the_caches_own_numbers(client: Client, make: Maker) -> None:
+    """Layer, plane, token, head, dimension: the page's order, read from its bytes."""
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS[:, :32], cache)
+    adapter.save(cache, TOKENS[:, :32]).done.result(WAIT_S)
+    page = torch.empty(adapter.namespace.layout.page_nbytes, dtype=torch.uint8)
+    assert client.get(adapter.namespace, [prefix_hashes(TOKENS[0], 16)[1]], [page]) == [True]
+    numbers = page.view(torch.float32).view(3, 2, 16, 2, 16)
+    for layer in range(3):
+        for plane, tensor in enumerate((cache.layers[layer].keys, cache.layers[layer].values)):
+            assert torch.equal(numbers[layer, plane], tensor[0, :, 16:32].transpose(0, 1))
+
+
+def test_the_last_token_is_always_left_to_compute(make: Maker) -> None:
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS[:, :96], cache)
+    adapter.save(cache, TOKENS[:, :96]).done.result(WAIT_S)
+    restored, count = adapter.load(TOKENS[:, :96])
+    assert count == restored.get_seq_length() == 95
+    assert adapter.load(TOKENS[:, :80])[1] == 79
+    assert adapter.load(TOKENS[:, :90])[1] == 80
+    assert adapter.lookup(TOKENS[:, :90]) == 80
+
+
+def test_a_part_of_the_caches_tokens_can_be_saved(make: Maker) -> None:
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS, cache)
+    assert adapter.save(cache, TOKENS[0, :40].tolist()).done.result(WAIT_S).stored == 2
+    assert adapter.load(TOKENS)[1] == 32
+
+
+def test_a_miss_is_an_empty_cache(make: Maker) -> None:
+    cache, count = make(tiny_llama()).load(TOKENS)
+    assert count == cache.get_seq_length() == 0
+
+
+def test_a_store_that_is_down_is_a_miss() -> None:
+    model = tiny_llama()
+    config = ClientConfig(address="127.0.0.1:9", timeout_s=1.0, connect_timeout_s=0.2)
+    with Client(config) as client, TransformersAdapter(client, model, "tiny") as adapter:
+        assert adapter.load(TOKENS)[1] == 0
+        cache = DynamicCache()
+        forward(model, TOKENS, cache)
+        assert adapter.save(cache, TOKENS).done.result(WAIT_S).dropped == 1
+
+
+def test_other_weights_or_settings_never_hit(make: Maker) -> None:
+    model = tiny_llama()
+    cache = DynamicCache()
+    forward(model, TOKENS, cache)
+    make(model).save(cache, TOKENS).done.result(WAIT_S)
+    assert make(tiny_llama()).lookup(TOKENS) == 96  # the same seed again
+    assert make(tiny_llama(seed=1)).lookup(TOKENS) == 0
+    assert make(tiny_llama(torch.bfloat16)).lookup(TOKENS) == 0
+    assert make(tiny_llama(), page_tokens=32).lookup(TOKENS) == 0
+    turned = tiny_llama()
+    turned.config.rope_parameters = {**turned.config.rope_parameters, "rope_theta": 5000.0}
+    assert make(turned).lookup(TOKENS) == 0
+
+
+def test_one_changed_weight_changes_the_digest() -> None:
+    model = tiny_llama()
+    before = weights_digest(model)
+    assert weights_digest(tiny_llama()) == before
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    assert weights_digest(model) != before
+
+
+def test_a_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
+    """Its layers keep the last 31 of 100 tokens and call that their KV."""
+    model = tiny_mistral()
+    adapter = make(model)
+    cache = DynamicCache(config=model.config)
+    forward(model, TOKENS, cache)
+    with pytest.raises(InvalidRequest, match=r"layer 0 of the cache is a DynamicSlidingWindowLayer.*DynamicCache\(\)"):
+        adapter.save(cache, TOKENS)
+
+
+def test_a_model_with_other_layers_than_attention_is_refused_by_name() -> None:
+    model = tiny_llama()
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(InvalidRequest, match="the model caches with LinearAttention"):
+        namespace_of(model, "hybrid", "r1")
+
+
+def test_caches_that_do_not_hold_the_tokens_are_refused(make: Maker) -> None:
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS[:, :48], cache)
+    with pytest.raises(InvalidRequest, match="the cache holds 48 tokens, fewer than the 100 to save"):
+        adapter.save(cache, TOKENS)
+    with pytest.raises(InvalidRequest, match=r"tokens have shape \[2, 100\]"):
+        adapter.save(cache, TOKENS.repeat(2, 1))
+    pair = DynamicCache()
+    forward(model, TOKENS.repeat(2, 1), pair)
+    with pytest.raises(InvalidRequest, match="a batch of 2 prompts"):
+        adapter.save(pair, TOKENS)
+    empty = DynamicCache(config=model.config)
+    with pytest.raises(InvalidRequest, match="layer 0 of the cache is empty"):
+        adapter.save(empty, TOKENS)
