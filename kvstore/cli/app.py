@@ -1,0 +1,24 @@
+"""Entry point of the `kvstore` command. Importable without the `cli` extra, to say what is missing."""
+
+import sys
+
+EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
+
+
+def main() -> None:
+    try:
+        from kvstore.cli.commands import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRA_MODULES:
+            raise
+        sys.exit(_missing(error.name))
+    app(prog_name="kvstore")
+
+
+def _missing(module: str) -> int:
+    print(f"kvstore: {module} is not installed; install it with: pip install 'kvstore[cli]'", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

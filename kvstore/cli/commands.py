@@ -1,0 +1,82 @@
+"""The `kvstore` command: its subcommands and the options before them."""
+
+from typing import Annotated
+
+import typer
+
+from kvstore import __version__
+from kvstore.cli import listing, load, nodes, pages, payload, pins
+from kvstore.cli.exits import Root
+from kvstore.cli.invocation import Invocation, command
+from kvstore.cli.top import top
+
+HELP = """Look into kvstore nodes, move pages, measure.
+
+Options that all commands share (--address, --timeout, --json) may stand before or after the
+command. Namespaces are named by the start of their digest or by --model, keys by the start of
+their hash, as long as only one fits; if only one namespace has pages it need not be named.
+
+\b
+Examples:
+  kvstore status
+  kvstore ls --model llama-3-8b --limit 5
+  kvstore lookup --tokens-file prompt.txt --json
+  kvstore get 9c0d41 --decode
+  kvstore replay trace.jsonl --capacity-pages 10000
+
+\b
+Exit codes:
+  0    ok
+  1    miss, not found, or nothing matched
+  2    wrong usage or invalid request
+  3    node unavailable, or deadline exceeded
+  4    the node or a limit is exhausted
+  5    corrupt data, or bytes that differ from what was written
+  130  interrupted; 141 when the reader of the output went away
+"""
+
+app = typer.Typer(cls=Root, help=HELP, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvstore {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    ctx: typer.Context,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", "-a", envvar="KVSTORE_ADDRESS", metavar="HOST:PORT", help="Node. [default: localhost:7440]"
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request. [default: 5]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    ctx.obj = Invocation(address, timeout_s, as_json)
+
+
+for _name, _function in (
+    ("status", nodes.status),
+    ("top", top),
+    ("ls", listing.ls),
+    ("stat", pages.stat),
+    ("lookup", pages.lookup),
+    ("get", payload.get),
+    ("put", payload.put),
+    ("rm", pages.rm),
+    ("pin", pins.pin),
+    ("unpin", pins.unpin),
+    ("verify", pages.verify),
+    ("bench", load.bench_command),
+    ("replay", load.replay_command),
+):
+    app.command(_name)(command(_function))

@@ -1,0 +1,103 @@
+"""How a command ends: exit codes, and one line on stderr for every error.
+
+0 ok · 1 miss, not found, nothing matched · 2 usage or invalid request · 3 node unavailable or
+deadline · 4 exhausted · 5 corrupt data or mismatches · 130 interrupted · 141 the reader left
+"""
+
+import enum
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+    UnknownNamespace,
+)
+
+
+class ExitCode(enum.IntEnum):
+    OK = 0
+    MISS = 1
+    USAGE = 2
+    UNAVAILABLE = 3
+    EXHAUSTED = 4
+    CORRUPT = 5
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+# All other errors are the caller's to put right: USAGE.
+_CODES: dict[type[KVStoreError], ExitCode] = {
+    UnknownNamespace: ExitCode.MISS,
+    Unavailable: ExitCode.UNAVAILABLE,
+    DeadlineExceeded: ExitCode.UNAVAILABLE,
+    ProtocolError: ExitCode.UNAVAILABLE,
+    Exhausted: ExitCode.EXHAUSTED,
+}
+
+# typer brings its own copy of click from 0.25 on, so the classes can only be had from typer.
+_UsageError: Any = typer.BadParameter.__base__
+_ClickException: Any = _UsageError.__base__
+
+
+class Failure(Exception):
+    """A command can not do what it was asked, and its output was not written."""
+
+    def __init__(self, message: str, code: ExitCode = ExitCode.MISS) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Root(TyperGroup):
+    """The one place where exceptions become exit codes."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        self._as_json = "--json" in given
+        options["standalone_mode"] = False
+        sys.exit(self._run(given, *rest, **options))
+
+    def _run(self, args: list[str], *rest: Any, **options: Any) -> int:
+        try:
+            result = super().main(args, *rest, **options)
+            return result if isinstance(result, int) else ExitCode.OK
+        except KVStoreError as error:
+            return self._fail(str(error), _CODES.get(type(error), ExitCode.USAGE), type(error).__name__)
+        except Failure as failure:
+            return self._fail(str(failure), failure.code)
+        except _ClickException as error:
+            return self._fail(_usage_message(error), ExitCode.USAGE)
+        except (KeyboardInterrupt, typer.Abort):
+            return self._fail("interrupted", ExitCode.INTERRUPTED)
+
+    def _fail(self, message: str, code: ExitCode, kind: str = "") -> int:
+        """`kind`: the error's class, or how the command ended if it was not an error of the client."""
+        message = " ".join(message.split())
+        if self._as_json:
+            message = json.dumps({"error": message, "kind": kind or code.name.title()})
+        else:
+            message = f"kvstore: {message}"
+        print(message, file=sys.stderr)
+        return code
+
+
+def _usage_message(error: Any) -> str:
+    """What is wrong with the command line, and which --help tells how it should be."""
+    message = error.format_message()
+    ctx = getattr(error, "ctx", None)
+    return f"{message.rstrip('.')}; see {ctx.command_path} --help" if ctx is not None else message
+
+
+def leave_broken_pipe() -> int:
+    """Nobody reads stdout any more: be silent, also when the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.BROKEN_PIPE

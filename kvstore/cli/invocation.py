@@ -1,0 +1,90 @@
+"""What every command shares: node address, deadline, --json; and the client made from them."""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from kvstore.cli.exits import ExitCode, leave_broken_pipe
+from kvstore.client import Client
+from kvstore.config import ClientConfig, client_config
+from kvstore.errors import DeadlineExceeded, Unavailable
+
+_ADDRESS = typer.Option("--address", "-a", metavar="HOST:PORT", help="Node to talk to.")
+_TIMEOUT = typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request.")
+_JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there.")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One run of a command. `address` None: none was given, not even in the environment."""
+
+    address: str | None = None
+    timeout_s: float | None = None
+    as_json: bool = False
+
+    def config(self, wire: str = "grpc", address: str | None = None, **values: Any) -> ClientConfig:
+        """Raises ConfigError for an address or deadline that can not be used."""
+        config = client_config(wire=wire, address=address or self.address, **values)
+        if self.timeout_s is None:
+            return config
+        connect_s = min(config.connect_timeout_s, self.timeout_s)
+        return dataclasses.replace(config, timeout_s=self.timeout_s, connect_timeout_s=connect_s)
+
+    @contextmanager
+    def client(self, wire: str = "grpc", address: str | None = None, **values: Any) -> Iterator[Client]:
+        """A client for the body, whose connection errors are told with the node's address and a remedy."""
+        config = self.config(wire, address, **values)
+        try:
+            with Client(config) as client:
+                yield client
+        except Unavailable as error:
+            raise Unavailable(
+                f"node {config.address} is unavailable: {error}; is kvstore-node running there? "
+                "Name another one with --address or KVSTORE_ADDRESS"
+            ) from error
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"node {config.address}: {error}; allow more time with --timeout") from error
+
+
+def command(function: Callable[..., int | None]) -> Callable[..., None]:
+    """Makes a typer command of `function(run: Invocation, ...) -> exit code` (None: 0).
+
+    The options that all commands share stand after the command's own in its signature, so that they
+    are accepted, completed and explained both before and after the command's name.
+    """
+
+    def wrapper(ctx: typer.Context, **arguments: Any) -> None:
+        outer: Invocation = ctx.obj
+        address, timeout_s, as_json = (arguments.pop(name) for name in ("address", "timeout_s", "as_json"))
+        timeout_s = outer.timeout_s if timeout_s is None else timeout_s
+        run = Invocation(address or outer.address, timeout_s, as_json or outer.as_json)
+        try:
+            code = function(run, **arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = leave_broken_pipe()
+        raise typer.Exit(code or ExitCode.OK)
+
+    own = list(inspect.signature(function).parameters.values())[1:]
+    shared = [
+        _parameter("address", Annotated[str | None, _ADDRESS], None),
+        _parameter("timeout_s", Annotated[float | None, _TIMEOUT], None),
+        _parameter("as_json", Annotated[bool, _JSON], False),
+    ]
+    context = _parameter("ctx", typer.Context, inspect.Parameter.empty)
+    parameters = [context, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *shared]
+    signature = inspect.Signature(parameters)
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    wrapper.__name__, wrapper.__doc__ = function.__name__, function.__doc__
+    return wrapper
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,0 +1,155 @@
+"""Commands that load a node: bench, replay."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.bench import BenchOptions, BenchReport, bench
+from kvstore.cli.batches import remove_all
+from kvstore.cli.exits import ExitCode
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.output import emit, human_nbytes, note, progress, show
+from kvstore.config import ClientConfig, parse_nbytes
+from kvstore.errors import InvalidRequest
+from kvstore.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.trace import count_requests, read_trace
+
+CAPACITY_PAGES = 10_000
+
+WireOption = Annotated[
+    str, typer.Option("--wire", metavar="auto|bulk|grpc", help="How pages travel; auto takes bulk TCP if it can.")
+]
+
+
+def bench_command(
+    run: Invocation,
+    page_nbytes: Annotated[str, typer.Option("--page-nbytes", metavar="SIZE", help="Page size.")] = "1MiB",
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Pages in one request.")] = 16,
+    threads: Annotated[int, typer.Option("--threads", metavar="N", help="Requests at a time.")] = 1,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long.")] = 5.0,
+    wire: WireOption = "auto",
+) -> int:
+    """Measure put, lookup and get on a live node.
+
+    Each thread puts, looks up, gets and removes a batch of pages of its own, again and again. Only
+    the calls themselves are timed; every byte read is verified. A node that is full evicts
+    threads x batch pages for it. Exit 5 if a page differs from what was written.
+
+    \b
+    Examples:
+      kvstore bench
+      kvstore bench --page-nbytes 256KiB --batch 64 --threads 4 --seconds 10
+      kvstore bench --wire grpc --json
+    """
+    options = BenchOptions(_size(page_nbytes, "--page-nbytes"), batch, threads, seconds)
+    connections = max(ClientConfig().connections_max, threads)
+    with run.client(wire, connections_max=connections) as client, progress("measuring", seconds) as on_progress:
+        report = bench(client, options, on_progress)
+        corrupt = client.stats.corrupt_pages
+    if run.as_json:
+        emit({**report.as_dict(), "corrupt_pages": corrupt})
+    else:
+        _show_bench(report)
+    return _verdict(report.mismatches, corrupt)
+
+
+def _show_bench(report: BenchReport) -> None:
+    print(
+        f"wire {report.wire}, pages of {human_nbytes(report.page_nbytes)}, batches of {report.batch}, "
+        f"{report.threads} threads, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} verified, "
+        f"{report.mismatches} pages wrong, {report.pages_full} found no space, {report.pages_lost} were evicted"
+    )
+    rows = []
+    for name, op in (("put", report.put), ("lookup", report.lookup), ("get", report.get)):
+        figures = [f"{op.latency_ms[p]:.3f}" if op.latency_ms else "-" for p in ("p50", "p90", "p99")]
+        rows.append((name, op.calls, f"{op.gb_per_s:.2f}" if name != "lookup" else "", *figures))
+    show(("CALL", ">COUNT", ">GB/s", ">p50 ms", ">p90 ms", ">p99 ms"), rows)
+
+
+def replay_command(
+    run: Invocation,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSONL file of requests with hash_ids.")],
+    capacity_pages: Annotated[
+        int | None,
+        typer.Option("--capacity-pages", metavar="N", help="Size of the throwaway node. [default: 10000]"),
+    ] = None,
+    page_bytes: Annotated[str, typer.Option("--page-bytes", metavar="SIZE", help="Size of each page.")] = "4096",
+    speed: Annotated[
+        float | None, typer.Option("--speed", metavar="X", help="X times the trace's own pace. [default: no pauses]")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")] = None,
+    wire: WireOption = "auto",
+) -> int:
+    """Replay a trace; show its hit rate.
+
+    Each line of TRACE is a JSON object with timestamp (ms), input_length, output_length and
+    hash_ids, one id per page. Each request looks its pages up, loads the leading run, verifies
+    every byte and stores the rest; hit rate, throughput and latencies are shown. Without --address
+    (or KVSTORE_ADDRESS) a node of --capacity-pages is started for the purpose. On a given node the
+    replay has a namespace of its own and removes its pages at the end. Exit 5 if a page differs
+    from what was stored.
+
+    \b
+    Examples:
+      kvstore replay conversation_trace.jsonl
+      kvstore replay trace.jsonl --capacity-pages 10000 --page-bytes 4096 --json
+      kvstore replay trace.jsonl --address node7:7440 --speed 10 --limit 1000
+    """
+    if limit is not None and limit < 1:
+        raise InvalidRequest(f"--limit {limit} must be at least 1")
+    if speed is not None and not speed > 0:
+        raise InvalidRequest(f"--speed {speed:g} must be above 0")
+    page_nbytes = _size(page_bytes, "--page-bytes")
+    count = count_requests(trace, limit)
+    namespace = replay_namespace(page_nbytes)
+    with contextlib.ExitStack() as stack:
+        address = run.address
+        if address is None:
+            capacity = CAPACITY_PAGES if capacity_pages is None else capacity_pages
+            address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
+        elif capacity_pages is not None:
+            note(f"--capacity-pages is the size of a throwaway node, but {address} is replayed against as it is")
+        client = stack.enter_context(run.client(wire, address))
+        on_progress = stack.enter_context(progress("replaying", count))
+        if run.address is not None:
+            stack.callback(remove_all, client, namespace)
+        report = replay(client, read_trace(trace, limit), namespace, speed, lambda r: on_progress(r.requests))
+        corrupt = client.stats.corrupt_pages
+    if run.as_json:
+        emit({**report.as_dict(), "corrupt_pages": corrupt})
+    else:
+        _show_replay(report)
+    if report.pages_full:
+        note(f"{report.pages_full} pages found no space: a request needs more pages than the node can free")
+    return _verdict(report.mismatches, corrupt)
+
+
+def _show_replay(report: ReplayReport) -> None:
+    print(
+        f"prefix hit rate {report.prefix_hit_rate:.4f}: {report.pages_hit:,} of {report.pages_asked:,} pages "
+        f"in {report.requests:,} requests"
+    )
+    print(
+        f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} verified, "
+        f"{report.mismatches} pages wrong; {report.pages_stored:,} stored, {report.pages_full:,} found no space"
+    )
+    rates = {"put": f"{report.put_gb_per_s:.2f}", "get": f"{report.get_gb_per_s:.2f}", "lookup": ""}
+    rows = []
+    for name, latency in report.latency_ms.items():
+        figures = [f"{latency[p]:.3f}" if latency else "-" for p in ("p50", "p90", "p99")]
+        rows.append((name, rates[name], *figures))
+    show(("CALL", ">GB/s", ">p50 ms", ">p90 ms", ">p99 ms"), rows)
+
+
+def _size(text: str, option: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
+
+
+def _verdict(mismatches: int, corrupt: int) -> int:
+    """`corrupt`: pages whose checksum did not match; the client made misses of them."""
+    return ExitCode.CORRUPT if mismatches or corrupt else ExitCode.OK

@@ -1,0 +1,90 @@
+"""`kvstore status`: a node, its tiers and its namespaces, and why nothing hits."""
+
+from typing import Any
+
+from kvstore.cli.hints import hints
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show
+from kvstore.keys import Namespace
+from kvstore.messages import namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+
+MISS_REASONS = ("absent", "evicted", "writing", "removed", "corrupt")
+
+
+def status(run: Invocation) -> None:
+    """Show the node, its tiers and its namespaces.
+
+    Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
+    revision, data type, TP size or salt differs from that of the namespace that holds the pages.
+
+    \b
+    Examples:
+      kvstore status
+      kvstore status -a node7:7440 --json | jq .ram.used_nbytes
+    """
+    with run.client() as client:
+        reply = client.node_status()
+        known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
+        found = hints(known)
+        if run.as_json:
+            namespaces = [namespace_json(namespace, info) for namespace, info in known]
+            emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
+            return
+        _show_node(client.config.address, reply)
+    if known:
+        _show_namespaces(sorted(known, key=lambda entry: -entry[1].page_count))
+    for hint in found:
+        note(f"hint: {hint}")
+
+
+def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, Any]:
+    """All that is known about a namespace, in one flat object with its layout and counters inside."""
+    identity = plain(info.namespace)
+    return {
+        "digest": namespace.digest.hex(),
+        **identity,
+        "layout_fingerprint": namespace.layout.fingerprint.hex(),
+        "page_tokens": namespace.layout.page_tokens,
+        "page_nbytes": info.page_nbytes,
+        "page_count": info.page_count,
+        "counters": plain(info.counters),
+    }
+
+
+def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
+    ram, limits = reply.ram, reply.limits
+    lines = [
+        f"node {reply.version} at {address}  {reply.state}  up {human_ms(reply.uptime_ms)}  pid {reply.pid}  "
+        f"rss {human_nbytes(reply.rss_nbytes)}",
+        f"sessions {reply.session_count}  bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}",
+        f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
+        f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
+        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}",
+        f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
+        f"{human_nbytes(ram.extent_nbytes)} each",
+        f"limits {limits.batch_keys_max:,} keys, {human_nbytes(limits.batch_nbytes_max)} a batch, "
+        f"{human_nbytes(limits.page_nbytes_max)} a page",
+    ]
+    out = console()
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
+    out.print()
+    if ram.size_classes:
+        rows = [
+            (human_nbytes(size.slot_nbytes), size.extent_count, size.slot_count, size.used_count)
+            for size in ram.size_classes
+        ]
+        show((">SLOT", ">EXTENTS", ">SLOTS", ">USED"), rows)
+        out.print()
+
+
+def _show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
+    columns = ("NAMESPACE", "MODEL", ">PAGES", ">ASKED", ">HIT", *(f">{reason.upper()}" for reason in MISS_REASONS))
+    rows = []
+    for namespace, info in known:
+        counters = info.counters
+        hit = percent(counters.prefix_hits, counters.pages_asked)
+        misses = [getattr(counters, f"miss_{reason}") for reason in MISS_REASONS]
+        rows.append((namespace.digest.hex()[:12], namespace.model, info.page_count, counters.pages_asked, hit, *misses))
+    show(columns, rows)

@@ -1,0 +1,238 @@
+"""Commands that move page bytes: get, put."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from kvstore.cli.decode import PlaneStatistics, decode, layer_slices
+from kvstore.cli.exits import ExitCode, Failure
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.output import emit, human_nbytes, progress, show
+from kvstore.cli.selection import (
+    KeysArgument,
+    ModelOption,
+    NamespaceOption,
+    TokensFileOption,
+    TokensOption,
+    find_keys,
+    find_namespace,
+    hash_tokens,
+    read_input,
+    read_tokens,
+    whole_key,
+)
+from kvstore.client import Client, PutOutcome
+from kvstore.errors import InvalidRequest
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
+from kvstore.layout import ByteRange, opaque_layout
+
+# Pages of one put command: all of them are in memory at once.
+INPUT_NBYTES_MAX = 4 << 30
+
+
+def get(
+    run: Invocation,
+    keys: KeysArgument = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where the bytes go; - or none is stdout.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option("--layer", metavar="N", help="Only this layer of each page.")] = None,
+    decoded: Annotated[
+        bool, typer.Option("--decode", help="Show planes, shapes and statistics instead of the bytes.")
+    ] = False,
+) -> None:
+    """Read pages. Their checksums are verified.
+
+    Several pages follow one another. Exit 1 if one is missing, 5 if one is corrupt.
+
+    With --json or --decode the bytes themselves go to FILE only.
+
+    \b
+    Examples:
+      kvstore get -n 3fa2 9c0d41 -o page.bin
+      kvstore get -n 3fa2 9c0d41 --layer 0 | xxd | head
+      kvstore get 9c0d41 --decode
+      kvstore get --model llama-3-8b --tokens-file prompt.txt --decode --layer 31 --json
+    """
+    shown = decoded or run.as_json
+    to_stdout = output is None or str(output) == "-"
+    if not shown and to_stdout and sys.stdout.isatty():
+        raise InvalidRequest("will not write page bytes to a terminal; add -o FILE, --decode, or a pipe")
+    with run.client() as client:
+        space, _ = find_namespace(client, namespace, model)
+        ranges = space.layout.layer_ranges(layer) if layer is not None else None
+        hashes = find_keys(client, space, keys, tokens, tokens_file)
+        _need_all(client, space, hashes)
+        found: list[dict[str, Any]] = []
+        with _destination(output, to_stdout, shown) as file, progress("reading", len(hashes)) as report:
+            for number, (prefix_hash, data) in enumerate(_read(client, space, hashes, ranges), 1):
+                if file is not None:
+                    file.write(data)
+                if shown:
+                    planes = _decode(space, data, layer) if decoded else None
+                    found.append(_page_json(prefix_hash, data, layer, planes))
+                    if not run.as_json and planes is not None:
+                        _show_planes(prefix_hash, data, planes)
+                report(number)
+    if run.as_json:
+        emit({"namespace": space.digest.hex(), "file": None if to_stdout else str(output), "pages": found})
+
+
+def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
+    """Before any output is made."""
+    # By stat, not lookup: what an operator looks at must not count as the engines' hits and misses.
+    present = [page.present for page in client.stat(space, hashes)]
+    if not all(present):
+        missing = hashes[present.index(False)].hex()
+        raise Failure(
+            f"{present.count(False)} of {len(hashes)} pages are not stored in namespace {space.digest.hex()[:12]}, "
+            f"the first is {missing}; list what is there with: kvstore ls -n {space.digest.hex()[:12]}"
+        )
+
+
+@contextmanager
+def _destination(output: Path | None, to_stdout: bool, shown: bool) -> Iterator[IO[bytes] | None]:
+    if to_stdout:
+        yield None if shown else sys.stdout.buffer
+        return
+    assert output is not None
+    try:
+        file = output.open("wb")
+    except OSError as error:
+        raise InvalidRequest(f"can not write {output}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _read(
+    client: Client, space: Namespace, hashes: list[bytes], ranges: tuple[ByteRange, ...] | None
+) -> Iterator[tuple[bytes, bytearray]]:
+    """Page by page, so that memory is one page. The buffer is used again for the next one."""
+    whole = ranges is None
+    data = bytearray(space.layout.page_nbytes if ranges is None else sum(part.nbytes for part in ranges))
+    for prefix_hash in hashes:
+        if whole:
+            hit = client.get(space, [prefix_hash], [data])[0]
+        else:
+            hit = client.get_ranges(space, [prefix_hash], ranges or (), [data])[0]
+        if not hit:
+            corrupt = client.stats.corrupt_pages > 0
+            reason = "does not match its checksum" if corrupt else "was evicted or removed meanwhile"
+            code = ExitCode.CORRUPT if corrupt else ExitCode.MISS
+            raise Failure(f"page {prefix_hash.hex()} {reason}; the output ends before it", code)
+        yield prefix_hash, data
+
+
+def _decode(space: Namespace, data: bytearray, layer: int | None) -> list[PlaneStatistics]:
+    pieces = layer_slices(space.layout, layer)
+    with progress("decoding", len(pieces)) as report:
+        planes = []
+        for plane in decode(pieces, memoryview(data)):
+            planes.append(plane)
+            report(len(planes))
+    return planes
+
+
+def _page_json(
+    prefix_hash: bytes, data: bytearray, layer: int | None, planes: list[PlaneStatistics] | None
+) -> dict[str, Any]:
+    page: dict[str, Any] = {"prefix_hash": prefix_hash.hex(), "nbytes": len(data), "layer": layer}
+    return page if planes is None else {**page, "planes": [plane.as_dict() for plane in planes]}
+
+
+def _show_planes(prefix_hash: bytes, data: bytearray, planes: list[PlaneStatistics]) -> None:
+    print(f"page {prefix_hash.hex()}: {human_nbytes(len(data))}, {len(planes)} planes")
+    columns = ("GROUP", ">LAYER", "PLANE", "DTYPE", "SHAPE", ">OFFSET", ">MIN", ">MAX", ">MEAN", ">STD", ">ZEROS")
+    rows = []
+    for plane in planes:
+        s = plane.statistics
+        shape = "x".join(str(n) for n in plane.shape)
+        figures = [f"{value:.4g}" if value is not None else "-" for value in (s.min, s.max, s.mean, s.std)]
+        row = (plane.group, plane.layer, plane.plane, plane.dtype, shape, plane.offset, *figures, s.zero_count)
+        rows.append((*row, s.nan_count, s.inf_count))
+    show((*columns, ">NAN", ">INF"), rows)
+
+
+def put(
+    run: Invocation,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Page bytes; - is stdin.")],
+    keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Prefix hash of each page, hex.")] = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
+    create_opaque: Annotated[
+        str | None,
+        typer.Option("--create-opaque", metavar="MODEL", help="Make a namespace for pages of this file's size."),
+    ] = None,
+) -> int:
+    """Store pages from a file.
+
+    One page per KEY, or per full page of tokens; the file must have exactly their bytes. Pages that
+    exist are left alone. Exit 4 if the node has no space for one of them.
+
+    \b
+    Examples:
+      kvstore put page.bin -n 3fa2 9c0d4177ab02e1f09c0d4177ab02e1f0
+      kvstore put pages.bin --model llama-3-8b --tokens-file prompt.txt
+      head -c 65536 /dev/urandom | kvstore put - --create-opaque blob --tokens 1,2,3
+    """
+    if str(file) == "-" and str(tokens_file) == "-":
+        raise InvalidRequest("FILE and --tokens-file can not both be stdin")
+    if create_opaque is not None and (namespace is not None or model is not None):
+        raise InvalidRequest("--create-opaque names the namespace; leave out --namespace and --model")
+    ids = read_tokens(tokens, tokens_file)
+    if bool(keys) == (ids is not None):
+        raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")
+    data = read_input(file, INPUT_NBYTES_MAX)
+    if not data:
+        raise InvalidRequest(f"{file} is empty")
+    with run.client() as client:
+        if create_opaque is not None:
+            count = len(keys) if keys else 1
+            if len(data) % count:
+                raise InvalidRequest(f"{file} has {len(data)} bytes, which {count} keys can not share evenly")
+            space = Namespace(create_opaque, opaque_layout(len(data) // count, len(ids) if ids else 1))
+        else:
+            space, _ = find_namespace(client, namespace, model)
+        hashes = [_whole(key) for key in keys or ()] if ids is None else hash_tokens(ids, space.layout.page_tokens)
+        outcomes = _store(client, space, hashes, data, file)
+    counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in PutOutcome}
+    if run.as_json:
+        pages = [{"prefix_hash": h.hex(), "outcome": o.name.lower()} for h, o in zip(hashes, outcomes, strict=True)]
+        emit({"namespace": space.digest.hex(), "page_nbytes": space.layout.page_nbytes, **counts, "pages": pages})
+    else:
+        said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        print(f"{len(hashes)} pages of {human_nbytes(space.layout.page_nbytes)} in {space.digest.hex()}: {said}")
+        for prefix_hash, outcome in zip(hashes, outcomes, strict=True):
+            print(f"{prefix_hash.hex()} {outcome.name.lower()}")
+    return ExitCode.EXHAUSTED if PutOutcome.FULL in outcomes else ExitCode.OK
+
+
+def _whole(text: str) -> bytes:
+    try:
+        key = whole_key(text)
+    except ValueError:
+        key = None
+    if key is None:
+        low, high = 2 * PREFIX_HASH_NBYTES_MIN, 2 * PREFIX_HASH_NBYTES_MAX
+        raise InvalidRequest(f"key {text[:40]!r} is not a whole prefix hash of {low} to {high} hex digits")
+    return key
+
+
+def _store(client: Client, space: Namespace, hashes: list[bytes], data: bytes, file: Path) -> list[PutOutcome]:
+    nbytes = space.layout.page_nbytes
+    if len(data) != len(hashes) * nbytes:
+        raise InvalidRequest(
+            f"{file} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need {len(hashes) * nbytes}"
+        )
+    view = memoryview(data)
+    return client.put(space, hashes, [view[start : start + nbytes] for start in range(0, len(data), nbytes)])

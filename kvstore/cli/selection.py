@@ -1,0 +1,184 @@
+"""Which namespace and which pages a command is about, from what the user typed."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvstore.cli.completion import complete_model, complete_namespace
+from kvstore.cli.exits import ExitCode, Failure
+from kvstore.client import Client
+from kvstore.errors import InvalidRequest
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
+from kvstore.pb import kvstore_pb2 as pb
+
+SHA256_DIGITS = 64
+TOKENS_NBYTES_MAX = 64 << 20
+_DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        "-n",
+        metavar="DIGEST",
+        help="Namespace by digest or its start.",
+        autocompletion=complete_namespace,
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="NAME", help="Namespace by model, if only one has it.", autocompletion=complete_model
+    ),
+]
+KeysArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY", help="Prefix hashes in hex, or unique starts of them.")
+]
+TokensOption = Annotated[
+    str | None, typer.Option("--tokens", metavar="IDS", help="Token ids from the start of the prompt: '1,2,3'.")
+]
+TokensFileOption = Annotated[
+    Path | None,
+    typer.Option("--tokens-file", metavar="FILE", help="Token ids, by commas or spaces, or a JSON list; - is stdin."),
+]
+
+
+def find_namespace(client: Client, digest: str | None, model: str | None) -> tuple[Namespace, pb.NamespaceInfo]:
+    """The one namespace that fits; with neither digest nor model, the only one that has pages."""
+    known = client.namespaces()
+    matches = known
+    if digest is not None:
+        check_hex(digest, "namespace digest")
+        matches = [entry for entry in matches if entry[0].digest.hex().startswith(digest.lower())]
+    if model is not None:
+        matches = [entry for entry in matches if entry[0].model == model]
+    if digest is None and model is None:
+        matches = [entry for entry in matches if entry[1].page_count] or matches
+    if len(matches) == 1:
+        return matches[0]
+    said = " and ".join(
+        text for text in (digest and f"digest {digest}", model is not None and f"model {model!r}") if text
+    )
+    if not matches:
+        wanted = f"no namespace with {said}" if said else "the node has no namespace yet"
+        raise Failure(f"{wanted} ({len(known)} are there; list them with: kvstore ls)")
+    listed = ", ".join(entry[0].digest.hex()[:12] for entry in matches[:4]) + (", ..." if len(matches) > 4 else "")
+    raise Failure(
+        f"{len(matches)} namespaces fit{' ' + said if said else ''} ({listed}); name one with --namespace DIGEST",
+        ExitCode.USAGE,
+    )
+
+
+def find_keys(
+    client: Client, namespace: Namespace, keys: Sequence[str] | None, tokens: str | None, tokens_file: Path | None
+) -> list[bytes]:
+    """Prefix hashes, head first. Raises Failure for the start of a hash that no page has."""
+    ids = read_tokens(tokens, tokens_file)
+    if bool(keys) == (ids is not None):
+        raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")
+    if ids is not None:
+        return hash_tokens(ids, namespace.layout.page_tokens)
+    return [_find_key(client, namespace, key) for key in keys or ()]
+
+
+def _find_key(client: Client, namespace: Namespace, text: str) -> bytes:
+    check_hex(text, "key")
+    text = text.lower()
+    if len(text) == SHA256_DIGITS:
+        return bytes.fromhex(text)
+    matches = [page.prefix_hash for page in islice(list_pages(client, namespace, text), 2)]
+    if len(matches) == 1:
+        return matches[0]
+    whole = whole_key(text)
+    if whole is not None:  # a page that may be missing, or one whose hash another hash starts with
+        return whole
+    if matches:
+        raise InvalidRequest(f"several keys start with {text}, among them {matches[0].hex()} and {matches[1].hex()}")
+    raise Failure(f"no page of namespace {namespace.digest.hex()} has a key that starts with {text}")
+
+
+def list_pages(client: Client, namespace: Namespace, hex_prefix: str) -> Iterator[pb.PageStat]:
+    """Pages whose hash starts with these hex digits, an odd number of them too."""
+    start = bytes.fromhex(hex_prefix[: len(hex_prefix) // 2 * 2])
+    pages = client.list_pages(namespace, start)
+    return (page for page in pages if page.prefix_hash.hex().startswith(hex_prefix))
+
+
+def whole_key(text: str) -> bytes | None:
+    """The key if these hex digits can be a whole one."""
+    digits = len(text)
+    possible = digits % 2 == 0 and PREFIX_HASH_NBYTES_MIN <= digits // 2 <= PREFIX_HASH_NBYTES_MAX
+    return bytes.fromhex(text) if possible else None
+
+
+def check_hex(text: str, what: str) -> None:
+    if not re.fullmatch(r"[0-9a-fA-F]+", text):
+        raise InvalidRequest(f"{what} {text!r} is not hexadecimal")
+    if len(text) > 2 * PREFIX_HASH_NBYTES_MAX:
+        raise InvalidRequest(f"{what} has {len(text)} hex digits, at most {2 * PREFIX_HASH_NBYTES_MAX}")
+
+
+def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | None:
+    """Token ids from the command line or a file; None if neither was given."""
+    if tokens is not None and tokens_file is not None:
+        raise InvalidRequest("give --tokens or --tokens-file, not both")
+    if tokens is not None:
+        return parse_tokens(tokens, "--tokens")
+    if tokens_file is None:
+        return None
+    data = read_input(tokens_file, TOKENS_NBYTES_MAX)
+    return parse_tokens(data.decode("utf-8", "replace"), str(tokens_file))
+
+
+def parse_tokens(text: str, source: str) -> list[int]:
+    """'1, 2 3' or '[1, 2, 3]'. Raises InvalidRequest naming the source and the bad word."""
+    if text.lstrip().startswith("["):
+        try:
+            ids = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{source} is not a JSON list: {error}") from error
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise InvalidRequest(f"{source}: a token id is not an integer")
+        return list(ids)
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not word.isascii() or not word.isdigit():
+            raise InvalidRequest(f"{source}: {word[:40]!r} is not a token id; write for example 1,2,3")
+    return [int(word) for word in words]
+
+
+def hash_tokens(ids: list[int], page_tokens: int) -> list[bytes]:
+    """Raises InvalidRequest if the tokens do not fill a single page."""
+    hashes = prefix_hashes(ids, page_tokens)
+    if not hashes:
+        raise InvalidRequest(f"{len(ids)} tokens fill no page; a page of this namespace has {page_tokens}")
+    return hashes
+
+
+def read_input(path: Path, nbytes_max: int) -> bytes:
+    """A file, or stdin for `-`. Raises InvalidRequest if it can not be read or is too long."""
+    try:
+        if str(path) == "-":
+            data = sys.stdin.buffer.read(nbytes_max + 1)
+        else:
+            with path.open("rb") as file:
+                data = file.read(nbytes_max + 1)
+    except OSError as error:
+        raise InvalidRequest(f"can not read {path}: {error.strerror}") from error
+    if len(data) > nbytes_max:
+        raise InvalidRequest(f"{path} has more than {nbytes_max} bytes")
+    return data
+
+
+def parse_duration(text: str) -> float:
+    """'90', '90s', '30m', '1h', '7d', '500ms' -> seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise InvalidRequest(f"{text!r} is not a duration; write for example 90s, 30m, 1h or 7d")
+    return float(match[1]) * _DURATION_S[match[2]]

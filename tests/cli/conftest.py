@@ -1,0 +1,74 @@
+"""Running `kvstore` commands in this process, against the shared node."""
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore import Client, ClientConfig, Namespace, opaque_layout, prefix_hashes
+from kvstore.cli.commands import app
+from kvstore.node_process import NodeProcess
+
+PAGE_NBYTES = 512
+PAGE_TOKENS = 4
+
+
+class Ran:
+    """A finished command."""
+
+    def __init__(self, result: Any) -> None:
+        self.code: int = result.exit_code
+        self.stdout: str = result.stdout
+        self.data: bytes = result.stdout_bytes
+        self.stderr: str = result.stderr
+
+    @property
+    def json(self) -> Any:
+        assert self.stdout.count("\n") == 1, self.stdout
+        return json.loads(self.stdout)
+
+    @property
+    def error(self) -> dict[str, str]:
+        """The last line of stderr, of a command with --json."""
+        return json.loads(self.stderr.strip().splitlines()[-1])
+
+
+Kvstore = Callable[..., Ran]
+
+
+def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
+    ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
+    # Whatever happens, a command ends by itself: an exception here would be a traceback for its user.
+    assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
+    return Ran(ran)
+
+
+@pytest.fixture
+def kvstore(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Kvstore:
+    """Runs a command whose address is that of the shared node unless it names another."""
+    monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
+    return run_kvstore
+
+
+@pytest.fixture
+def client(shared_node: NodeProcess) -> Iterator[Client]:
+    """To prepare and inspect what commands work on; one wire is enough for that."""
+    with Client(ClientConfig(address=shared_node.address)) as client:
+        yield client
+
+
+@pytest.fixture
+def space() -> Namespace:
+    """A namespace that no other test uses; pages of 4 tokens."""
+    return Namespace(f"model-{uuid.uuid4().hex}", opaque_layout(PAGE_NBYTES, PAGE_TOKENS))
+
+
+@pytest.fixture
+def hashes(client: Client, space: Namespace) -> list[bytes]:
+    """Keys of three stored pages of `space`: of the tokens 100 to 111. Page i is full of byte i."""
+    made = prefix_hashes(range(100, 112), PAGE_TOKENS)
+    client.put(space, made, [bytes([i]) * PAGE_NBYTES for i in range(3)])
+    return made

@@ -1,0 +1,326 @@
+"""Every command against a real node: what it prints, what it does, how it exits."""
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane
+from kvstore.cli.commands import app
+
+Kvstore = Callable[..., Any]
+IDS = ",".join(str(token) for token in range(100, 112))  # the prompt of the `hashes` fixture
+
+TRACE = [
+    {"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ids} for ids in ([0, 1], [0, 1, 2], [0, 9])
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+    return path
+
+
+def test_every_command_prints_one_json_value_with_json(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], tmp_path: Path, trace: Path
+) -> None:
+    page = tmp_path / "page"
+    page.write_bytes(bytes(space.layout.page_nbytes))
+    named = ["--model", space.model]
+    arguments = {
+        "status": [],
+        "top": ["--interval", "0.05", "--once"],
+        "ls": named,
+        "stat": [*named, hashes[0].hex()],
+        "lookup": [*named, "--tokens", IDS],
+        "get": [*named, hashes[0].hex(), "--decode"],
+        "put": [str(page), "ab" * 32, *named],
+        "pin": [*named, hashes[0].hex()],
+        "unpin": [*named, hashes[0].hex()],
+        "verify": [*named, "--all"],
+        "rm": [*named, hashes[0].hex()],
+        "bench": ["--seconds", "0.1", "--page-nbytes", "4KiB", "--batch", "2"],
+        "replay": [str(trace)],
+    }
+    assert set(arguments) == {command.name for command in app.registered_commands}
+    for name, given in arguments.items():
+        ran = kvstore(name, *given, "--json")
+        assert (ran.code, ran.stderr) == (0, ""), name
+        assert isinstance(ran.json, dict | list), name
+        assert kvstore("--json", name, *given).code in (0, 1), name  # 1: already removed, not pinned any more
+
+
+def test_every_command_has_help_with_an_example(kvstore: Kvstore) -> None:
+    for command in app.registered_commands:
+        ran = kvstore(str(command.name), "--help")
+        assert ran.code == 0
+        assert "Example" in ran.stdout
+        assert f"kvstore {command.name}" in ran.stdout
+        assert "--json" in ran.stdout
+
+
+def test_help_documents_the_exit_codes_and_version_is_told(kvstore: Kvstore) -> None:
+    ran = kvstore("--help")
+    assert all(f"\n    {code}    " in ran.stdout for code in range(6))
+    assert kvstore("--version").stdout.startswith("kvstore 0.")
+
+
+def test_every_command_without_json_shows_something_for_people(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], trace: Path
+) -> None:
+    named = ["--model", space.model]
+    key = hashes[0].hex()
+    for arguments in (
+        ["status"],
+        ["top", "--once", "--interval", "0.05"],
+        ["ls"],
+        ["ls", *named],
+        ["stat", *named, key],
+        ["lookup", *named, "--tokens", IDS],
+        ["get", *named, key, "--decode"],
+        ["pin", *named, key],
+        ["unpin", *named, key],
+        ["verify", *named, key],
+        ["bench", "--seconds", "0.1", "--page-nbytes", "4KiB"],
+        ["replay", str(trace)],
+        ["rm", *named, key],
+    ):
+        ran = kvstore(*arguments)
+        assert ran.code == 0, arguments
+        assert ran.stdout.strip(), arguments
+        assert not ran.stdout.lstrip().startswith(("{", "[")), arguments
+
+
+# ---- status and ls ---------------------------------------------------------------------------
+
+
+def test_r15_status_shows_misses_by_reason_and_hints_at_the_differing_field(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
+    reader = dataclasses.replace(space, revision="other")
+    client.lookup(reader, hashes)
+    ran = kvstore("status", "--json")
+    counters = {entry["digest"]: entry["counters"] for entry in ran.json["namespaces"]}[reader.digest.hex()]
+    assert (counters["pages_asked"], counters["prefix_hits"], counters["miss_absent"]) == (3, 0, 3)
+    assert any(space.model in hint and "revision (other, there empty)" in hint for hint in ran.json["hints"])
+    ran = kvstore("status")
+    assert "revision (other, there empty)" in ran.stderr
+    assert "ABSENT" in ran.stdout
+
+
+def test_ls_lists_namespaces_with_layout(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+    (entry,) = [entry for entry in kvstore("ls", "--json").json if entry["model"] == space.model]
+    assert entry["digest"] == space.digest.hex()
+    assert entry["layout_fingerprint"] == space.layout.fingerprint.hex()
+    assert (entry["page_tokens"], entry["page_nbytes"], entry["page_count"]) == (4, space.layout.page_nbytes, 3)
+
+
+def test_ls_lists_pages_in_the_order_of_their_keys(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+    pages = kvstore("ls", "-n", space.digest.hex(), "--json").json
+    assert [page["prefix_hash"] for page in pages] == sorted(h.hex() for h in hashes)
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_ls_by_prefix_takes_an_odd_number_of_digits(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], digits: int
+) -> None:
+    start = hashes[1].hex()[:digits]
+    pages = kvstore("ls", "-m", space.model, "--prefix", start.upper(), "--json").json
+    assert [page["prefix_hash"] for page in pages] == sorted(h.hex() for h in hashes if h.hex().startswith(start))
+
+
+def test_ls_says_when_it_stops_early(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+    ran = kvstore("ls", "-m", space.model, "--limit", "2", "--json")
+    assert len(ran.json) == 2
+    assert "--limit 0" in ran.stderr
+    for limit in ("0", "3"):
+        ran = kvstore("ls", "-m", space.model, "--limit", limit, "--json")
+        assert (len(ran.json), ran.stderr) == (3, "")
+
+
+def test_ls_of_nothing_exits_1(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+    client.open(space)
+    ran = kvstore("ls", "-m", space.model, "--json")
+    assert (ran.code, ran.json) == (1, [])
+
+
+# ---- stat, lookup, pin, verify, rm -----------------------------------------------------------
+
+
+def test_stat_takes_the_start_of_a_key_and_exits_1_if_nothing_is_there(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
+) -> None:
+    (page,) = kvstore("stat", "-m", space.model, hashes[0].hex()[:11], "--json").json
+    assert (page["prefix_hash"], page["present"]) == (hashes[0].hex(), True)
+    ran = kvstore("stat", "-m", space.model, "00" * 32, hashes[1].hex(), "--json")
+    assert (ran.code, [page["present"] for page in ran.json]) == (0, [False, True])
+    assert kvstore("stat", "-m", space.model, "00" * 32).code == 1
+
+
+def test_lookup_tells_the_tokens_covered(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
+    client.remove(space, [hashes[1]])
+    ran = kvstore("lookup", "-m", space.model, "--tokens", IDS, "--json")
+    found = ran.json
+    assert (ran.code, found["prefix_pages"], found["tokens_covered"], found["pages_present"]) == (0, 1, 4, 2)
+    assert [page["present"] for page in found["pages"]] == [True, False, True]
+    ran = kvstore("lookup", "-m", space.model, "--tokens", "1," + IDS)
+    assert ran.code == 1
+    assert "prefix 0 of 3 pages, 0 tokens" in ran.stdout
+
+
+def test_lookup_reads_tokens_from_stdin(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+    ran = kvstore("lookup", "-m", space.model, "--tokens-file", "-", "--json", stdin=f"[{IDS}]".encode())
+    assert ran.json["prefix_pages"] == 3
+
+
+def test_pin_and_unpin(kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]) -> None:
+    ran = kvstore("pin", "-m", space.model, hashes[0].hex(), "00" * 32, "--ttl", "1h", "--json")
+    assert (ran.code, ran.json["pinned"], ran.json["ttl_s"]) == (0, 1, 3600)
+    assert 0 < client.stat(space, hashes[:1])[0].pin_ttl_ms <= 3_600_000
+    assert kvstore("unpin", "-m", space.model, hashes[0].hex()).code == 0
+    assert client.stat(space, hashes[:1])[0].pin_ttl_ms == 0
+    assert kvstore("unpin", "-m", space.model, hashes[0].hex()).code == 1
+    assert kvstore("pin", "-m", space.model, hashes[0].hex(), "--ttl", "9000d").code == 2
+
+
+def test_verify_counts_pages(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
+    counts = kvstore("verify", "-m", space.model, "--all", "--json").json
+    assert (counts["intact"], counts["dropped"], counts["absent"]) == (3, 0, 0)
+    ran = kvstore("verify", "-m", space.model, "00" * 32, "--json")
+    assert (ran.code, ran.json["absent"]) == (1, 1)
+
+
+def test_rm_removes_what_is_named_and_nothing_else(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
+    ran = kvstore("rm", "-m", space.model, hashes[1].hex(), "00" * 32, "--json")
+    assert (ran.json["removed"], ran.json["absent"]) == (1, 1)
+    assert client.lookup(space, hashes).present == (True, False, True)
+    assert kvstore("rm", "-m", space.model, hashes[1].hex()).code == 1
+
+
+def test_rm_all_needs_a_name_and_a_yes(kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]) -> None:
+    assert "add --yes" in kvstore("rm", "-m", space.model, "--all").stderr
+    assert kvstore("rm", "--all", "--yes").code == 2
+    assert client.lookup(space, hashes).prefix_pages == 3
+    ran = kvstore("rm", "-m", space.model, "--all", "--yes", "--json")
+    assert (ran.code, ran.json["removed"]) == (0, 3)
+    assert client.lookup(space, hashes).present == (False, False, False)
+
+
+# ---- get and put -----------------------------------------------------------------------------
+
+
+def test_put_and_get_keep_every_byte(kvstore: Kvstore, tmp_path: Path, space: Namespace) -> None:
+    data = hashlib.shake_128(space.model.encode()).digest(10_000)
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(data)
+    ran = kvstore("put", str(source), "--create-opaque", space.model, "--tokens", "7,8,9", "--json")
+    assert (ran.code, ran.json["stored"], ran.json["page_nbytes"]) == (0, 1, 10_000)
+    key = ran.json["pages"][0]["prefix_hash"]
+    assert kvstore("get", "-m", space.model, key).data == data
+    ran = kvstore("get", "-m", space.model, "--tokens", "7,8,9", "-o", str(target), "--json")
+    assert ran.json["file"] == str(target)
+    assert target.read_bytes() == data
+    assert kvstore("put", str(source), key, "-m", space.model, "--json").json["exists"] == 1
+
+
+def test_put_of_a_prompt_cuts_the_file_into_pages(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+    client.open(space)
+    data = b"".join(bytes([i]) * space.layout.page_nbytes for i in (7, 8, 9))
+    ran = kvstore("put", "-", "-m", space.model, "--tokens", IDS, "--json", stdin=data)
+    assert (ran.code, ran.json["stored"]) == (0, 3)
+    assert kvstore("get", "-m", space.model, "--tokens", IDS).data == data
+
+
+def test_put_of_another_size_is_refused_and_stores_nothing(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+    client.open(space)
+    nbytes = space.layout.page_nbytes
+    for data in (b"", b"x", bytes(nbytes - 1), bytes(nbytes + 1), bytes(2 * nbytes)):
+        ran = kvstore("put", "-", "ab" * 16, "-m", space.model, stdin=data)
+        assert ran.code == 2
+        assert "kvstore: - " in ran.stderr
+    assert kvstore("ls", "-m", space.model).code == 1
+
+
+def test_get_of_a_missing_page_writes_no_file(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes], tmp_path: Path
+) -> None:
+    client.remove(space, [hashes[2]])
+    target = tmp_path / "out"
+    ran = kvstore("get", "-m", space.model, "--tokens", IDS, "-o", str(target), "--json")
+    assert (ran.code, ran.error["kind"]) == (1, "Miss")
+    assert hashes[2].hex() in ran.error["error"]
+    assert not target.exists()
+
+
+def test_get_does_not_count_as_the_engines_lookups(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
+    kvstore("get", "-m", space.model, "--tokens", IDS, "--json")
+    (counters,) = [info.counters for known, info in client.namespaces() if known == space]
+    assert counters.pages_asked == 0
+
+
+def test_get_of_a_layer_and_its_statistics(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+    layout = PageLayout(2, (LayerGroup("kv", (0, 1), (Plane("k", "float16", (2,)), Plane("s", "uint8", (1,)))),))
+    space = dataclasses.replace(space, layout=layout)
+    page = b"".join(struct.pack("<4e", *([n] * 4)) + bytes([n, 0]) for n in (3, 5))
+    client.put(space, [b"k" * 32], [page])
+    key = (b"k" * 32).hex()
+    assert kvstore("get", "-m", space.model, key, "--layer", "1").data == page[10:]
+    ran = kvstore("get", "-m", space.model, key, "--layer", "1", "--decode", "--json")
+    planes = [(p["plane"], p["shape"], p["min"], p["max"], p["zero_count"]) for p in ran.json["pages"][0]["planes"]]
+    assert planes == [("k", [2, 2], 5.0, 5.0, 0), ("s", [2, 1], 0.0, 5.0, 1)]
+    every = kvstore("get", "-m", space.model, key, "--decode", "--json").json["pages"][0]["planes"]
+    assert [(p["layer"], p["plane"], p["mean"]) for p in every] == [
+        (0, "k", 3.0),
+        (0, "s", 1.5),
+        (1, "k", 5.0),
+        (1, "s", 2.5),
+    ]
+    ran = kvstore("get", "-m", space.model, key, "--layer", "2")
+    assert ran.code == 2
+    assert "layer 2 is not in the layout" in ran.stderr
+
+
+# ---- replay and top --------------------------------------------------------------------------
+
+
+def test_replay_without_an_address_uses_a_node_of_its_own(
+    kvstore: Kvstore, trace: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVSTORE_ADDRESS")
+    before = client.node_status().totals.pages_put
+    report = kvstore("replay", str(trace), "--capacity-pages", "100", "--page-bytes", "4096", "--json").json
+    wanted = {"requests": 3, "pages_asked": 7, "pages_hit": 3, "bytes_verified": 3 * 4096, "mismatches": 0}
+    assert {name: report[name] for name in wanted} == wanted
+    assert report["prefix_hit_rate"] == pytest.approx(3 / 7)
+    assert client.node_status().totals.pages_put == before
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_replay_on_a_node_uses_it_and_removes_its_pages(
+    kvstore: Kvstore, trace: Path, client: Client, wire: str
+) -> None:
+    before = client.node_status().totals.pages_put
+    ran = kvstore("replay", str(trace), "--wire", wire, "--page-bytes", "1KiB", "--limit", "2", "--json")
+    assert (ran.json["wire"], ran.json["requests"], ran.json["pages_hit"]) == (wire, 2, 2)
+    assert client.node_status().totals.pages_put == before + 3
+    assert not [known for known, info in client.namespaces() if known.model == "kvstore-replay" and info.page_count]
+
+
+def test_top_prints_one_object_per_sample(kvstore: Kvstore) -> None:
+    ran = kvstore("top", "--json", "--count", "3", "--interval", "0.05")
+    samples = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(samples) == 3
+    assert all(sample["totals"]["asked_per_s"] == 0 and not sample["restarted"] for sample in samples)

@@ -1,0 +1,20 @@
+"""Page content that follows from the key."""
+
+from kvstore.content import page_content
+
+
+def test_content_is_shake_128_of_the_key() -> None:
+    # printf 'aaaaaaaaaaaaaaaabbbb' | openssl dgst -shake128 -xoflen 16
+    assert page_content(b"a" * 16, b"bbbb", 16).hex() == "ab47e218ab900f1fc8dd3f17ee61d4f5"
+
+
+def test_a_shorter_page_is_the_start_of_a_longer_one_and_no_piece_repeats() -> None:
+    content = page_content(b"n" * 16, b"key", 1 << 16)
+    assert page_content(b"n" * 16, b"key", 100) == content[:100]
+    pieces = [content[start : start + 16] for start in range(0, len(content), 16)]
+    assert len(set(pieces)) == len(pieces)
+
+
+def test_every_part_of_the_key_counts() -> None:
+    contents = {page_content(bytes([n]) * 16, bytes([k]) * 32, 64) for n in range(3) for k in range(3)}
+    assert len(contents) == 9

@@ -1,0 +1,266 @@
+"""What can go wrong, and the one line and exit code that tell of it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, Namespace
+from kvstore.cli import payload
+from kvstore.cli.commands import app
+from kvstore.client import ClientStats, VerifyResult
+from kvstore.errors import Exhausted
+
+Kvstore = Callable[..., Any]
+NOBODY = "127.0.0.1:1"  # nothing listens on port 1
+
+
+def one_line(ran: Any) -> str:
+    """The whole of stderr, which must be one line that names the program; nothing on stdout."""
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("kvstore: ")
+    assert ran.stderr.count("\n") == 1
+    return str(ran.stderr)
+
+
+@pytest.mark.parametrize("place", ["before", "after", "environment"])
+def test_a_node_that_is_down_exits_3_wherever_its_address_was_given(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    if place == "environment":
+        monkeypatch.setenv("KVSTORE_ADDRESS", NOBODY)
+    arguments = {"before": ["-a", NOBODY, "ls"], "after": ["ls", "-a", NOBODY], "environment": ["ls"]}[place]
+    ran = kvstore(*arguments)
+    assert ran.code == 3
+    assert f"node {NOBODY} is unavailable" in one_line(ran)
+    assert "--address" in ran.stderr
+
+
+def test_the_address_of_the_command_line_wins_over_the_environment(
+    kvstore: Kvstore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ADDRESS", NOBODY)
+    assert kvstore("status", "-a", client.config.address).code == 0
+    assert kvstore("-a", client.config.address, "status").code == 0
+
+
+def test_every_command_that_talks_to_a_node_exits_3_without_one(kvstore: Kvstore, tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.write_bytes(b"x")
+    trace = tmp_path / "trace"
+    trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n')
+    positional = {"put": [str(page), "ab" * 16], "replay": [str(trace)]}
+    for command in app.registered_commands:
+        ran = kvstore(str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json")
+        assert (ran.code, ran.stdout, ran.error["kind"]) == (3, "", "Unavailable"), command.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "Missing command"),
+        (["stauts"], 2, "Did you mean 'status'"),
+        (["get", "--nonsense"], 2, "--nonsense"),
+        (["put"], 2, "FILE"),
+        (["ls", "--limit", "x"], 2, "--limit"),
+        (["ls", "--limit", "-1", "-n", "0"], 2, "--limit -1"),
+        (["ls", "-n", "xyz"], 2, "'xyz' is not hexadecimal"),
+        (["ls", "--prefix", "ab"], 2, "--prefix needs a namespace"),
+        (["ls", "-n", "00000000000000000000000000000000"], 1, "kvstore ls"),
+        (["ls", "-m", "no such model"], 1, "no namespace with model 'no such model'"),
+        (["get", "-m", "no such model", "ab"], 1, "no namespace"),
+        (["status", "-a", "host:port"], 2, "host:port"),
+        (["status", "--timeout", "0"], 2, "timeout_s"),
+        (["top", "--interval", "0"], 2, "--interval"),
+        (["top", "--count", "-1"], 2, "--count"),
+        (["bench", "--threads", "0"], 2, "threads=0"),
+        (["bench", "--page-nbytes", "big"], 2, "--page-nbytes 'big'"),
+        (["bench", "--page-nbytes", "64MiB", "--batch", "1"], 2, "extent_nbytes"),
+        (["bench", "--wire", "carrier-pigeon"], 2, "auto, bulk, grpc"),
+        (["replay", "/no/such/trace"], 2, "/no/such/trace"),
+        (["replay", "/dev/null", "--limit", "0"], 2, "--limit 0"),
+        (["replay", "/dev/null", "--speed", "0"], 2, "--speed 0"),
+        (["replay", "/dev/null", "--page-bytes", "0"], 2, "page size 0"),
+        (["put", "/no/such/page", "ab" * 16], 2, "/no/such/page"),
+        (["put", "-", "--tokens-file", "-"], 2, "stdin"),
+        (["put", "/dev/null", "ab" * 16], 2, "/dev/null is empty"),
+        (["put", "/dev/zero"], 2, "KEY or by --tokens"),
+        (["put", "/dev/null", "ab", "-m", "m", "--create-opaque", "n"], 2, "--create-opaque names"),
+        (["rm", "--all", "ab"], 2, "not both"),
+        (["pin", "ab", "--ttl", "soon"], 2, "'soon' is not a duration"),
+    ],
+)
+def test_bad_usage_is_told_in_one_line(kvstore: Kvstore, arguments: list[str], code: int, said: str) -> None:
+    ran = kvstore(*arguments)
+    assert ran.code == code
+    assert said in one_line(ran)
+    ran = kvstore(*arguments, "--json")
+    assert (ran.code, ran.stdout, set(ran.error)) == (code, "", {"error", "kind"})
+    assert said in ran.error["error"]
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "said"),
+    [
+        ("xyz", 2, "key 'xyz' is not hexadecimal"),
+        ("ab" * 65, 2, "at most 128"),
+        ("00", 1, "no page of namespace"),
+        ("00" * 32, 1, "not stored"),
+    ],
+)
+def test_keys_that_name_no_page(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], key: str, code: int, said: str
+) -> None:
+    ran = kvstore("get", "-m", space.model, key)
+    assert ran.code == code
+    assert said in one_line(ran)
+
+
+def test_the_start_of_two_keys_is_ambiguous(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+    keys = [b"\xab" * 20 + bytes([i]) for i in range(2)]
+    client.put(space, keys, [bytes(space.layout.page_nbytes)] * 2)
+    ran = kvstore("get", "-m", space.model, "abab")
+    assert ran.code == 2
+    assert "several keys start with abab" in one_line(ran)
+    assert kvstore("get", "-m", space.model, keys[1].hex()).code == 0
+
+
+def test_two_namespaces_of_one_model_must_be_told_apart(kvstore: Kvstore, client: Client, space: Namespace) -> None:
+    other = Namespace(space.model, space.layout, revision="2")
+    client.open(space)
+    client.open(other)
+    ran = kvstore("ls", "-m", space.model)
+    assert ran.code == 2
+    assert "2 namespaces fit" in one_line(ran)
+    assert kvstore("ls", "-m", space.model, "-n", other.digest.hex()[:12]).code == 1  # found, and empty
+
+
+def test_a_file_that_can_not_be_written_is_named(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], tmp_path: Path
+) -> None:
+    ran = kvstore("get", "-m", space.model, hashes[0].hex(), "-o", str(tmp_path / "no" / "file"))
+    assert ran.code == 2
+    assert "can not write" in one_line(ran)
+
+
+def test_a_malformed_trace_is_told_by_line(kvstore: Kvstore, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": 0}\n')
+    ran = kvstore("replay", str(path))
+    assert ran.code == 2
+    assert f"{path}, line 2: input_length is missing" in one_line(ran)
+
+
+def test_wrong_bytes_exit_5(kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n' * 2)
+
+    def get_nothing(self: Client, namespace: Namespace, keys: list[bytes], *_: Any, **__: Any) -> list[bool]:
+        return [True] * len(keys)
+
+    monkeypatch.setattr(Client, "get", get_nothing)
+    ran = kvstore("replay", str(path), "--json")
+    assert (ran.code, ran.json["mismatches"], ran.json["bytes_verified"]) == (5, 1, 0)
+    ran = kvstore("bench", "--seconds", "0.05", "--page-nbytes", "512", "--json")
+    assert ran.code == 5
+    assert ran.json["mismatches"] > 0
+
+
+@pytest.mark.parametrize(("corrupt", "code", "said"), [(1, 5, "checksum"), (0, 1, "evicted or removed meanwhile")])
+def test_get_of_a_page_that_is_corrupt_or_gone_by_now(
+    kvstore: Kvstore,
+    space: Namespace,
+    hashes: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    corrupt: int,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(Client, "get", lambda *_: [False])
+    monkeypatch.setattr(Client, "stats", property(lambda _: ClientStats(1, 0, corrupt)))
+    ran = kvstore("get", "-m", space.model, hashes[0].hex())
+    assert ran.code == code
+    assert said in one_line(ran)
+
+
+def test_verify_of_a_corrupt_page_exits_5(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "verify", lambda *_: VerifyResult(intact=2, dropped=1, absent=0))
+    ran = kvstore("verify", "-m", space.model, "--all", "--json")
+    assert (ran.code, ran.json["dropped"]) == (5, 1)
+
+
+def test_a_node_without_space_exits_4(kvstore: Kvstore, space: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise Exhausted("no slot can be freed")
+
+    monkeypatch.setattr(Client, "put", full)
+    ran = kvstore("put", "-", "ab" * 16, "--create-opaque", space.model, stdin=b"page")
+    assert ran.code == 4
+    assert "no slot can be freed" in one_line(ran)
+
+
+def test_too_large_an_input_is_refused_before_it_is_read_in_full(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload, "INPUT_NBYTES_MAX", 1 << 16)
+    ran = kvstore("put", "/dev/zero", "ab" * 16)
+    assert ran.code == 2
+    assert "/dev/zero has more than 65536 bytes" in one_line(ran)
+
+
+# ---- the process itself ----------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-m", "kvstore.cli.app"]
+
+
+def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
+    for arguments in (["status"], ["ls", "--json"]):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        try:
+            ran = subprocess.run([*COMMAND, *arguments], stdout=write_end, stderr=subprocess.PIPE, check=False)
+        finally:
+            os.close(write_end)
+        assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    script = "import sys; sys.modules['typer'] = None; import kvstore; from kvstore.cli.app import main; main()"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "pip install 'kvstore[cli]'" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_importing_kvstore_imports_neither_typer_nor_rich() -> None:
+    script = (
+        "import sys, kvstore, kvstore.replay, kvstore.bench, kvstore.cli.app; "
+        "print([m for m in ('typer', 'rich', 'node', 'torch') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_shell_completion_offers_namespaces_and_is_silent_without_a_node(
+    kvstore: Kvstore, client: Client, space: Namespace
+) -> None:
+    client.open(space)
+
+    def complete(*words: str) -> list[str]:
+        environ = {**os.environ, "_KVSTORE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("kvstore", *words))}
+        environ["COMP_CWORD"] = str(len(words))
+        script = "import sys; sys.argv = ['kvstore']; from kvstore.cli.app import main; main()"
+        ran = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
+        assert ran.stderr == ""
+        return ran.stdout.split()
+
+    assert space.digest.hex() in complete("ls", "-n", space.digest.hex()[:4])
+    assert complete("ls", "-m", space.model[:12]) == [space.model]
+    assert complete("-a", NOBODY, "ls", "-n", "0") == []
+    assert "lookup" in complete("l")

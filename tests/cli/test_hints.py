@@ -1,0 +1,87 @@
+"""R15: the cause of a zero hit rate is told in plain words."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kvstore import LayerGroup, Namespace, PageLayout, Plane
+from kvstore.cli.hints import differences, hints
+from kvstore.pb import kvstore_pb2 as pb
+
+
+def layout(dtype: str = "bfloat16", page_tokens: int = 16, heads: int = 8, layers: int = 2) -> PageLayout:
+    planes = (Plane("k", dtype, (heads, 128)), Plane("v", dtype, (heads, 128)))
+    return PageLayout(page_tokens, (LayerGroup("kv", tuple(range(layers)), planes),))
+
+
+WRITER = Namespace("llama", layout(), revision="main", tp_size=2)
+
+
+def info(page_count: int = 0, **counters: int) -> pb.NamespaceInfo:
+    return pb.NamespaceInfo(page_count=page_count, counters=pb.Counters(**counters))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tp_size": 4}, "tp_size (4, there 2)"),
+        ({"revision": ""}, "revision (empty, there main)"),
+        ({"salt": "lora-7"}, "salt (lora-7, there empty)"),
+        ({"epoch": 3}, "epoch (3, there 0)"),
+        ({"tenant": "b"}, "tenant (b, there default)"),
+        ({"layout": layout(page_tokens=32)}, "page_tokens (32, there 16)"),
+        ({"layout": layout(dtype="float16")}, "layout.kv.k.dtype (float16, there bfloat16)"),
+        ({"layout": layout(heads=4)}, "layout.kv.v.unit_shape (4x128, there 8x128)"),
+        ({"layout": layout(layers=3)}, "layout.kv.layers (0..2, there 0..1)"),
+    ],
+)
+def test_r15_a_reader_that_differs_from_the_writer_is_told_in_what(change: dict[str, Any], said: str) -> None:
+    reader = dataclasses.replace(WRITER, **change)
+    known = [(WRITER, info(page_count=7, pages_asked=3, prefix_hits=3)), (reader, info(pages_asked=40, miss_absent=40))]
+    (hint,) = hints(known)
+    assert said in hint
+    assert f"llama [{reader.digest.hex()[:12]}]: 0 of 40 pages asked hit" in hint
+    assert f"[{WRITER.digest.hex()[:12]}] of the same model holds 7 pages" in hint
+
+
+def test_r15_the_writer_that_differs_least_is_named() -> None:
+    reader = dataclasses.replace(WRITER, salt="x")
+    far = dataclasses.replace(WRITER, tp_size=8, revision="old", layout=layout("float16"))
+    known = [(far, info(page_count=9)), (WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))]
+    (hint,) = hints(known)
+    assert WRITER.digest.hex()[:12] in hint
+    assert far.digest.hex()[:12] not in hint
+
+
+def test_many_differences_are_cut_and_counted() -> None:
+    reader = Namespace("llama", layout("float16", 32, 4, 3), tenant="b", revision="r", tp_size=4)
+    (hint,) = hints([(WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))])
+    assert f"and {len(differences(reader, WRITER)) - 4} more" in hint
+
+
+@pytest.mark.parametrize(
+    ("counters", "said"),
+    [
+        ({"miss_absent": 5}, "never stored"),
+        ({"miss_absent": 2, "miss_evicted": 3}, "evicted"),
+        ({"miss_removed": 5}, "removed by a caller"),
+        ({"miss_corrupt": 5}, "checksum"),
+        ({"miss_writing": 5}, "still being written"),
+        ({"pages_hit": 4, "miss_evicted": 1}, "the first one of each request is not"),
+    ],
+)
+def test_r15_without_such_a_writer_the_commonest_miss_is_explained(counters: dict[str, int], said: str) -> None:
+    (hint,) = hints([(WRITER, info(pages_asked=5, **counters))])
+    assert said in hint
+
+
+def test_namespaces_that_hit_or_were_never_asked_get_no_hint() -> None:
+    other = dataclasses.replace(WRITER, salt="x")
+    assert hints([(WRITER, info(pages_asked=5, prefix_hits=1)), (other, info(page_count=3))]) == []
+
+
+def test_a_namespace_without_pages_is_no_writer() -> None:
+    reader = dataclasses.replace(WRITER, salt="x")
+    (hint,) = hints([(WRITER, info(page_count=0)), (reader, info(pages_asked=1, miss_absent=1))])
+    assert "differs" not in hint

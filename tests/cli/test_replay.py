@@ -1,0 +1,181 @@
+"""Replay: hit rates against an LRU of our own, and what is done about wrong bytes."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, LookupResult, Namespace, PutOutcome
+from kvstore.content import page_content
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.trace import TraceRequest, trace_prefix_hash
+
+PAGE_NBYTES = 300  # no multiple of the slots' alignment
+
+
+def chained_trace(seed: int, count: int) -> list[TraceRequest]:
+    """Conversations that grow turn by turn, a few at a time; one parent per id."""
+    rng = random.Random(seed)
+    conversations: list[list[int]] = []
+    requests, next_id = [], 0
+    for number in range(count):
+        if not conversations or rng.random() < 0.2:
+            conversations.append([])
+        chain = conversations[-1 - min(int(rng.expovariate(0.4)), len(conversations) - 1)]
+        if len(chain) > 25:
+            chain = conversations[-1] = []
+        for _ in range(rng.randint(1, 4)):
+            chain.append(next_id)
+            next_id += 1
+        requests.append(TraceRequest(number, 0, 0, tuple(chain)))
+    return requests
+
+
+def lru_pages_hit(requests: Sequence[TraceRequest], capacity: int) -> int:
+    """Leading pages found in an exact LRU that is touched tail to head."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in requests:
+        for hash_id in request.hash_ids:
+            if hash_id not in cache:
+                break
+            hits += 1
+        for hash_id in reversed(request.hash_ids):
+            cache[hash_id] = None
+            cache.move_to_end(hash_id)
+            if len(cache) > capacity:
+                cache.popitem(last=False)
+    return hits
+
+
+class FakeStore:
+    """An unbounded store in a dict, which can be told to lie about one page."""
+
+    wire_name = "fake"
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        self.flip: tuple[bytes, int] | None = None  # (key, position) of a byte that is read wrongly
+        self.untouched: bytes | None = None  # key that is said to be read, but is not
+        self.vanished: bytes | None = None  # key that a lookup finds and a get does not
+        self.full = False
+
+    def lookup(self, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> LookupResult:
+        present = [h in self.pages for h in prefix_hashes]
+        return LookupResult((*present, False).index(False), tuple(present))
+
+    def get(self, namespace: Namespace, prefix_hashes: Sequence[bytes], buffers: Any, prefix: bool) -> list[bool]:
+        assert prefix
+        for prefix_hash, buffer in zip(prefix_hashes, buffers, strict=True):
+            if prefix_hash != self.untouched:
+                buffer[:] = self.pages[prefix_hash]
+            if self.flip and prefix_hash == self.flip[0]:
+                buffer[self.flip[1]] ^= 1
+        hits = [h != self.vanished for h in prefix_hashes]
+        run = (*hits, False).index(False)
+        return [True] * run + [False] * (len(hits) - run)
+
+    def put(self, namespace: Namespace, prefix_hashes: Sequence[bytes], pages: Any) -> list[PutOutcome]:
+        if self.full:
+            raise Exhausted("all pages are pinned")
+        outcomes = [PutOutcome.EXISTS if h in self.pages else PutOutcome.STORED for h in prefix_hashes]
+        for prefix_hash, page in zip(prefix_hashes, pages, strict=True):
+            expected = page_content(namespace.digest, prefix_hash, namespace.layout.page_nbytes)
+            assert bytes(page) == expected, "a page was put with other bytes than its own"
+            self.pages.setdefault(prefix_hash, bytes(page))
+        return outcomes
+
+
+@pytest.mark.parametrize("capacity", [30, 60, 150, 5000])
+def test_the_hit_rate_is_that_of_an_exact_lru_touched_tail_to_head(capacity: int) -> None:
+    trace = chained_trace(seed=7, count=400)
+    asked = sum(len(request.hash_ids) for request in trace)
+    with throwaway_node(capacity, PAGE_NBYTES) as node, Client(ClientConfig(address=node.address)) as client:
+        report = replay(client, trace, replay_namespace(PAGE_NBYTES))
+        assert client.node_status().ram.page_count <= capacity
+    hits = lru_pages_hit(trace, capacity)
+    assert (report.requests, report.pages_asked, report.pages_hit) == (400, asked, hits)
+    assert report.prefix_hit_rate == hits / asked
+    assert report.bytes_verified == hits * PAGE_NBYTES
+    assert (report.mismatches, report.pages_full, report.pages_lost) == (0, 0, 0)
+    assert set(report.latency_ms["get"]) == {"p50", "p90", "p99"}
+
+
+def test_the_capacities_of_that_test_tell_touching_orders_apart() -> None:
+    trace = chained_trace(seed=7, count=400)
+    rates = [lru_pages_hit(trace, capacity) for capacity in (30, 60, 150, 5000)]
+    assert rates == sorted(set(rates))
+
+
+@pytest.mark.parametrize("position", [0, 137, PAGE_NBYTES - 1])
+def test_one_wrong_byte_is_a_mismatch_and_is_not_put_back(position: int) -> None:
+    store = FakeStore()
+    store.flip = (trace_prefix_hash(2), position)
+    trace = [TraceRequest(0, 0, 0, (1, 2, 3))] * 2
+    report = replay(store, trace, replay_namespace(PAGE_NBYTES))
+    assert (report.pages_hit, report.mismatches, report.bytes_verified) == (3, 1, 2 * PAGE_NBYTES)
+
+
+def test_a_read_that_writes_nothing_is_a_mismatch_even_with_the_right_bytes_left_over() -> None:
+    store = FakeStore()
+    trace = [TraceRequest(0, 0, 0, (1, 2))] * 2
+    namespace = replay_namespace(PAGE_NBYTES)
+
+    def stop_reading(report: ReplayReport) -> None:
+        store.untouched = trace_prefix_hash(1) if report.requests == 2 else None
+
+    assert replay(store, [*trace, trace[0]], namespace, on_progress=stop_reading).mismatches == 1
+
+
+def test_a_page_that_goes_between_lookup_and_get_is_lost_and_not_hit() -> None:
+    store = FakeStore()
+    store.vanished = trace_prefix_hash(2)
+    report = replay(store, [TraceRequest(0, 0, 0, (1, 2, 3))] * 2, replay_namespace(PAGE_NBYTES))
+    assert (report.pages_hit, report.pages_lost, report.mismatches) == (1, 2, 0)
+
+
+def test_a_node_without_space_is_counted_and_not_an_error() -> None:
+    store = FakeStore()
+    store.full = True
+    report = replay(store, [TraceRequest(0, 0, 0, (1, 2, 3))], replay_namespace(PAGE_NBYTES))
+    assert (report.pages_full, report.pages_stored) == (3, 0)
+
+
+def test_a_request_without_pages_is_a_request() -> None:
+    report = replay(FakeStore(), [TraceRequest(0, 0, 0, ())], replay_namespace(PAGE_NBYTES))
+    assert (report.requests, report.pages_asked, report.prefix_hit_rate) == (1, 0, 0.0)
+
+
+def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("kvstore.replay.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("kvstore.replay.time.sleep", sleep)
+    seen: dict[int, float] = {}
+    trace = [TraceRequest(timestamp_ms, 0, 0, (1,)) for timestamp_ms in (0, 1000, 1000, 5000)]
+    replay(
+        FakeStore(),
+        trace,
+        replay_namespace(PAGE_NBYTES),
+        speed=2.0,
+        on_progress=lambda report: seen.__setitem__(report.requests, now[0] - 100.0),
+    )
+    # The last report before request n+1 was made while waiting for it, so it shows when that was due.
+    assert seen == pytest.approx({1: 0.5, 2: 0.5, 3: 2.5, 4: 2.5})
+
+
+def test_each_replay_has_a_namespace_of_its_own() -> None:
+    assert replay_namespace(64).digest != replay_namespace(64).digest
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="page size 0"):
+        replay_namespace(0)
+    with pytest.raises(InvalidRequest, match="capacity 0"):
+        throwaway_node(0, 4096)

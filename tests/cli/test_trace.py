@@ -1,0 +1,74 @@
+"""Traces: what is read, and what is refused with which words."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.trace import TraceRequest, count_requests, read_trace, trace_prefix_hash
+
+GOOD = {"timestamp": 5, "input_length": 7, "output_length": 3, "hash_ids": [0, 2**64 - 1]}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_a_request_is_read_as_written(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", GOOD)
+    assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
+
+
+def test_blank_lines_are_not_requests(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", GOOD, "", "  ", GOOD)
+    assert count_requests(path) == len(list(read_trace(path))) == 2
+
+
+def test_the_limit_ends_reading_before_a_bad_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", GOOD, GOOD, "broken")
+    assert len(list(read_trace(path, 2))) == count_requests(path, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object but list"),
+        ("[" * 100_000, "not JSON"),
+        ({**GOOD, "timestamp": -1}, "timestamp is -1"),
+        ({**GOOD, "timestamp": "0"}, "timestamp is '0'"),
+        ({**GOOD, "input_length": True}, "input_length is True"),
+        ({"timestamp": 0, "input_length": 1, "output_length": 1}, "hash_ids is missing"),
+        ({**GOOD, "hash_ids": {}}, "hash_ids is dict"),
+        ({**GOOD, "hash_ids": [1, 2.5]}, "hash id 2.5"),
+        ({**GOOD, "hash_ids": [-1]}, "hash id -1"),
+        ({**GOOD, "hash_ids": [2**64]}, "hash id 18446744073709551616"),
+        ({**GOOD, "hash_ids": [4, 9, 4]}, "names an id twice"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_and_fault(tmp_path: Path, line: object, said: str) -> None:
+    path = write(tmp_path / "trace.jsonl", GOOD, "", line)
+    with pytest.raises(InvalidRequest) as caught:
+        list(read_trace(path))
+    assert f"{path}, line 3: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(InvalidRequest, match="line 1: not JSON"):
+        list(read_trace(path))
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "."])
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="can not read trace"):
+        list(read_trace(tmp_path / name))
+
+
+def test_the_prefix_hash_of_an_id_is_as_documented() -> None:
+    # printf 'kvstore-trace\001\0\0\0\0\0\0\0' | sha256sum
+    assert trace_prefix_hash(1).hex() == "0266adaf454491d503e03aa86d9a97ec3f554a13be786e7edb8f8c2801fefe64"
