@@ -84,7 +84,6 @@ class BulkWire:
     @contextlib.contextmanager
     def _connection(self, deadline: Deadline) -> Iterator[FrameSocket]:
         if not self._turns.acquire(timeout=deadline.remaining()):
-            deadline.remaining()
             count = self._config.connections_max
             raise DeadlineExceeded(f"all {count} connections (connections_max) stayed busy for {deadline.seconds:g} s")
         connection = None
@@ -97,9 +96,10 @@ class BulkWire:
             yield connection
             self._give_back(connection)
             connection = None
-        except _Refused as refused:  # the stream is in step: the connection stays good
-            self._give_back(connection)
-            connection = None
+        except _Refused as refused:
+            if not isinstance(refused.error, ProtocolError):  # after which the node hangs up
+                self._give_back(connection)
+                connection = None
             raise refused.error from None
         except TimeoutError as error:
             raise DeadlineExceeded(f"no answer from {self._where} in {deadline.seconds:g} s") from error
@@ -148,7 +148,7 @@ class BulkWire:
 
 
 class _Refused(Exception):
-    """The node answered with an error; the connection is fine."""
+    """The node answered with an error; the stream is in step."""
 
     def __init__(self, error: KVStoreError) -> None:
         self.error = error

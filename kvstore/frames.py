@@ -19,6 +19,9 @@ _FIXED = struct.Struct("<2sBBIQ")
 FIXED_NBYTES = _FIXED.size
 _MAGIC = b"KV"
 _TIMEVAL = struct.Struct("@ll")
+# Asked for where a frame begins, so that a small one takes a single system call. What it gets of
+# a large payload is copied once more, which costs less than the call.
+_AHEAD_NBYTES = 4096
 
 
 def pack_fixed(header_nbytes: int, payload_nbytes: int) -> bytes:
@@ -52,17 +55,19 @@ class FrameSocket:
         self._sock = sock
         self._timeout_s = 0.0
         self._deadline = 0.0
-        self._fixed = bytearray(FIXED_NBYTES)
+        self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
+        self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
 
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
         self._set_timeouts(seconds)
 
     def _set_timeouts(self, seconds: float) -> None:
-        if seconds == self._timeout_s:
+        """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
+        row of calls that all have about the same time left sets them once."""
+        if seconds / 2 <= self._timeout_s <= seconds:
             return
-        self._timeout_s = seconds
-        seconds = max(seconds, 0.001)  # zero would mean: for ever
+        self._timeout_s = seconds = max(seconds * 0.75, 0.001)  # zero would mean: for ever
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -84,32 +89,52 @@ class FrameSocket:
 
     def recv_frame(self, header_nbytes_max: int) -> tuple[bytes, int]:
         """(header, payload_nbytes); the payload is still to be received."""
-        self.recv_into(memoryview(self._fixed))
+        while not self._receive_ahead():
+            self._check_deadline("receive")
         return self._recv_header(header_nbytes_max)
 
     def wait_frame(self, header_nbytes_max: int, frame_s: float) -> tuple[bytes, int] | None:
-        """Like recv_frame, but waits for the first byte as long as was armed: None if none came.
+        """Like recv_frame, but waits for the first byte no longer than was armed, and may give up
+        somewhat earlier: None if none came.
 
         From the first byte on, the frame has `frame_s` seconds to arrive.
         """
-        try:
-            got = self._sock.recv_into(self._fixed)
-        except BlockingIOError:
+        if not self._receive_ahead():
             return None
-        if got == 0:
-            raise ConnectionResetError("the peer closed the connection")
         self.arm(frame_s)
-        self.recv_into(memoryview(self._fixed)[got:])
         return self._recv_header(header_nbytes_max)
 
+    def _receive_ahead(self) -> bool:
+        """Waits until there are early bytes. False if none came before the socket's timeout."""
+        if self._early.nbytes:
+            return True
+        try:
+            got = self._sock.recv_into(self._ahead)
+        except BlockingIOError:
+            return False
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        self._early = self._ahead[:got]
+        return True
+
     def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
-        header_nbytes, payload_nbytes = unpack_fixed(self._fixed, header_nbytes_max)
-        header = bytearray(header_nbytes)
-        self.recv_into(memoryview(header))
-        return bytes(header), payload_nbytes
+        header_nbytes, payload_nbytes = unpack_fixed(self._recv(FIXED_NBYTES), header_nbytes_max)
+        return self._recv(header_nbytes), payload_nbytes
+
+    def _recv(self, nbytes: int) -> bytes:
+        if nbytes <= self._early.nbytes:
+            data, self._early = self._early[:nbytes], self._early[nbytes:]
+            return bytes(data)
+        buffer = bytearray(nbytes)
+        self.recv_into(memoryview(buffer))
+        return bytes(buffer)
 
     def recv_into(self, view: memoryview) -> None:
         """Fills the view."""
+        if self._early.nbytes:
+            count = min(self._early.nbytes, view.nbytes)
+            view[:count] = self._early[:count]
+            self._early, view = self._early[count:], view[count:]
         while view.nbytes:
             try:
                 got = self._sock.recv_into(view, view.nbytes, socket.MSG_WAITALL)

@@ -5,13 +5,14 @@ import dataclasses
 import logging
 import signal
 import sys
-import threading
 
 import kvstore
 from kvstore.config import load
 from kvstore.errors import ConfigError
 from node.config import NodeConfig
 from node.server import Node
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 EXAMPLES = """examples:
   kvstore-node                                     1 GiB of RAM on ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
@@ -45,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Runs until SIGTERM or SIGINT; a second signal ends at once."""
+    # Blocked before any thread starts and waited for, instead of handled: a thread that is just being
+    # started can take a signal, and a handler then waits for a main thread that nothing wakes.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     arguments = vars(_parser().parse_args())
     try:
         config = load(NodeConfig, "KVSTORE_NODE", arguments)
@@ -53,22 +57,16 @@ def main() -> None:
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _stop_or_die(stop))
     node.start()
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     address = f"[{host}]" if ":" in host else host
     ports = f"grpc={address}:{node.grpc.port} bulk={node.bulk.port} metrics={node.metrics.port}"
     print(f"kvstore-node ready {ports}", flush=True)
-    stop.wait()
+    signal.sigwait(STOP_SIGNALS)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     node.stop()
-
-
-def _stop_or_die(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise SystemExit(1)
-    stop.set()
 
 
 if __name__ == "__main__":

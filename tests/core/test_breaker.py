@@ -1,0 +1,90 @@
+"""The circuit breaker with a clock moved by hand."""
+
+import pytest
+
+from kvstore.breaker import PAUSE_S_MIN, CircuitBreaker
+from kvstore.errors import Unavailable
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> CircuitBreaker:
+    return CircuitBreaker("node-1", 10.0, clock)
+
+
+def pause_s(breaker: CircuitBreaker, clock: Clock) -> float:
+    """How long it refuses from now on; ends half open, with the trial taken."""
+    start = clock.now
+    while True:
+        try:
+            breaker.enter()
+        except Unavailable:
+            clock.now += PAUSE_S_MIN / 4
+        else:
+            return clock.now - start
+
+
+def test_a_failure_is_refused_at_once_with_its_cause(breaker: CircuitBreaker) -> None:
+    breaker.enter()
+    breaker.failure(TimeoutError("no answer"))
+    with pytest.raises(Unavailable, match=r"node-1 failed 1 times, next try in 0\.1 s; last: no answer"):
+        breaker.enter()
+
+
+def test_after_the_pause_one_call_may_try(breaker: CircuitBreaker, clock: Clock) -> None:
+    breaker.failure(OSError())
+    clock.now += PAUSE_S_MIN
+    breaker.enter()
+    with pytest.raises(Unavailable):
+        breaker.enter()
+
+
+def test_success_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
+    breaker.failure(OSError())
+    clock.now += PAUSE_S_MIN
+    breaker.enter()
+    breaker.success()
+    for _ in range(3):
+        breaker.enter()
+    breaker.failure(OSError())
+    assert pause_s(breaker, clock) == pytest.approx(PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)
+
+
+def test_the_pause_doubles_up_to_its_limit(breaker: CircuitBreaker, clock: Clock) -> None:
+    breaker.failure(OSError())
+    pauses = []
+    for _ in range(10):
+        pauses.append(pause_s(breaker, clock))
+        breaker.failure(OSError())
+    expected = [min(10.0, PAUSE_S_MIN * 2**n) for n in range(10)]
+    assert pauses == pytest.approx(expected, abs=PAUSE_S_MIN / 2)
+
+
+def test_a_trial_that_never_reports_does_not_keep_it_open(breaker: CircuitBreaker, clock: Clock) -> None:
+    breaker.failure(OSError())
+    clock.now += PAUSE_S_MIN
+    breaker.enter()
+    clock.now += PAUSE_S_MIN
+    breaker.enter()
+
+
+def test_calls_that_fail_together_are_one_outage(breaker: CircuitBreaker, clock: Clock) -> None:
+    """Eight threads lose their node at once: the pause must not be that of eight outages."""
+    for _ in range(8):
+        breaker.enter()
+    for _ in range(8):
+        breaker.failure(OSError())
+    assert pause_s(breaker, clock) == pytest.approx(PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)
+    breaker.failure(OSError())
+    assert pause_s(breaker, clock) == pytest.approx(2 * PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)

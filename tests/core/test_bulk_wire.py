@@ -1,0 +1,174 @@
+"""The bulk wire against a node that answers wrongly: an error of ours each time, never wrong bytes, and
+never the same connection again."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import ClientConfig, DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError, Unavailable
+from kvstore.bulk import BulkWire
+from kvstore.checksum import checksum
+from kvstore.deadline import Deadline
+from kvstore.frames import FrameSocket, pack_fixed
+from kvstore.pb import kvstore_pb2 as pb
+
+KEYS = [b"a" * 32, b"b" * 32]
+PUT = pb.PutRequest(namespace=b"n" * 16, prefix_hashes=KEYS, page_nbytes=8)
+GET = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=KEYS)
+LOOKUP = pb.LookupRequest(namespace=b"n" * 16, prefix_hashes=KEYS)
+PAGE = b"12345678"
+
+
+def frame(payload: bytes = b"", payload_nbytes: int | None = None, **op: Any) -> bytes:
+    header = pb.BulkReply(**op).SerializeToString()
+    return pack_fixed(len(header), len(payload) if payload_nbytes is None else payload_nbytes) + header + payload
+
+
+def error(code: grpc.StatusCode) -> bytes:
+    return frame(error=pb.Error(code=code.value[0], message="refused by the test"))
+
+
+def call(wire: BulkWire, op: str, timeout_s: float = 2.0) -> Any:
+    deadline = Deadline(timeout_s)
+    if op == "put":
+        return wire.put(PUT, [memoryview(PAGE)] * 2, [0, 1], deadline)
+    if op == "get":
+        return wire.get(GET, [memoryview(bytearray(8)) for _ in KEYS], [0, 1], deadline)
+    return wire.call("lookup", LOOKUP, deadline)
+
+
+GOOD_LOOKUP = frame(lookup=pb.LookupReply(present=[True, False]))
+BOTH = [checksum(PAGE, 0), checksum(PAGE, 1)]
+WRONG: dict[str, tuple[str, bytes, type[Exception]]] = {
+    "no frame": ("lookup", b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError),
+    "no protobuf": ("lookup", pack_fixed(3, 0) + b"\xff\xff\xff", ProtocolError),
+    "nothing in it": ("lookup", pack_fixed(0, 0), ProtocolError),
+    "reply to something else": ("lookup", frame(put=pb.PutReply()), ProtocolError),
+    "header too long": ("lookup", pack_fixed(1 << 30, 0), ProtocolError),
+    "one verdict for two": ("put", frame(put=pb.PutReply(verdicts=[pb.WRITE])), ProtocolError),
+    "one hit for two": ("get", frame(get=pb.GetReply(hits=[False])), ProtocolError),
+    "no checksum": ("get", frame(get=pb.GetReply(hits=[True, False]), payload=PAGE), ProtocolError),
+    "payload too short": (
+        "get",
+        frame(get=pb.GetReply(hits=[True, True], checksums=BOTH), payload=PAGE),
+        ProtocolError,
+    ),
+    "payload too long": (
+        "get",
+        frame(get=pb.GetReply(hits=[True, False], checksums=BOTH[:1]), payload=PAGE * 2),
+        ProtocolError,
+    ),
+    "payload of 2^63": (
+        "get",
+        frame(get=pb.GetReply(hits=[True, False], checksums=BOTH[:1]), payload_nbytes=1 << 63),
+        ProtocolError,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_answer_ends_the_connection(bulk_port: Any, scripted: Any, what: str) -> None:
+    op, answer, expected = WRONG[what]
+    port = bulk_port(scripted(answer))
+    wire = BulkWire("127.0.0.1", port.port, ClientConfig(timeout_s=2.0))
+    with pytest.raises(expected):
+        call(wire, op)
+    with pytest.raises((ProtocolError, Unavailable)):
+        call(wire, op)
+    assert len(port.accepted) == 2, "a connection out of step was used again"
+    wire.close()
+
+
+@pytest.mark.parametrize("cut", [1, 16, 20, -1])
+@pytest.mark.parametrize("op", ["lookup", "get"])
+def test_an_answer_that_is_cut_off_is_an_unavailable_node(bulk_port: Any, scripted: Any, op: str, cut: int) -> None:
+    whole = (
+        GOOD_LOOKUP if op == "lookup" else frame(get=pb.GetReply(hits=[True, True], checksums=BOTH), payload=PAGE * 2)
+    )
+
+    def talk(connection: FrameSocket) -> None:
+        scripted(whole[:cut])(connection)
+        connection.shutdown()
+
+    wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig(timeout_s=2.0))
+    with pytest.raises(Unavailable):
+        call(wire, op)
+    wire.close()
+
+
+def test_pages_that_do_not_match_their_checksum_are_misses(bulk_port: Any, scripted: Any) -> None:
+    answer = frame(get=pb.GetReply(hits=[True, True], checksums=[BOTH[0], BOTH[0]]), payload=PAGE * 2)
+    wire = BulkWire("127.0.0.1", bulk_port(scripted(answer)).port, ClientConfig())
+    assert call(wire, "get") == ([True, False], [1])
+    wire.close()
+
+
+def test_a_refusal_keeps_the_connection(bulk_port: Any, scripted: Any) -> None:
+    port = bulk_port(scripted(error(grpc.StatusCode.INVALID_ARGUMENT), GOOD_LOOKUP))
+    wire = BulkWire("127.0.0.1", port.port, ClientConfig())
+    with pytest.raises(InvalidRequest, match="refused by the test"):
+        call(wire, "lookup")
+    assert list(call(wire, "lookup").present) == [True, False]
+    assert len(port.accepted) == 1
+    wire.close()
+
+
+def test_a_refused_commit_is_an_error_of_the_put(bulk_port: Any, scripted: Any) -> None:
+    def talk(connection: FrameSocket) -> None:
+        scripted(frame(put=pb.PutReply(verdicts=[pb.WRITE, pb.EXISTS])))(connection)
+        assert connection.recv_frame(0) == (b"", 8)
+        connection.recv_into(memoryview(bytearray(8)))
+        header, _ = connection.recv_frame(1 << 20)
+        assert list(pb.BulkRequest.FromString(header).commit.checksums) == BOTH[:1]
+        connection.send(error(grpc.StatusCode.INVALID_ARGUMENT))
+
+    wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig())
+    with pytest.raises(InvalidRequest):
+        call(wire, "put")
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(grpc.StatusCode.RESOURCE_EXHAUSTED, Exhausted), (grpc.StatusCode.UNIMPLEMENTED, ProtocolError)],
+)
+def test_a_node_that_refuses_the_connection_itself_is_heard(
+    bulk_port: Any, code: grpc.StatusCode, expected: type[Exception]
+) -> None:
+    """As a node does whose sessions are all taken."""
+
+    def talk(connection: FrameSocket) -> None:
+        connection.recv_frame(1 << 20)
+        connection.send(error(code))
+
+    wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig())
+    for _ in range(3):
+        with pytest.raises(expected, match="refused by the test"):
+            call(wire, "lookup")
+    wire.close()
+
+
+@pytest.mark.parametrize("op", ["lookup", "put", "get"])
+def test_an_answer_that_does_not_come_is_a_deadline(bulk_port: Any, scripted: Any, op: str) -> None:
+    def silent(connection: FrameSocket) -> None:
+        scripted()(connection)
+        connection.recv_frame(1 << 20)
+        connection.recv_frame(1 << 20)  # keeps the connection until the client is gone
+
+    wire = BulkWire("127.0.0.1", bulk_port(silent).port, ClientConfig())
+    wire.connect(Deadline(5))
+    with pytest.raises(DeadlineExceeded):
+        call(wire, op, timeout_s=0.05)
+    wire.close()
+
+
+def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port: Any, scripted: Any) -> None:
+    port = bulk_port(scripted(GOOD_LOOKUP, GOOD_LOOKUP))
+    wire = BulkWire("127.0.0.1", port.port, ClientConfig(connections_max=1))
+    busy = pytest.raises(DeadlineExceeded, match=r"all 1 connections \(connections_max\) stayed busy")
+    with wire._connection(Deadline(5)), busy:
+        wire.call("lookup", LOOKUP, Deadline(0.05))
+    assert list(call(wire, "lookup").present) == [True, False]
+    assert len(port.accepted) == 1
+    wire.close()

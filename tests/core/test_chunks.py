@@ -1,0 +1,56 @@
+"""Pages in gRPC messages: cut and put together again, and nothing else is accepted."""
+
+import random
+
+import pytest
+
+from kvstore.chunks import fill, split
+from kvstore.config import GRPC_CHUNK_NBYTES
+from kvstore.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[1], [GRPC_CHUNK_NBYTES], [GRPC_CHUNK_NBYTES - 1, 2], [3 * GRPC_CHUNK_NBYTES + 7], [1000] * 3000, [5, 1 << 21, 5]],
+)
+def test_what_is_split_is_filled_again(sizes: list[int]) -> None:
+    rng = random.Random(3)
+    pages = [rng.randbytes(size) for size in sizes]
+    chunks = list(split(memoryview(page) for page in pages))
+    assert b"".join(chunks) == b"".join(pages)
+    assert all(len(chunk) == GRPC_CHUNK_NBYTES for chunk in chunks[:-1])
+    assert 0 < len(chunks[-1]) <= GRPC_CHUNK_NBYTES
+    buffers = [bytearray(size) for size in sizes]
+    fill((memoryview(buffer) for buffer in buffers), iter(chunks))
+    assert buffers == pages
+
+
+def test_chunks_may_be_cut_anywhere() -> None:
+    buffers = [bytearray(4), bytearray(4)]
+    fill(map(memoryview, buffers), iter([b"a", b"bcdef", b"gh"]))
+    assert buffers == [b"abcd", b"efgh"]
+
+
+def test_no_chunk_is_taken_that_is_not_needed() -> None:
+    chunks = iter([b"abcd", b"next"])
+    fill([memoryview(bytearray(4))], chunks)
+    assert next(chunks) == b"next"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "named"),
+    [
+        ([], "4 bytes of a page are missing"),
+        ([b"abc"], "1 bytes of a page are missing"),
+        ([b"abc", b"", b"d"], "1 bytes of a page are missing"),
+        ([b"abcde"], "1 page bytes more than announced"),
+    ],
+)
+def test_a_wrong_number_of_bytes_is_refused(chunks: list[bytes], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        fill([memoryview(bytearray(4))], iter(chunks))
+
+
+def test_nothing_is_split_into_nothing() -> None:
+    assert list(split([])) == []
+    fill([], iter([]))

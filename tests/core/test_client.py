@@ -1,0 +1,294 @@
+"""The client against a real node, over both wires: buffers, batches larger than a limit, order of age,
+threads, corrupt pages."""
+
+import ctypes
+import mmap
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore import (
+    Client,
+    ClientConfig,
+    InvalidRequest,
+    LayerGroup,
+    LayoutMismatch,
+    Namespace,
+    PageLayout,
+    Plane,
+    PutOutcome,
+    opaque_layout,
+    prefix_hashes,
+)
+from kvstore.content import page_content
+from kvstore.node_process import NodeProcess
+
+PAGE = 4096
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> Namespace:
+    return Namespace(request.node.name, opaque_layout(PAGE))
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in numbers]
+
+
+def content(namespace: Namespace, key: bytes) -> bytes:
+    return page_content(namespace.digest, key, namespace.layout.page_nbytes)
+
+
+def put(client: Client, namespace: Namespace, keys: list[bytes]) -> list[PutOutcome]:
+    return client.put(namespace, keys, [content(namespace, key) for key in keys])
+
+
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "bytearray": lambda: bytearray(PAGE),
+    "slice of a memoryview": lambda: memoryview(bytearray(3 * PAGE))[PAGE : 2 * PAGE],
+    "mmap": lambda: mmap.mmap(-1, PAGE),
+    "ctypes": ctypes.c_uint32 * (PAGE // 4),
+    "bfloat16 tensor": lambda: torch.zeros(PAGE // 2, dtype=torch.bfloat16),
+    "slice of a tensor": lambda: torch.zeros(4, PAGE, dtype=torch.uint8)[2],
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_pages_go_from_and_into_the_callers_own_buffers(client: Client, namespace: Namespace, kind: str) -> None:
+    (key,) = keys_of(1)
+    data = content(namespace, key)
+    source, target = BUFFERS[kind](), BUFFERS[kind]()
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if isinstance(source, torch.Tensor):
+        source.view(torch.uint8).copy_(flat)
+    else:
+        memoryview(source).cast("B")[:] = data
+    assert client.put(namespace, [key], [source]) == [PutOutcome.STORED]
+    assert client.get(namespace, [key], [target]) == [True]
+    if isinstance(target, torch.Tensor):
+        assert torch.equal(target.view(torch.uint8), flat)
+    else:
+        assert memoryview(target).cast("B") == data
+
+
+@pytest.mark.parametrize(
+    ("buffer", "named"),
+    [
+        (memoryview(bytearray(2 * PAGE))[::2], "not contiguous"),
+        (torch.zeros(PAGE, 2, dtype=torch.uint8)[:, 0], "not contiguous"),
+        (bytearray(PAGE - 1), "4095 bytes, expected 4096"),
+        (bytes(PAGE), "read-only"),
+        ("text", "neither a buffer"),
+    ],
+)
+def test_a_buffer_that_can_not_take_a_page_is_refused_before_anything_is_asked(
+    client: Client, namespace: Namespace, buffer: Any, named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        client.get(namespace, keys_of(1), [buffer])
+    assert client.stats.connects == 0
+
+
+def test_buffers_and_keys_must_be_as_many(client: Client, namespace: Namespace) -> None:
+    with pytest.raises(InvalidRequest, match="2 prefix hashes for 1 buffers"):
+        client.put(namespace, keys_of(1, 2), [bytes(PAGE)])
+    with pytest.raises(InvalidRequest, match="1 prefix hashes for 2 buffers"):
+        client.get(namespace, keys_of(1), [bytearray(PAGE)] * 2)
+
+
+@pytest.mark.parametrize("keys", [[], [b""], [b"x" * 15], [b"x" * 65]])
+def test_bad_keys_are_refused_by_every_call(client: Client, namespace: Namespace, keys: list[bytes]) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: client.lookup(namespace, keys),
+        lambda: client.put(namespace, keys, [bytes(PAGE)] * len(keys)),
+        lambda: client.get(namespace, keys, [bytearray(PAGE)] * len(keys)),
+        lambda: client.remove(namespace, keys),
+        lambda: client.pin(namespace, keys, 1.0),
+        lambda: client.unpin(namespace, keys),
+        lambda: client.stat(namespace, keys),
+        lambda: client.verify(namespace, keys),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest):
+            call()
+    assert client.stats.connects == 0
+
+
+def test_a_key_twice_is_refused_where_it_has_no_meaning(client: Client, namespace: Namespace) -> None:
+    key = keys_of(1)
+    with pytest.raises(InvalidRequest, match="twice"):
+        client.put(namespace, key * 2, [bytes(PAGE)] * 2)
+    put(client, namespace, key)
+    buffers = [bytearray(PAGE), bytearray(PAGE)]
+    assert client.get(namespace, key * 2, buffers) == [True, True]
+    assert buffers[0] == buffers[1] == content(namespace, key[0])
+
+
+def test_a_prefix_read_stops_at_the_first_hole(client: Client, namespace: Namespace) -> None:
+    put(client, namespace, keys_of(0, 1, 3))
+    buffers = [bytearray(PAGE) for _ in range(4)]
+    assert client.get(namespace, keys_of(0, 1, 2, 3), buffers, prefix=True) == [True, True, False, False]
+    assert not any(buffers[3])
+    assert client.get(namespace, keys_of(0, 1, 2, 3), buffers) == [True, True, False, True]
+
+
+def test_a_layer_is_read_by_its_ranges(client: Client) -> None:
+    k, v = Plane("k", "bfloat16", (4, 16)), Plane("v", "bfloat16", (4, 8))
+    index = LayerGroup("index", (1,), (Plane("row", "uint8", (132,)),))
+    layout = PageLayout(8, (LayerGroup("full", (0, 1, 2), (k, v)), index))
+    namespace = Namespace("layers", layout, salt=client.config.wire)
+    keys = prefix_hashes(range(32), 8)
+    put(client, namespace, keys)
+    for layer in layout.layers:
+        ranges = layout.layer_ranges(layer)
+        buffers = [bytearray(sum(part.nbytes for part in ranges)) for _ in range(5)]
+        absent = b"absent" * 4
+        assert client.get_ranges(namespace, [*keys, absent], ranges, buffers) == [True] * 4 + [False]
+        for key, buffer in zip(keys, buffers, strict=False):
+            page = content(namespace, key)
+            assert buffer == b"".join(page[part.offset : part.offset + part.nbytes] for part in ranges)
+
+
+@pytest.fixture(scope="module")
+def narrow_node() -> Iterator[NodeProcess]:
+    """Every limit is small, so that calls must be split."""
+    flags = (
+        "--ram-nbytes",
+        "256KiB",
+        "--extent-nbytes",
+        "64KiB",
+        "--batch-nbytes-max",
+        "64KiB",
+        "--batch-keys-max",
+        "8",
+    )
+    with NodeProcess(*flags) as node:
+        yield node
+
+
+@pytest.fixture(params=["bulk", "grpc"])
+def narrow(request: pytest.FixtureRequest, narrow_node: NodeProcess) -> Iterator[Client]:
+    with Client(ClientConfig(address=narrow_node.address, wire=request.param)) as client:
+        yield client
+
+
+def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Namespace) -> None:
+    keys = keys_of(*range(40))
+    assert put(narrow, namespace, keys) == [PutOutcome.STORED] * 40
+    buffers = [bytearray(PAGE) for _ in keys]
+    assert narrow.get(namespace, keys, buffers) == [True] * 40
+    assert buffers == [content(namespace, key) for key in keys]
+    assert narrow.lookup(namespace, [*keys, b"absent" * 4]).prefix_pages == 40
+    assert narrow.pin(namespace, keys, 60.0) == [True] * 40
+    assert narrow.unpin(namespace, keys) == [True] * 40
+    assert narrow.verify(namespace, keys) == (40, 0, 0)
+    assert [page.present for page in narrow.stat(namespace, keys)] == [True] * 40
+    assert [page.prefix_hash for page in narrow.list_pages(namespace)] == keys
+    assert narrow.remove(namespace, keys) == [True] * 40
+
+
+def test_ranges_of_more_pieces_than_a_node_takes_are_split(client: Client, namespace: Namespace) -> None:
+    keys = keys_of(*range(40))
+    put(client, namespace, keys)
+    ranges = [type(namespace.layout.layer_ranges(0)[0])(i, 1) for i in range(0, PAGE, 2)]
+    buffers = [bytearray(PAGE // 2) for _ in keys]
+    assert client.get_ranges(namespace, keys, ranges, buffers) == [True] * 40
+    assert buffers == [content(namespace, key)[::2] for key in keys]
+
+
+@pytest.mark.parametrize("use", ["put", "get", "lookup"])
+def test_a_chain_sent_in_several_batches_is_aged_tail_first(narrow: Client, namespace: Namespace, use: str) -> None:
+    """64 pages fit. A chain of 40 in batches of 8; then 30 others push out six: the chain's last ones."""
+    chain = keys_of(*range(40))
+    put(narrow, namespace, chain)
+    if use == "get":
+        assert all(narrow.get(namespace, chain, [bytearray(PAGE) for _ in chain]))
+    elif use == "lookup":
+        assert all(narrow.lookup(namespace, chain, touch=True).present)
+    put(narrow, namespace, keys_of(*range(100, 130)))
+    assert narrow.lookup(namespace, chain).present == (True,) * 34 + (False,) * 6
+    narrow.remove(namespace, [*chain, *keys_of(*range(100, 130))])
+
+
+def test_threads_share_one_client(client: Client, namespace: Namespace) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            for _ in range(25):
+                keys = keys_of(*rng.sample(range(60), 8))
+                put(client, namespace, keys)
+                buffers = [bytearray(PAGE) for _ in keys]
+                for key, hit, buffer in zip(keys, client.get(namespace, keys, buffers), buffers, strict=True):
+                    assert not hit or buffer == content(namespace, key)
+        except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert client.stats.connects == 1
+    assert client.stats.failures == 0
+
+
+def test_two_writers_of_one_page_store_it_once(client: Client, namespace: Namespace) -> None:
+    barrier, outcomes = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        outcomes.extend(put(client, namespace, keys_of(1)))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(PutOutcome.STORED) == 1
+    assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY}
+
+
+def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
+    client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = {"bulk": "kvstore.bulk", "grpc": "kvstore.grpc_wire"}[client.config.wire]
+    with monkeypatch.context() as patch:
+        if wire == "kvstore.bulk":
+            patch.setattr("kvstore.bulk._send_page", lambda sock, page, seed: sock.send(page) or b"c" * 16)
+        else:
+            patch.setattr("kvstore.grpc_wire.checksum", lambda page, seed: b"c" * 16)
+        assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
+    assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
+    buffers = [bytearray(PAGE), bytearray(PAGE)]
+    assert client.get(namespace, keys_of(1) * 2, buffers) == [False, False]  # the key twice, reported once
+    assert client.stats.corrupt_pages == 2
+    assert client.lookup(namespace, keys_of(1)).prefix_pages == 0
+    assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
+    assert client.get(namespace, keys_of(1), buffers[:1]) == [True]
+
+
+def test_pages_of_another_layout_are_refused(client: Client, namespace: Namespace) -> None:
+    put(client, namespace, keys_of(1))
+    liar = Namespace(namespace.model, opaque_layout(2 * PAGE))
+    object.__setattr__(liar, "digest", namespace.digest)  # as a client with a bug would
+    with pytest.raises(LayoutMismatch):
+        client.put(liar, keys_of(2), [bytes(2 * PAGE)])
+
+
+def test_listing_goes_in_order_and_in_pieces(client: Client, namespace: Namespace) -> None:
+    keys = keys_of(*range(2500))
+    put(client, namespace, keys)
+    assert [page.prefix_hash for page in client.list_pages(namespace)] == keys
+    assert [page.prefix_hash for page in client.list_pages(namespace, limit=1500)] == keys[:1500]
+    prefix = keys[0x0500][:-1]
+    assert [page.prefix_hash for page in client.list_pages(namespace, prefix)] == keys[0x0500:0x0600]
+    assert list(client.list_pages(namespace, b"\xff")) == []
+    client.remove(namespace, keys)

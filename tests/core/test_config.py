@@ -1,0 +1,76 @@
+"""Settings: sources, ranges, and messages that name the setting and what is allowed."""
+
+from typing import Any
+
+import pytest
+
+from kvstore import ClientConfig, ConfigError, client_config
+from kvstore.config import load, parse_nbytes, split_address
+
+
+def test_explicit_values_win_over_the_environment_and_that_over_defaults() -> None:
+    environ = {"KVSTORE_TIMEOUT_S": "7", "KVSTORE_WIRE": "grpc", "KVSTORE_ADDRESS": "", "UNRELATED": "x"}
+    config = load(ClientConfig, "KVSTORE", {"wire": "bulk", "timeout_s": None}, environ)
+    assert config == ClientConfig(wire="bulk", timeout_s=7.0)
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_ADDRESS", "node-7:1234")
+    assert client_config().address == "node-7:1234"
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"timeout_s": 0.0}, r"timeout_s=0.0 is outside 0.001\.\.3600"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan is outside"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf is outside"),
+        ({"timeout_s": True}, "timeout_s=True must be a float"),
+        ({"timeout_s": 1.0, "connect_timeout_s": 2.0}, "connect_timeout_s=2.0 must not exceed timeout_s=1.0"),
+        ({"connections_max": 0}, r"connections_max=0 is outside 1\.\.256"),
+        ({"connections_max": 2.5}, "connections_max=2.5 must be a int"),
+        ({"wire": "rdma"}, "wire='rdma' must be one of auto, bulk, grpc"),
+        ({"address": "host:port"}, "address 'host:port' is not host:port"),
+        ({"address": "host:0"}, r"port in 1\.\.65535"),
+        ({"address": "host:65536"}, r"port in 1\.\.65535"),
+        ({"address": ":7440"}, "address"),
+        ({"address": ""}, "address"),
+        ({"backoff_s_max": 1e9}, "backoff_s_max"),
+    ],
+)
+def test_a_bad_client_setting_is_named_with_its_range(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ClientConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("4096", 4096), ("1b", 1), ("64KiB", 65536), ("64k", 65536), ("1.5MiB", 3 << 19), (" 2GiB ", 2 << 30)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1e999", "12kb", "0x10"])
+def test_what_is_no_size_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not|could"):
+        parse_nbytes(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("host", ("host", 7440)),
+        ("host:1", ("host", 1)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("[::1]:7440", ("::1", 7440)),
+        ("::1", ("::1", 7440)),
+    ],
+)
+def test_addresses(address: str, expected: tuple[str, int]) -> None:
+    assert split_address(address) == expected
+
+
+def test_a_config_can_not_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        ClientConfig().wire = "grpc"  # type: ignore[misc]

@@ -1,0 +1,40 @@
+"""The error tree and its table to and from the wire."""
+
+import grpc
+import pytest
+
+from kvstore import errors
+from kvstore.errors import ConfigError, KVStoreError, Unavailable, from_status, status_code
+
+LEAVES = KVStoreError.__subclasses__()
+
+
+def test_the_tree_has_at_most_eight_leaves_all_drawn() -> None:
+    assert len(LEAVES) <= 8
+    assert not [leaf for leaf in LEAVES if leaf.__subclasses__()]
+    assert all(leaf.__name__ in (errors.__doc__ or "") for leaf in LEAVES)
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf is not ConfigError])
+def test_an_error_survives_the_wire(leaf: type[KVStoreError]) -> None:
+    code = status_code(leaf("why"))
+    again = from_status(code.value[0], "why")
+    assert (type(again), str(again)) == (leaf, "why")
+
+
+def test_codes_are_distinct() -> None:
+    codes = [status_code(leaf("")) for leaf in LEAVES]
+    assert len(set(codes)) == len(LEAVES)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS])
+def test_a_failure_inside_the_node_is_not_taken_for_a_bad_setting_here(code: grpc.StatusCode) -> None:
+    assert type(from_status(code.value[0], "bug")) is KVStoreError
+
+
+def test_a_cancelled_call_means_that_the_node_was_not_reached() -> None:
+    assert type(from_status(grpc.StatusCode.CANCELLED.value[0], "")) is Unavailable
+
+
+def test_a_code_that_does_not_exist_is_still_an_error_of_ours() -> None:
+    assert type(from_status(4711, "?")) is KVStoreError

@@ -1,0 +1,184 @@
+"""Bulk frames over a real socket pair: deadlines, ends, and bytes that are no frames."""
+
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.errors import ProtocolError
+from kvstore.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[FrameSocket, socket.socket]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    peer = socket.create_connection(listener.getsockname())
+    ours = FrameSocket(listener.accept()[0])
+    ours.arm(5.0)
+    yield ours, peer
+    ours.close()
+    peer.close()
+    listener.close()
+
+
+def test_a_frame_arrives_as_it_was_sent(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    theirs = FrameSocket(peer)
+    theirs.arm(5.0)
+    payload = random.Random(4).randbytes(3 << 20)
+
+    def send() -> None:
+        theirs.send_frame(b"header", len(payload))
+        theirs.send(payload)
+        theirs.send_frame(b"")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    header, payload_nbytes = ours.recv_frame(100)
+    assert (header, payload_nbytes) == (b"header", len(payload))
+    buffer = bytearray(payload_nbytes)
+    ours.recv_into(memoryview(buffer))
+    assert buffer == payload
+    assert ours.recv_frame(100) == (b"", 0)
+    thread.join()
+
+
+def test_a_frame_that_comes_byte_by_byte_is_put_together(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    frame = pack_fixed(3, 7) + b"abc"
+
+    def send() -> None:
+        for position in range(len(frame)):
+            peer.sendall(frame[position : position + 1])
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    while (got := ours.wait_frame(100, 5.0)) is None:
+        pass
+    assert got == (b"abc", 7)
+    thread.join()
+
+
+def test_waiting_for_a_frame_ends_without_one(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    ours.arm(0.01)
+    assert ours.wait_frame(100, 0.01) is None
+    peer.sendall(pack_fixed(0, 0))
+    ours.arm(5.0)
+    assert ours.wait_frame(100, 5.0) == (b"", 0)
+
+
+def test_a_frame_that_stops_in_the_middle_is_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    peer.sendall(pack_fixed(3, 0)[:-1])
+    with pytest.raises(TimeoutError):
+        ours.wait_frame(100, 0.02)
+
+
+def test_a_trickle_does_not_move_the_deadline(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.005):
+            try:
+                peer.sendall(b"x")
+            except OSError:
+                return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    ours.arm(0.05)
+    with pytest.raises(TimeoutError):
+        ours.recv_into(memoryview(bytearray(1 << 20)))
+    stop.set()
+    thread.join()
+
+
+def test_a_peer_that_never_reads_is_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, _ = pair
+    ours.arm(0.05)
+    with pytest.raises(TimeoutError):
+        ours.send(bytes(64 << 20))
+
+
+@pytest.mark.parametrize("sent", [b"", pack_fixed(5, 0), pack_fixed(5, 0) + b"abc", b"K"])
+def test_a_peer_that_closes_is_a_connection_error(pair: tuple[FrameSocket, socket.socket], sent: bytes) -> None:
+    ours, peer = pair
+    peer.sendall(sent)
+    peer.close()
+    with pytest.raises(ConnectionError):
+        ours.wait_frame(100, 5.0)
+
+
+def test_shutdown_wakes_a_thread_that_waits(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, _ = pair
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            ours.recv_frame(100)
+        except ConnectionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ours.shutdown()
+    thread.join(5.0)
+    assert errors
+
+
+def test_arming_again_gives_the_full_time(pair: tuple[FrameSocket, socket.socket]) -> None:
+    """After a slow transfer little time may be left; the next one must not inherit it."""
+    ours, peer = pair
+    ours.arm(0.001)
+    with pytest.raises(TimeoutError):
+        ours.recv_into(memoryview(bytearray(1)))
+    ours.arm(5.0)
+    timer = threading.Timer(0.05, peer.sendall, [b"x"])
+    timer.start()
+    buffer = bytearray(1)
+    ours.recv_into(memoryview(buffer))
+    assert buffer == b"x"
+    timer.join()
+
+
+def test_no_time_at_all_is_not_for_ever(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, _ = pair
+    ours.arm(0.0)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ours.recv_into(memoryview(bytearray(1)))
+    assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("fixed", "named"),
+    [
+        (b"\0" * FIXED_NBYTES, "not a kvstore bulk frame: it starts with 00000000"),
+        (b"GET / HTTP/1.1\r\n", "not a kvstore bulk frame"),
+        (struct.pack("<2sBBIQ", b"KV", 2, 0, 0, 0), "peer speaks protocol 2, this side 1"),
+        (struct.pack("<2sBBIQ", b"KV", 1, 1, 0, 0), "not a kvstore bulk frame"),
+        (struct.pack("<2sBBIQ", b"KV", 1, 0, 101, 0), "header has 101 bytes, at most 100"),
+        (struct.pack("<2sBBIQ", b"KV", 1, 0, 2**32 - 1, 0), "at most 100"),
+    ],
+)
+def test_what_is_no_frame_is_refused_before_its_length_is_believed(fixed: bytes, named: str) -> None:
+    with pytest.raises(ProtocolError, match=named):
+        unpack_fixed(fixed, 100)
+
+
+def test_random_bytes_are_frames_only_if_they_start_like_one() -> None:
+    rng = random.Random(5)
+    for _ in range(5000):
+        fixed = rng.randbytes(FIXED_NBYTES)
+        try:
+            header_nbytes, _ = unpack_fixed(fixed, 1 << 20)
+        except ProtocolError:
+            continue
+        assert fixed[:4] == b"KV\x01\x00"
+        assert header_nbytes <= 1 << 20

@@ -1,0 +1,224 @@
+"""The link to a node: which wire it takes, when it connects again, when it leaves the node alone."""
+
+import logging
+import threading
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import (
+    Client,
+    ClientConfig,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    Namespace,
+    ProtocolError,
+    Unavailable,
+    UnknownNamespace,
+    opaque_layout,
+)
+from kvstore.deadline import Deadline
+from kvstore.grpc_wire import GrpcWire
+from kvstore.link import BULK_RETRY_S, NodeLink
+from kvstore.pb import kvstore_pb2 as pb
+
+NAMESPACE = Namespace("m", opaque_layout(4096))
+KEYS = [b"k" * 32]
+
+
+def config(fake: Any, **fields: Any) -> ClientConfig:
+    return ClientConfig(**{"address": fake.address, "timeout_s": 2.0, "connect_timeout_s": 0.1, **fields})
+
+
+def refusing(fake: Any, code: grpc.StatusCode) -> None:
+    fake.refuse = code
+
+
+@pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
+def test_without_a_bulk_wire_grpc_is_used_and_a_warning_says_so(
+    fake_node: Any, unserved_port: int, silent_port: int, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    fake_node.bulk_port = {"unserved": unserved_port, "silent": silent_port, "none": 0}[trouble]
+    with Client(config(fake_node)) as client, caplog.at_level(logging.WARNING):
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+        assert client.wire_name == "grpc"
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["using gRPC, which is slower"]
+    assert fake_node.calls.count("hello") == 1
+
+
+@pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
+def test_a_client_that_wants_bulk_gets_no_other_wire(
+    fake_node: Any, unserved_port: int, silent_port: int, trouble: str
+) -> None:
+    fake_node.bulk_port = {"unserved": unserved_port, "silent": silent_port, "none": 0}[trouble]
+    with Client(config(fake_node, wire="bulk")) as client, pytest.raises(Unavailable):
+        client.lookup(NAMESPACE, KEYS)
+    assert "lookup" not in fake_node.calls
+
+
+def test_a_client_that_wants_grpc_does_not_try_bulk(fake_node: Any, bulk_port: Any, scripted: Any) -> None:
+    bulk = bulk_port(scripted())
+    fake_node.bulk_port = bulk.port
+    with Client(config(fake_node, wire="grpc")) as client:
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+    assert not bulk.accepted
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, bulk_port: Any, scripted: Any) -> None:
+    clock = Clock()
+    link = NodeLink(fake_node.address, config(fake_node), clock)
+    fake_node.bulk_port = unserved_port
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    assert link.wire_name == "grpc"
+    fake_node.bulk_port = bulk_port(scripted()).port
+    clock.now += BULK_RETRY_S - 1
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    assert link.wire_name == "grpc"
+    clock.now += 1
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    assert link.wire_name == "bulk"
+    link.close()
+
+
+def test_a_namespace_the_node_forgot_is_opened_again(fake_node: Any) -> None:
+    with Client(config(fake_node, wire="grpc")) as client:
+        client.lookup(NAMESPACE, KEYS)
+        fake_node.opened.clear()
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+    assert fake_node.calls == ["hello", "open_namespace", "lookup", "lookup", "open_namespace", "lookup"]
+
+
+def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: Any) -> None:
+    refusing(fake_node, grpc.StatusCode.NOT_FOUND)
+    with Client(config(fake_node, wire="grpc")) as client, pytest.raises(UnknownNamespace):
+        client.lookup(NAMESPACE, KEYS)
+    assert fake_node.calls.count("lookup") == 2
+
+
+def test_another_protocol_version_is_said_at_connect(fake_node: Any) -> None:
+    fake_node.version = 2
+    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match="this node 2"):
+        client.lookup(NAMESPACE, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Exhausted),
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.INTERNAL, KVStoreError),
+    ],
+)
+def test_a_refusal_is_an_answer_and_closes_the_breaker(
+    fake_node: Any, code: grpc.StatusCode, error: type[KVStoreError]
+) -> None:
+    clock = Clock()
+    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"), clock)
+
+    def lookup(link: Any, deadline: Deadline) -> Any:
+        return link.wire.call("lookup", pb.LookupRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS), deadline)
+
+    def fail(link: Any, deadline: Deadline) -> Any:
+        raise DeadlineExceeded("slow")
+
+    with pytest.raises(DeadlineExceeded):
+        link.run(fail, None, Deadline(5))
+    with pytest.raises(Unavailable, match="last: slow"):
+        link.run(lookup, None, Deadline(5))
+    clock.now += 1
+    refusing(fake_node, code)
+    for _ in range(3):  # no pause between them
+        with pytest.raises(error):
+            link.run(lookup, None, Deadline(5))
+    link.close()
+
+
+def test_a_caller_who_comes_too_late_does_not_open_the_breaker(fake_node: Any) -> None:
+    with Client(config(fake_node, wire="grpc")) as client:
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                client.lookup(NAMESPACE, KEYS, timeout_s=0.0)
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+        assert client.stats.failures == 0
+
+
+def test_a_closed_client_says_so(fake_node: Any) -> None:
+    client = Client(config(fake_node, wire="grpc"))
+    client.lookup(NAMESPACE, KEYS)
+    client.close()
+    with pytest.raises(Unavailable, match="this client is closed"):
+        client.lookup(NAMESPACE, KEYS)
+
+
+def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: Any) -> None:
+    """So that the call is tried again on the new link, like any other lost connection."""
+    wire = GrpcWire(fake_node.address)
+    wire.close()
+    put = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)
+    get = pb.GetRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS)
+    with pytest.raises(Unavailable):
+        wire.call("hello", pb.HelloRequest(), Deadline(5))
+    with pytest.raises(Unavailable):
+        wire.put(put, [memoryview(bytes(4096))], [0], Deadline(5))
+    with pytest.raises(Unavailable):
+        wire.get(get, [memoryview(bytearray(4096))], [0], Deadline(5))
+
+
+def test_threads_that_lose_one_link_make_one_new_link(fake_node: Any) -> None:
+    with Client(config(fake_node, wire="grpc")) as client:
+        client.lookup(NAMESPACE, KEYS)
+        old = client._node._link
+        assert old is not None
+        barrier = threading.Barrier(8)
+        results: list[Any] = []
+
+        def work() -> None:
+            barrier.wait()
+            results.append(client.lookup(NAMESPACE, KEYS).prefix_pages)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        old.close()
+        for thread in threads:
+            thread.join()
+        assert results == [1] * 8
+        assert client.stats.connects <= 2
+
+
+def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open(unserved_port: int) -> None:
+    settings = ClientConfig(address=f"127.0.0.1:{unserved_port}", timeout_s=2.0)
+    with Client(settings) as client:
+        with pytest.raises(Unavailable):
+            client.lookup(NAMESPACE, KEYS)
+        with pytest.raises(Unavailable, match="failed 1 times, next try in"):
+            client.lookup(NAMESPACE, KEYS)
+        assert client.wire_name == "none"
+
+
+def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: Any) -> None:
+    """gRPC's sending thread must not wait for verdicts that never come, for as long as the deadline."""
+    wire = GrpcWire(fake_node.address)
+    request = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)
+    wire.call("hello", pb.HelloRequest(protocol_version=1), Deadline(5))
+    before = threading.active_count()
+    for _ in range(20):
+        with pytest.raises(ProtocolError):  # the fake does not implement Put
+            wire.put(request, [memoryview(bytes(4096))], [0], Deadline(600))
+    for _ in range(100):
+        if threading.active_count() <= before + 4:  # the fake's own pool may have grown
+            break
+        threading.Event().wait(0.02)
+    assert threading.active_count() <= before + 4
+    wire.close()

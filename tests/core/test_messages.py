@@ -1,0 +1,44 @@
+"""Namespaces and layouts to protobuf and back."""
+
+import pytest
+
+from kvstore import InvalidRequest, LayerGroup, Namespace, PageLayout, Plane
+from kvstore.messages import namespace_message, namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+
+LAYOUT = PageLayout(
+    16,
+    (
+        LayerGroup("full", (0, 2), (Plane("k", "bfloat16", (8, 128)), Plane("v", "float8_e5m2", (8, 64)))),
+        LayerGroup("index", (1,), (Plane("row", "uint8", (132,), 16),)),
+    ),
+)
+NAMESPACE = Namespace("m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1)
+
+
+def test_a_namespace_survives_the_wire() -> None:
+    data = namespace_message(NAMESPACE).SerializeToString()
+    again = namespace_value(pb.Namespace.FromString(data))
+    assert again == NAMESPACE
+    assert again.digest == NAMESPACE.digest
+
+
+def test_every_field_of_the_message_is_used() -> None:
+    message = namespace_message(NAMESPACE)
+    assert {field.name for field, _ in message.ListFields()} == set(pb.Namespace.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize("field", ["layout", "model", "tenant", "tp_size", "pp_size", "cp_size"])
+def test_a_message_without_a_needed_field_is_refused(field: str) -> None:
+    message = namespace_message(NAMESPACE)
+    message.ClearField(field)
+    with pytest.raises(InvalidRequest, match=f"namespace: .*{field}"):
+        namespace_value(message)
+
+
+def test_an_empty_layout_is_refused() -> None:
+    message = namespace_message(NAMESPACE)
+    message.layout.Clear()
+    message.layout.SetInParent()
+    with pytest.raises(InvalidRequest, match="layout: page_tokens 0"):
+        namespace_value(message)

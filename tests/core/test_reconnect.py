@@ -1,0 +1,147 @@
+"""A node that is killed and started again: clients find it by themselves, on both wires."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
+from kvstore.content import page_content
+from kvstore.node_process import NodeProcess
+
+PAGE = 4096
+NAMESPACE = Namespace("reconnect", opaque_layout(PAGE))
+FLAGS = ("--ram-nbytes", "16MiB", "--extent-nbytes", "1MiB")
+
+
+class Restartable:
+    """A node that comes back on the ports it had."""
+
+    def __init__(self) -> None:
+        self.process = NodeProcess(*FLAGS)
+        port = self.process.address.rpartition(":")[2]
+        bulk, metrics = str(self.process.bulk_port), str(self.process.metrics_port)
+        self._ports = ("--port", port, "--bulk-port", bulk, "--metrics-port", metrics)
+        self.address = self.process.address
+
+    def restart(self, *flags: str) -> None:
+        self.process.kill()
+        self.process = NodeProcess(*FLAGS, *self._ports, *flags)
+
+
+@pytest.fixture
+def node() -> Iterator[Restartable]:
+    node = Restartable()
+    yield node
+    node.process.kill()
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in numbers]
+
+
+def put(client: Client, keys: list[bytes]) -> Any:
+    return client.put(NAMESPACE, keys, [page_content(NAMESPACE.digest, key, PAGE) for key in keys])
+
+
+def get(client: Client, keys: list[bytes]) -> list[bool]:
+    buffers = [bytearray(PAGE) for _ in keys]
+    hits = client.get(NAMESPACE, keys, buffers)
+    for key, hit, buffer in zip(keys, hits, buffers, strict=True):
+        assert not hit or buffer == page_content(NAMESPACE.digest, key, PAGE)
+    return hits
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, wire: str) -> None:
+    """The very next call, with no error in between: the namespace is opened again too."""
+    with Client(ClientConfig(address=node.address, wire=wire)) as client:
+        put(client, keys_of(1, 2))
+        assert get(client, keys_of(1, 2)) == [True, True]
+        node.restart()
+        assert get(client, keys_of(1, 2)) == [False, False]
+        put(client, keys_of(1, 2))
+        assert get(client, keys_of(1, 2)) == [True, True]
+        assert client.wire_name == wire
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(node: Restartable, wire: str) -> None:
+    with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05)) as client:
+        put(client, keys_of(1))
+        node.process.kill()
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                get(client, keys_of(1))
+        assert client.wire_name == "none"
+        node.restart()
+        assert eventually(lambda: get(client, keys_of(1))) == [False]
+
+
+def eventually(call: Callable[[], Any]) -> Any:
+    """The result of a call that may fail while a breaker's pause is not over."""
+    end = time.monotonic() + 10.0
+    while True:
+        try:
+            return call()
+        except Unavailable:
+            assert time.monotonic() < end
+            threading.Event().wait(0.02)
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, wire: str) -> None:
+    """Only errors of ours, no wrong byte, and all threads work again afterwards."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    rounds = [0] * 8
+
+    def work(number: int) -> None:
+        while not stop.wait(0.001):
+            keys = keys_of(*range(number * 10, number * 10 + 4))
+            try:
+                put(client, keys)
+                get(client, keys)
+                rounds[number] += 1
+            except KVStoreError:
+                pass
+            except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
+                failures.append(error)
+                return
+
+    def wait_for_more() -> None:
+        wanted, end = [count + 3 for count in rounds], time.monotonic() + 10.0
+        while any(count < want for count, want in zip(rounds, wanted, strict=True)) and not failures:
+            assert time.monotonic() < end, "a thread does not get over it"
+            threading.Event().wait(0.01)
+
+    with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05)) as client:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2):
+                wait_for_more()
+                node.restart()
+            wait_for_more()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_a_node_that_talks_a_lot_is_not_stopped_by_it() -> None:
+    """Nobody reads a child's messages while it runs: they must not fill a pipe and block it."""
+    with NodeProcess(*FLAGS) as process, Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
+        put(client, keys_of(1))
+        for _ in range(800):  # the node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
+            with socket.create_connection(("127.0.0.1", process.bulk_port)) as sock:
+                sock.settimeout(5.0)
+                sock.sendall(b"this is no frame")
+                assert sock.recv(1000)
+        assert get(client, keys_of(1)) == [True]

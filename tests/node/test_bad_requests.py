@@ -1,0 +1,241 @@
+"""Requests that are well formed and wrong, over both wires: one clear error each, nobody else notices,
+nothing leaks."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import ClientConfig, PutOutcome, opaque_layout
+from kvstore.bulk import BulkWire
+from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.deadline import Deadline
+from kvstore.errors import (
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    LayoutMismatch,
+    ProtocolError,
+    Unavailable,
+    UnknownNamespace,
+)
+from kvstore.grpc_wire import GrpcWire
+from kvstore.keys import Namespace
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wire import Wire
+from node.server import Node
+
+Builder = Callable[[bytes], Any]
+KEY = b"k" * 32
+HUGE = 1 << 63
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node(batch_keys_max=8, batch_nbytes_max=1 << 20)
+
+
+@pytest.fixture(params=["bulk", "grpc"])
+def wire(request: pytest.FixtureRequest, node: Node) -> Iterator[Wire]:
+    if request.param == "bulk":
+        wire: Wire = BulkWire("127.0.0.1", node.bulk.port, ClientConfig())
+    else:
+        wire = GrpcWire(f"127.0.0.1:{node.grpc.port}")
+    yield wire
+    wire.close()
+
+
+def send(wire: Wire, op: str, request: Any) -> Any:
+    if op == "put":
+        return wire.put(request, [memoryview(bytes(4096))] * len(request.prefix_hashes), [0] * 99, Deadline(5))
+    if op == "get":
+        return wire.get(request, [memoryview(bytearray(4096))] * len(request.prefix_hashes), [0] * 99, Deadline(5))
+    return wire.call(op, request, Deadline(5))
+
+
+def keyed(op: str, message: Callable[..., Any], **fields: Any) -> list[Any]:
+    """The mistakes that every batch of keys can have."""
+
+    def with_keys(*keys: bytes) -> Builder:
+        return lambda digest: message(namespace=digest, prefix_hashes=keys, **fields)
+
+    cases = [
+        pytest.param(op, with_keys(), InvalidRequest, "no key", id=f"{op} without keys"),
+        pytest.param(op, with_keys(b""), InvalidRequest, "0 bytes; allowed are 16 to 64", id=f"{op} with an empty key"),
+        pytest.param(op, with_keys(b"x" * 15), InvalidRequest, "15 bytes", id=f"{op} with a short key"),
+        pytest.param(op, with_keys(KEY, b"x" * 65), InvalidRequest, "65 bytes", id=f"{op} with a long key"),
+        pytest.param(
+            op,
+            with_keys(*(bytes([i]) * 32 for i in range(9))),
+            InvalidRequest,
+            r"9 keys, at most 8 \(batch_keys_max\)",
+            id=f"{op} of too many keys",
+        ),
+        pytest.param(
+            op,
+            lambda digest: message(namespace=b"n" * 16, prefix_hashes=[KEY], **fields),
+            UnknownNamespace,
+            f"namespace {(b'n' * 16).hex()} is not open here",
+            id=f"{op} in an unknown namespace",
+        ),
+        pytest.param(
+            op,
+            lambda digest: message(prefix_hashes=[KEY], **fields),
+            UnknownNamespace,
+            r"namespace \(empty\)",
+            id=f"{op} in no namespace",
+        ),
+    ]
+    if op not in ("lookup", "get", "stat"):
+        cases.append(pytest.param(op, with_keys(KEY, KEY), InvalidRequest, "twice", id=f"{op} of a key twice"))
+    return cases
+
+
+def put_of(page_nbytes: int) -> Builder:
+    return lambda digest: pb.PutRequest(namespace=digest, prefix_hashes=[KEY], page_nbytes=page_nbytes)
+
+
+def get_of(*ranges: tuple[int, int]) -> Builder:
+    parts = [pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges]
+    return lambda digest: pb.GetRequest(namespace=digest, prefix_hashes=[KEY], ranges=parts)
+
+
+def pin_of(ttl_ms: int) -> Builder:
+    return lambda digest: pb.PinRequest(namespace=digest, prefix_hashes=[KEY], ttl_ms=ttl_ms)
+
+
+def opening(change: Callable[[pb.OpenNamespaceRequest], object]) -> Builder:
+    def build(_: bytes) -> pb.OpenNamespaceRequest:
+        namespace = Namespace("new", opaque_layout(4096))
+        request = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+        change(request)
+        return request
+
+    return build
+
+
+def larger_plane(request: pb.OpenNamespaceRequest) -> None:
+    request.namespace.layout.groups[0].planes[0].unit_shape[0] = 8192
+
+
+def page_of_2_mib(request: pb.OpenNamespaceRequest) -> None:
+    namespace = Namespace("new", opaque_layout(2 << 20))
+    request.CopyFrom(pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest))
+
+
+CASES = [
+    *keyed("lookup", pb.LookupRequest),
+    *keyed("put", pb.PutRequest, page_nbytes=4096),
+    *keyed("get", pb.GetRequest),
+    *keyed("verify", pb.VerifyRequest),
+    *keyed("remove", pb.RemoveRequest),
+    *keyed("pin", pb.PinRequest, ttl_ms=1),
+    *keyed("unpin", pb.UnpinRequest),
+    *keyed("stat", pb.StatRequest),
+    pytest.param("put", put_of(8192), LayoutMismatch, "pages of 8192 bytes; namespace .* has 4096", id="larger page"),
+    pytest.param("put", put_of(0), LayoutMismatch, "pages of 0 bytes", id="empty page"),
+    pytest.param("put", put_of(HUGE), InvalidRequest, r"at most 1048576 \(batch_nbytes_max\)", id="too many bytes"),
+    pytest.param("get", get_of((0, 0)), InvalidRequest, r"range 0\+0 is empty", id="empty range"),
+    pytest.param("get", get_of((4095, 2)), InvalidRequest, "leaves the page of 4096 bytes", id="range over the end"),
+    pytest.param("get", get_of((HUGE, HUGE)), InvalidRequest, "leaves the page", id="range far away"),
+    pytest.param("get", get_of(*[(0, 4096)] * 257), InvalidRequest, "batch_nbytes_max", id="ranges of too many bytes"),
+    pytest.param("get", get_of(*[(0, 1)] * 65537), InvalidRequest, "more than 65536 pieces", id="too many pieces"),
+    pytest.param("pin", pin_of(0), InvalidRequest, r"ttl_ms 0 is not in 1\.\.604800000", id="pin for no time"),
+    pytest.param("pin", pin_of(HUGE), InvalidRequest, "pin_ttl_ms_max", id="pin for ever"),
+    pytest.param("list", lambda _: pb.ListRequest(), UnknownNamespace, "is not open", id="list of nothing"),
+    pytest.param("hello", lambda _: pb.HelloRequest(protocol_version=9), ProtocolError, "protocol 9", id="version"),
+    pytest.param(
+        "open_namespace", opening(larger_plane), LayoutMismatch, "digest .* does not belong", id="layout disagrees"
+    ),
+    pytest.param(
+        "open_namespace",
+        opening(lambda request: setattr(request, "digest", b"")),
+        LayoutMismatch,
+        "does not belong",
+        id="no digest",
+    ),
+    pytest.param(
+        "open_namespace",
+        opening(lambda request: request.namespace.layout.Clear()),
+        InvalidRequest,
+        "page_tokens 0",
+        id="empty layout",
+    ),
+    pytest.param(
+        "open_namespace",
+        opening(lambda request: request.ClearField("namespace")),
+        InvalidRequest,
+        "layout is missing",
+        id="no namespace",
+    ),
+    pytest.param(
+        "open_namespace",
+        opening(page_of_2_mib),
+        InvalidRequest,
+        "2097152 bytes, this node takes at most",
+        id="too large",
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "build", "error", "named"), CASES)
+def test_a_wrong_request_gets_one_clear_error(
+    node: Node,
+    wire: Wire,
+    settle: Callable[..., None],
+    op: str,
+    build: Builder,
+    error: type[KVStoreError],
+    named: str,
+) -> None:
+    namespace = Namespace("bad requests", opaque_layout(4096))
+    opened = pb.OpenNamespaceRequest(namespace=namespace_message(namespace), digest=namespace.digest)
+    wire.call("open_namespace", opened, Deadline(5))
+    with pytest.raises(error, match=named):
+        send(wire, op, build(namespace.digest))
+    # The connection still serves, and by the next request nothing is held.
+    assert wire.call("lookup", pb.LookupRequest(namespace=namespace.digest, prefix_hashes=[KEY]), Deadline(5))
+    settle(node, sessions=1 if wire.name == "bulk" else 0)
+
+
+def test_a_message_over_the_limit_is_refused_and_others_go_on(
+    node: Node, wire: Wire, bystander: Any, settle: Callable[..., None]
+) -> None:
+    too_large = pb.ListRequest(key_prefix=bytes(MESSAGE_NBYTES_MAX + 1))
+    # Bulk: the node hangs up while the rest is still being sent, so its error may get lost.
+    expected: Any = (ProtocolError, Unavailable) if wire.name == "bulk" else Exhausted
+    with bystander(node), pytest.raises(expected, match=r"at most 2097152|failed|larger than max"):
+        wire.call("list", too_large, Deadline(5))
+    settle(node)
+
+
+def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: Callable[..., Node], connect: Any) -> None:
+    client = connect(start_node(namespaces_max=4))
+    namespaces = [Namespace(f"model-{n}", opaque_layout(4096)) for n in range(6)]
+    for namespace in namespaces[:5]:
+        client.open(namespace)
+    assert {namespace for namespace, _ in client.namespaces()} == set(namespaces[1:5])
+    for namespace in namespaces[1:5]:
+        assert client.put(namespace, [KEY], [bytes(4096)]) == [PutOutcome.STORED]
+    with pytest.raises(Exhausted, match="4 namespaces with pages are open"):
+        client.open(namespaces[5])
+    client.remove(namespaces[2], [KEY])
+    client.open(namespaces[5])
+
+
+@pytest.mark.parametrize("name", ["bulk", "grpc"])
+def test_an_arena_of_pinned_pages_is_exhausted_at_once(
+    start_node: Callable[..., Node], make_pages: Any, connect: Any, name: str
+) -> None:
+    """At once: long before the deadline, and with the numbers that explain it."""
+    client = connect(start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20), wire=name, timeout_s=600.0)
+    pages = make_pages("pinned")
+    keys = pages.keys(*range(256))
+    pages.put(client, keys)
+    assert all(client.pin(pages.namespace, keys, 60.0))
+    with pytest.raises(Exhausted, match=r"all pages are pinned or in use \(256 pinned"):
+        pages.put(client, pages.keys(1000))
+    assert all(pages.get(client, keys))
+    assert client.unpin(pages.namespace, keys[:1]) == [True]
+    assert pages.put(client, pages.keys(1000)) == [PutOutcome.STORED]

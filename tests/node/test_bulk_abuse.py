@@ -1,0 +1,283 @@
+"""Bulk connections that break the rules: one error or a closed connection, nobody else notices, and no
+slot, hold or session is left."""
+
+import random
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.checksum import checksum, key_seed
+from kvstore.frames import pack_fixed
+from kvstore.pb import kvstore_pb2 as pb
+from node.bulk_server import Connection
+from node.server import Node
+
+CODE = grpc.StatusCode.UNIMPLEMENTED.value[0]
+INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+PAGE = 64 << 10
+
+
+@pytest.fixture
+def space(request: pytest.FixtureRequest, make_pages: Any, node: Node, connect: Any) -> Any:
+    """Pages 0 to 15 of a namespace of 64 KiB pages are stored."""
+    pages = make_pages(request.node.name, PAGE)
+    pages.put(connect(node), pages.keys(*range(16)))
+    return pages
+
+
+def put_of(space: Any, *numbers: int) -> pb.PutRequest:
+    keys = space.keys(*numbers)
+    return pb.PutRequest(namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE)
+
+
+def get_of(space: Any, *numbers: int) -> pb.GetRequest:
+    return pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers))
+
+
+def frame(**op: Any) -> bytes:
+    header = pb.BulkRequest(**op).SerializeToString()
+    return pack_fixed(len(header), 0) + header
+
+
+NO_FRAMES = {
+    "zeros": bytes(64),
+    "another protocol": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+    "another version": struct.pack("<2sBBIQ", b"KV", 9, 0, 0, 0),
+    "header too long": struct.pack("<2sBBIQ", b"KV", 1, 0, (2 << 20) + 1, 0),
+    "header longest": struct.pack("<2sBBIQ", b"KV", 1, 0, 2**32 - 1, 0),
+    "no protobuf": pack_fixed(4, 0) + b"\xff\xff\xff\xff",
+    "text that is no UTF-8": pack_fixed(8, 0) + b"\x12\x06\x0a\x04\x0a\x02\xff\xff",
+    "no operation": pack_fixed(0, 0),
+    "unknown operation": pack_fixed(3, 0) + b"\xfa\x01\x00",
+    "payload with a request": pack_fixed(0, 1),
+    "payload of 2^64 bytes": pack_fixed(0, 2**64 - 1),
+    "commit without a put": frame(commit=pb.CommitRequest(checksums=[b"c" * 16])),
+    "empty commit without a put": frame(commit=pb.CommitRequest()),
+}
+
+
+@pytest.mark.parametrize("what", NO_FRAMES)
+def test_what_is_no_request_is_answered_with_one_error_and_the_end(
+    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], what: str
+) -> None:
+    with bystander(node):
+        connection = raw(node)
+        connection.send(NO_FRAMES[what])
+        error = connection.ending()
+        assert error is not None
+        assert error.code == CODE
+        assert error.message
+    settle(node)
+
+
+@pytest.mark.parametrize("what", ["a few bytes", "fixed part", "half a header", "nothing"])
+def test_a_frame_that_never_ends_is_given_up(
+    node: Node, raw: Any, settle: Callable[..., None], what: str, space: Any
+) -> None:
+    whole = frame(lookup=pb.LookupRequest(namespace=b"n" * 16, prefix_hashes=[b"k" * 32]))
+    connection = raw(node)
+    connection.send(
+        {"a few bytes": whole[:3], "fixed part": whole[:16], "half a header": whole[:40], "nothing": b""}[what]
+    )
+    if what == "nothing":
+        assert connection.ask(hello=pb.HelloRequest()).hello.bulk_port, "an idle connection may stay"
+        settle(node, sessions=2)
+    else:
+        assert connection.ending() is None
+        settle(node, sessions=1)
+
+
+BREAKING_A_PUT: dict[str, Callable[[Any], bytes]] = {
+    "another request": lambda space: frame(hello=pb.HelloRequest()),
+    "another put": lambda space: frame(put=put_of(space, 200)),
+    "commit before the data": lambda space: frame(commit=pb.CommitRequest(checksums=[b"c" * 16] * 2)),
+    "data one byte short": lambda space: pack_fixed(0, 2 * PAGE - 1) + bytes(2 * PAGE - 1),
+    "data one byte long": lambda space: pack_fixed(0, 2 * PAGE + 1) + bytes(2 * PAGE + 1),
+    "data with a header": lambda space: pack_fixed(3, 2 * PAGE) + b"abc" + bytes(2 * PAGE),
+    "data without end": lambda space: pack_fixed(0, 2**64 - 1),
+    "no frame": lambda space: b"nonsense, not a frame",
+    "data, then no frame": lambda space: pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE) + b"nonsense, not a frame",
+    "data, then more data": lambda space: (pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE)) * 2,
+    "data, then a get": lambda space: pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE) + frame(get=get_of(space, 0)),
+}
+
+
+@pytest.mark.parametrize("what", BREAKING_A_PUT)
+def test_a_put_out_of_order_ends_and_stores_nothing(
+    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], space: Any, what: str
+) -> None:
+    with bystander(node):
+        connection = raw(node)
+        assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [pb.WRITE, pb.WRITE]
+        connection.send(BREAKING_A_PUT[what](space))
+        try:
+            error = connection.ending()
+        except ConnectionError:
+            error = None
+        assert error is None or error.code == CODE
+    assert stored(node, space) == set(space.keys(*range(16)))
+    settle(node, sessions=1)
+
+
+def stored(node: Node, space: Any) -> set[bytes]:
+    infos, rest_after = node.tier.list_pages(space.namespace.digest, b"", b"", 1000)
+    assert not rest_after
+    return {info.prefix_hash for info in infos}
+
+
+@pytest.mark.parametrize(
+    "checksums", [[], [b"c" * 16], [b"c" * 16] * 3, [b"c" * 16, b"c" * 15], [b"", b""]], ids=lambda c: f"{len(c)}"
+)
+def test_a_commit_with_wrong_checksums_is_refused_and_the_connection_stays(
+    node: Node, raw: Any, settle: Callable[..., None], space: Any, checksums: list[bytes]
+) -> None:
+    connection = raw(node)
+    connection.request(put=put_of(space, 100, 101))
+    connection.reply()
+    connection.send(pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE))
+    error = connection.ask(commit=pb.CommitRequest(checksums=checksums)).error
+    assert error.code == INVALID
+    assert "send one checksum of 16 bytes for each" in error.message
+    assert stored(node, space) == set(space.keys(*range(16)))
+    # The same connection then stores the same pages.
+    assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [pb.WRITE, pb.WRITE]
+    keys = space.keys(100, 101)
+    connection.send(pack_fixed(0, 2 * PAGE) + b"".join(space.content(key) for key in keys))
+    good = [checksum(space.content(key), key_seed(space.namespace.digest, key)) for key in keys]
+    assert connection.ask(commit=pb.CommitRequest(checksums=good)).commit.stored == 2
+    settle(node, sessions=2)
+
+
+PUT_STAGES = ["after the request", "after the verdicts", "within the data", "after the data", "within the commit"]
+
+
+@pytest.mark.parametrize("how", ["closes", "resets", "stalls"])
+@pytest.mark.parametrize("stage", PUT_STAGES)
+def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
+    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str, how: str
+) -> None:
+    with bystander(node):
+        connection = raw(node)
+        connection.request(put=put_of(space, 100, 101))
+        if stage != "after the request":
+            connection.reply()
+            data = pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE)
+            connection.send({"after the verdicts": b"", "within the data": data[: PAGE + 100]}.get(stage, data))
+        if stage == "within the commit":
+            connection.send(frame(commit=pb.CommitRequest(checksums=[b"c" * 16] * 2))[:-1])
+        if how == "resets":
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if how != "stalls":
+            connection.close()
+        settle(node, sessions=None)
+        assert stored(node, space) == set(space.keys(*range(16)))
+    settle(node, sessions=1)
+
+
+def test_another_client_can_write_the_page_that_a_dead_one_had_reserved(
+    node: Node, raw: Any, connect: Any, settle: Callable[..., None], space: Any
+) -> None:
+    connection = raw(node)
+    connection.ask(put=put_of(space, 100))
+    client = connect(node)
+    assert [outcome.name for outcome in space.put(client, space.keys(100))] == ["BUSY"]
+    connection.close()
+    settle(node, sessions=2)
+    assert [outcome.name for outcome in space.put(client, space.keys(100))] == ["STORED"]
+    assert all(space.get(client, space.keys(100)))
+
+
+@pytest.mark.parametrize("how", ["closes", "resets", "never reads"])
+def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
+    start_node: Callable[..., Node],
+    raw: Any,
+    bystander: Any,
+    connect: Any,
+    make_pages: Any,
+    settle: Callable[..., None],
+    how: str,
+) -> None:
+    """32 MiB: more than the socket buffers take, so the node is in the middle of sending."""
+    node = start_node(ram_nbytes=64 << 20, batch_nbytes_max=32 << 20)
+    space = make_pages(how, 1 << 20)
+    space.put(connect(node), space.keys(*range(32)))
+    with bystander(node):
+        connection = raw(node)
+        connection.request(get=get_of(space, *range(32)))
+        reply, payload_nbytes = connection.reply()
+        assert (sum(reply.get.hits), payload_nbytes) == (32, 32 << 20)
+        assert node.tier.held_count == 32
+        if how == "resets":
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if how != "never reads":
+            connection.close()
+        settle(node, sessions=None)
+    settle(node, sessions=1)
+
+
+class QuietSocket:
+    """A connection whose client asks once, reads slowly, asks nothing for a while and closes."""
+
+    def __init__(self) -> None:
+        header = pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString()
+        self.frames = [(header, 0), None, None]
+        self.timeout_s = 0.0
+        self.waits: list[float] = []
+
+    def arm(self, seconds: float) -> None:
+        self.timeout_s = seconds
+
+    def send_frame(self, header: bytes, payload_nbytes: int = 0) -> None:
+        self.timeout_s = 0.001  # what a partial send shortly before its deadline leaves
+
+    def wait_frame(self, header_nbytes_max: int, frame_s: float) -> Any:
+        self.waits.append(self.timeout_s)
+        if not self.frames:
+            raise ConnectionResetError
+        return self.frames.pop(0)
+
+
+def test_after_a_slow_reply_an_idle_connection_waits_without_spinning(node: Node) -> None:
+    quiet: Any = QuietSocket()
+    with pytest.raises(ConnectionResetError):
+        Connection(node.bulk, quiet, "nobody").serve(node.service, 5.0)
+    assert quiet.waits == [5.0] * 4
+
+
+def test_sessions_over_the_limit_are_refused_with_a_reason(
+    start_node: Callable[..., Node], raw: Any, connect: Any, settle: Callable[..., None]
+) -> None:
+    node = start_node(sessions_max=2)
+    first, second, third = raw(node), raw(node), None
+    for connection in (first, second):
+        assert connection.ask(hello=pb.HelloRequest()).hello.bulk_port
+    third = raw(node)
+    error = third.ending()
+    assert error is not None
+    assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert "sessions_max" in error.message
+    first.close()
+    settle(node, sessions=1)
+    assert raw(node).ask(hello=pb.HelloRequest()).hello.bulk_port
+
+
+def test_random_bytes_on_many_connections(
+    node: Node, raw: Any, bystander: Any, settle: Callable[..., None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    with bystander(node):
+        for _ in range(100):
+            connection = raw(node)
+            noise = rng.randbytes(rng.randint(1, 4000))
+            if rng.random() < 0.5:  # well framed, so that the noise is parsed
+                noise = pack_fixed(len(noise), 0) + noise
+            try:
+                connection.send(noise)
+            except ConnectionError:
+                pass
+            connection.close()
+    settle(node)

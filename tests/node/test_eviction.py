@@ -1,0 +1,261 @@
+"""Who goes when space runs out: exact LRU within a page size, whole extents between page sizes."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+from node.page import State
+from node.reservation import Verdict
+
+PAGE = 4096
+EXTENT = 16 * PAGE
+
+
+class ReferenceLru:
+    """LRU whose batches are touched tail -> head, written down as plainly as possible."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.order: OrderedDict[bytes, None] = OrderedDict()  # oldest first
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        for key in reversed(chain):
+            if key in self.order:
+                self.order.move_to_end(key)
+
+    def put(self, chain: Sequence[bytes]) -> None:
+        self.touch(chain)
+        room = self.capacity - len(self.order)
+        new = [key for key in chain if key not in self.order]
+        evictable = [key for key in self.order if key not in chain]
+        for key in evictable[: max(0, len(new) - room)]:
+            del self.order[key]
+        for key in new[: self.capacity - len(self.order)]:
+            self.order[key] = None
+        self.touch(chain)
+
+
+def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any) -> None:
+    rng = random.Random(seed)
+    box = sandbox(8 * EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    reference = ReferenceLru(128)
+    universe = pages.keys(*range(400))
+    for _ in range(1500):
+        box.now_ms += rng.randint(0, 3)
+        start = rng.randrange(380)
+        chain = universe[start : start + rng.randint(1, 20)]
+        action = rng.random()
+        if action < 0.5:
+            box.put(pages, chain)
+            reference.put(chain)
+        elif action < 0.8:
+            hits = box.get(pages, chain)
+            assert hits == [key in reference.order for key in chain]
+            reference.touch(chain)
+        else:
+            touch = action < 0.9
+            present = box.tier.lookup(pages.namespace.digest, chain, touch)
+            assert present == [key in reference.order for key in chain]
+            if touch:
+                reference.touch(chain)
+        assert box.present(pages, universe) == set(reference.order)
+    assert len(reference.order) == 128
+    assert box.tier.check() == []
+
+
+def test_only_what_is_needed_is_evicted(sandbox: Any) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    box.put(pages, pages.keys(*range(16)))
+    box.put(pages, pages.keys(16))
+    assert len(box.present(pages, pages.keys(*range(17)))) == 16
+
+
+def test_a_put_does_not_evict_the_rest_of_its_own_chain(sandbox: Any) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    box.put(pages, pages.keys(*range(16)))
+    chain = pages.keys(*range(20))
+    verdicts = box.put(pages, chain)
+    assert verdicts == [Verdict.EXISTS] * 16 + [Verdict.FULL] * 4
+    assert box.present(pages, chain) == set(chain[:16])
+
+
+def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored(sandbox: Any) -> None:
+    """Pages behind a hole would be of no use, and would take space from others."""
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    verdicts = box.put(pages, pages.keys(*range(20)))
+    assert verdicts == [Verdict.WRITE] * 16 + [Verdict.FULL] * 4
+
+
+@pytest.mark.parametrize("keeper", ["pin", "hold", "write"])
+def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(sandbox: Any, keeper: str) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages, keys = (space := box.open("model", PAGE)), space.keys(*range(16))
+    reservation = box.reserve(pages, keys)
+    if keeper != "write":
+        box.commit(reservation)
+    if keeper == "pin":
+        box.pin(pages, keys)
+    elif keeper == "hold":
+        box.acquire(pages, keys)
+    with pytest.raises(
+        Exhausted, match={"pin": "16 pinned", "hold": "16 being read", "write": "16 being written"}[keeper]
+    ):
+        box.reserve(pages, pages.keys(99))
+    assert box.tier.check() == []
+
+
+def test_space_follows_the_traffic_from_one_page_size_to_another(sandbox: Any) -> None:
+    box = sandbox(8 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
+    for space, per_extent in ((small, 16), (large, 4), (small, 16)):
+        keys = space.keys(*range(8 * per_extent))
+        for start in range(0, len(keys), 4):
+            box.now_ms += 10
+            box.put(space, keys[start : start + 4])
+        assert box.present(space, keys) == set(keys), "the size that came first kept its memory"
+        assert box.tier.check() == []
+
+
+def test_a_size_in_use_keeps_its_space_from_a_size_that_is_older(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
+    hot = small.keys(*range(16))
+    box.put(small, hot)
+    for number in range(100):
+        box.now_ms += 10
+        box.put(large, large.keys(number))
+        assert all(box.get(small, hot))
+
+
+def pin_one_page_of_each_extent(box: Any, space: Any, keys: Sequence[bytes]) -> list[bytes]:
+    found = box.acquire(space, keys)
+    by_extent = {page.offset // EXTENT: page.prefix_hash for page in found}
+    box.tier.release(found)
+    chosen = list(by_extent.values())
+    assert all(box.pin(space, chosen))
+    return chosen
+
+
+@pytest.mark.parametrize("others", ["stay", "removed"])
+def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(sandbox: Any, others: str) -> None:
+    """Pinned pages move together; the bytes move with them."""
+    box = sandbox(8 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
+    keys = small.keys(*range(8 * 16))
+    box.put(small, keys)
+    pinned = pin_one_page_of_each_extent(box, small, keys)
+    assert len(pinned) == 8
+    if others == "removed":
+        box.remove(small, [key for key in keys if key not in pinned])
+    wanted = large.keys(*range(7 * 4))  # all extents but the one that eight pinned pages need
+    for key in wanted:
+        box.now_ms += 10
+        box.put(large, [key])
+    assert box.present(large, wanted) == set(wanted)
+    assert box.get(small, pinned) == [True] * 8
+    assert all(box.get(large, wanted))
+    assert box.tier.check() == []
+
+
+def test_an_extent_with_a_page_being_read_or_written_is_not_vacated(sandbox: Any) -> None:
+    box = sandbox(3 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
+    box.put(small, small.keys(*range(32)))
+    held = box.acquire(small, small.keys(0))  # in the first extent
+    writing = box.reserve(small, small.keys(100))  # alone in the third
+    offsets = [held[0].offset, writing.pages[0].offset]
+    box.now_ms += 10
+    for number in range(12):
+        box.put(large, large.keys(number))
+    assert len(box.present(large, large.keys(*range(12)))) == 4, "one extent was to be had"
+    assert [held[0].offset, writing.pages[0].offset] == offsets
+    assert box.intact(small, held[0])
+    box.tier.release(held)
+    box.write(small, writing)
+    box.commit(writing)
+    assert box.get(small, small.keys(100)) == [True]
+
+
+def test_pinned_pages_that_fill_their_extents_are_left_in_peace(sandbox: Any) -> None:
+    box = sandbox(2 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
+    keys = small.keys(*range(32))
+    box.put(small, keys)
+    box.pin(small, keys[:17])  # one more than an extent holds
+    with pytest.raises(Exhausted):
+        box.reserve(large, large.keys(0))
+    assert box.present(small, keys) == set(keys), "pages were evicted in vain"
+
+
+def test_a_pin_ends_when_its_time_is_over(sandbox: Any) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    box.put(pages, pages.keys(*range(16)))
+    box.pin(pages, pages.keys(*range(16)), ttl_ms=1000)
+    box.now_ms += 999
+    with pytest.raises(Exhausted):
+        box.reserve(pages, pages.keys(16))
+    box.now_ms += 1
+    assert box.put(pages, pages.keys(16)) == [Verdict.WRITE]
+
+
+def test_a_pin_that_is_renewed_without_end_takes_no_memory(sandbox: Any) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    box.put(pages, pages.keys(0))
+    for _ in range(1000):
+        box.now_ms += 1
+        box.pin(pages, pages.keys(0))
+    assert len(box.tier._pins) < 100
+
+
+def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_done(sandbox: Any) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    keys = pages.keys(*range(16))
+    box.put(pages, keys)
+    first, second = box.acquire(pages, keys[:1]), box.acquire(pages, keys[:1])
+    assert box.remove(pages, keys[:1]) == [True]
+    assert box.present(pages, keys[:1]) == set()
+    assert box.put(pages, pages.keys(50)) == [Verdict.WRITE]  # evicts another page, not this slot
+    box.tier.release(first)
+    assert box.intact(pages, second[0])
+    used_nbytes = box.slots.used_nbytes
+    box.tier.release(second)
+    assert box.slots.used_nbytes == used_nbytes - PAGE
+    assert box.tier.check() == []
+
+
+DAMAGES = {
+    "writing counted": lambda tier, page: setattr(tier, "writing_count", 1),
+    "held counted": lambda tier, page: setattr(tier, "held_count", 1),
+    "visible counted": lambda tier, page: setattr(tier, "visible_count", 5),
+    "page without a slot": lambda tier, page: tier.slots.free(page.offset),
+    "page moved": lambda tier, page: setattr(page, "offset", page.offset + PAGE),
+    "use not recorded": lambda tier, page: setattr(page, "used_ms", 77),
+    "page out of the list": lambda tier, page: tier._eviction._list(page).unlink(page),
+    "pinned and in the list": lambda tier, page: tier._eviction._pin_expiry_ms.update({page: 5}),
+    "list counts wrongly": lambda tier, page: setattr(tier._eviction._list(page), "count", 9),
+    "forgotten, keeps its slot": lambda tier, page: page.namespace.pages.pop(page.prefix_hash),
+    "state": lambda tier, page: setattr(page, "state", State.DOOMED),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_check_reports_damage(sandbox: Any, damage: str) -> None:
+    box = sandbox(2 * EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    box.put(pages, pages.keys(0, 1, 2))
+    (page,) = box.acquire(pages, pages.keys(1))
+    box.tier.release([page])
+    assert box.tier.check() == []
+    DAMAGES[damage](box.tier, page)
+    assert box.tier.check()

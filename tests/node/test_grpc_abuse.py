@@ -1,0 +1,237 @@
+"""gRPC transfers that end early, come in the wrong order, stall or are cancelled: one status each, nobody
+else notices, and no slot, hold or session is left."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.checksum import checksum, key_seed
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.server import Node
+
+PAGE = 64 << 10
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.fixture
+def stub(node: Node) -> Iterator[KVStoreStub]:
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}", options) as channel:
+        yield KVStoreStub(channel)
+
+
+@pytest.fixture
+def space(request: pytest.FixtureRequest, make_pages: Any, node: Node, connect: Any) -> Any:
+    pages = make_pages(request.node.name, PAGE)
+    pages.put(connect(node), pages.keys(*range(8)))
+    return pages
+
+
+def begin(space: Any, *numbers: int) -> pb.PutFrame:
+    request = pb.PutRequest(
+        namespace=space.namespace.digest, prefix_hashes=space.keys(*numbers), page_nbytes=space.nbytes
+    )
+    return pb.PutFrame(begin=request)
+
+
+def chunk(nbytes: int) -> pb.PutFrame:
+    return pb.PutFrame(chunk=pb.PageChunk(data=bytes(nbytes)))
+
+
+def commit(*checksums: bytes) -> pb.PutFrame:
+    return pb.PutFrame(commit=pb.CommitRequest(checksums=checksums))
+
+
+def stored(node: Node, space: Any) -> int:
+    return len(node.tier.list_pages(space.namespace.digest, b"", b"", 1000)[0])
+
+
+BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
+    "no frame": (lambda space: [], "ended where a begin frame was expected"),
+    "empty frame": (lambda space: [pb.PutFrame()], "a None frame where a begin frame"),
+    "chunk first": (lambda space: [chunk(5)], "a chunk frame where a begin frame"),
+    "commit first": (lambda space: [commit()], "a commit frame where a begin frame"),
+    "nothing after begin": (lambda space: [begin(space, 100, 101)], "ended where a chunk frame"),
+    "begin twice": (lambda space: [begin(space, 100, 101)] * 2, "a begin frame where a chunk frame"),
+    "commit without data": (lambda space: [begin(space, 100, 101), commit(b"c" * 16, b"c" * 16)], "a commit frame"),
+    "half of the data": (lambda space: [begin(space, 100, 101), chunk(PAGE)], "ended where a chunk frame"),
+    "half, then commit": (
+        lambda space: [begin(space, 100, 101), chunk(PAGE), commit()],
+        "a commit frame where a chunk",
+    ),
+    "one byte too many": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE + 1)], "1 page bytes more than"),
+    "a chunk too many": (
+        lambda space: [begin(space, 100, 101), chunk(2 * PAGE), chunk(1)],
+        "a chunk frame where a commit frame",
+    ),
+    "empty chunk": (lambda space: [begin(space, 100, 101), chunk(0)], "page bytes ended early"),
+    "no commit": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE)], "ended where a commit frame"),
+    "no checksums": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit()], "0 checksums for 2"),
+    "short checksum": (
+        lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit(b"c" * 16, b"c")],
+        "send one checksum of 16 bytes for each",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_STREAMS)
+def test_a_put_out_of_order_gets_one_status_and_stores_nothing(
+    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, what: str
+) -> None:
+    frames, said = BAD_STREAMS[what]
+    with bystander(node), pytest.raises(grpc.RpcError) as caught:
+        list(stub.Put(iter(frames(space)), timeout=5.0))
+    assert caught.value.code() is INVALID
+    assert said in caught.value.details()
+    assert stored(node, space) == 8
+    settle(node, sessions=1)
+
+
+def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: Any, space: Any) -> None:
+    replies = list(stub.Put(iter([begin(space, 0, 1)]), timeout=5.0))
+    assert [list(reply.begin.verdicts) for reply in replies] == [[pb.EXISTS, pb.EXISTS]]
+
+
+def test_a_put_by_hand_is_stored(stub: Any, space: Any, node: Node, connect: Any) -> None:
+    (key,) = space.keys(100)
+    content = space.content(key)
+    frames = [begin(space, 100), pb.PutFrame(chunk=pb.PageChunk(data=content[:100]))]
+    frames.append(pb.PutFrame(chunk=pb.PageChunk(data=content[100:])))
+    frames.append(commit(checksum(content, key_seed(space.namespace.digest, key))))
+    replies = list(stub.Put(iter(frames), timeout=5.0))
+    assert replies[1].commit.stored == 1
+    assert space.get(connect(node), [key]) == [True]
+
+
+class Held:
+    """Frames sent one by one; the stream stays open until `end`."""
+
+    def __init__(self, *frames: pb.PutFrame) -> None:
+        self._queue: queue.SimpleQueue[pb.PutFrame | None] = queue.SimpleQueue()
+        for frame in frames:
+            self._queue.put(frame)
+
+    def send(self, frame: pb.PutFrame) -> None:
+        self._queue.put(frame)
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[pb.PutFrame]:
+        return iter(self._queue.get, None)
+
+
+@pytest.mark.parametrize("stage", ["nothing sent", "after begin", "within the data", "before the commit"])
+def test_a_put_that_stalls_is_cancelled(
+    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str
+) -> None:
+    frames = {
+        "nothing sent": [],
+        "after begin": [begin(space, 100, 101)],
+        "within the data": [begin(space, 100, 101), chunk(1000)],
+        "before the commit": [begin(space, 100, 101), chunk(2 * PAGE)],
+    }[stage]
+    held = Held(*frames)
+    with bystander(node), pytest.raises(grpc.RpcError) as caught:
+        list(stub.Put(iter(held), timeout=30.0))
+    held.end()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert stored(node, space) == 8
+    settle(node, sessions=1)
+
+
+def test_a_put_that_trickles_is_cancelled(node: Node, stub: Any, settle: Callable[..., None], space: Any) -> None:
+    """A byte now and then is no progress: it would keep slots for hours."""
+    held = Held(begin(space, 100, 101))
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.02):
+            held.send(chunk(1))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Put(iter(held), timeout=30.0))
+    stop.set()
+    thread.join()
+    held.end()
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    settle(node, sessions=1)
+
+
+@pytest.mark.parametrize("stage", ["after begin", "within the data"])
+def test_a_put_that_the_client_cancels_leaves_nothing(
+    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str
+) -> None:
+    held = Held(begin(space, 100, 101))
+    with bystander(node):
+        call = stub.Put(iter(held), timeout=30.0)
+        assert list(next(call).begin.verdicts) == [pb.WRITE, pb.WRITE]
+        if stage == "within the data":
+            held.send(chunk(PAGE))
+        call.cancel()
+        held.end()
+        settle(node, sessions=None)
+    assert stored(node, space) == 8
+    settle(node, sessions=1)
+
+
+@pytest.mark.parametrize("how", ["cancels", "never reads"])
+def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
+    start_node: Callable[..., Node],
+    bystander: Any,
+    connect: Any,
+    make_pages: Any,
+    settle: Callable[..., None],
+    how: str,
+) -> None:
+    node = start_node(ram_nbytes=64 << 20, batch_nbytes_max=32 << 20)
+    space = make_pages(how, 1 << 20)
+    space.put(connect(node), space.keys(*range(32)))
+    request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*range(32)))
+    with bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        call = KVStoreStub(channel).Get(request, timeout=30.0)
+        assert all(next(call).begin.hits)
+        if how == "cancels":
+            call.cancel()
+        settle(node, sessions=None)
+    settle(node, sessions=1)
+
+
+def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
+    start_node: Callable[..., Node], make_pages: Any, settle: Callable[..., None]
+) -> None:
+    node = start_node(grpc_threads=4, stall_s=30.0)
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        stub = KVStoreStub(channel)
+        stalled = [Held() for _ in range(3)]  # three quarters of the threads
+        calls = [stub.Put(iter(held), timeout=30.0) for held in stalled]
+        while node.sessions.count < 3:
+            threading.Event().wait(0.01)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Put(iter([]), timeout=5.0))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "grpc_threads" in caught.value.details()
+        assert stub.Hello(pb.HelloRequest(), timeout=5.0).protocol_version == 1
+        for held, call in zip(stalled, calls, strict=True):
+            held.end()
+            with pytest.raises(grpc.RpcError):
+                next(call)
+    settle(node)
+
+
+def test_bytes_that_are_no_message_are_refused(node: Node, bystander: Any, settle: Callable[..., None]) -> None:
+    with bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        for method in ("Lookup", "OpenNamespace", "Stat"):
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(f"/kvstore.KVStore/{method}")(b"\xff\xff\xff", timeout=5.0)
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/kvstore.KVStore/Nothing")(b"", timeout=5.0)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    settle(node)

@@ -1,0 +1,198 @@
+"""The RAM tier in a seeded simulation, beside a model that knows what must be visible, held and pinned.
+
+The model does not know whom eviction chooses; it knows whom it must not choose, and that nobody is
+chosen unless space was asked for.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+from node.page import Page
+from node.reservation import Reservation, Verdict
+
+EXTENT = 64 << 10
+EXTENTS = 8
+PAGE_SIZES = {"tiny": 100, "small": 4096, "middle": 8192, "odd": 20_000, "large": 65_536}
+KEYS = 40  # of each namespace
+Key = tuple[str, bytes]
+
+
+@dataclass
+class Model:
+    visible: set[Key] = field(default_factory=set)
+    writing: set[Key] = field(default_factory=set)
+    pinned: dict[Key, int] = field(default_factory=dict)  # expiry_ms
+    holds: dict[int, tuple[Key, Page, int]] = field(default_factory=dict)  # ticket: (key, page, offset when held)
+
+    def held(self, key: Key) -> bool:
+        return any(key == other for other, _, _ in self.holds.values())
+
+
+class Simulation:
+    """One random operation a step; `compare` after each."""
+
+    def __init__(self, rng: random.Random, sandbox: Any) -> None:
+        self.rng = rng
+        self.box = sandbox(EXTENT * EXTENTS, EXTENT)
+        self.spaces = {name: self.box.open(name, nbytes) for name, nbytes in PAGE_SIZES.items()}
+        self.model = Model()
+        self.reservations: list[tuple[str, Reservation]] = []
+        self.tickets: Iterator[int] = iter(range(1 << 30))
+        self.done: dict[str, int] = {}
+
+    def batch(self) -> tuple[str, list[bytes]]:
+        # Traffic moves between page sizes: a few hundred steps prefer one of them.
+        name = self.rng.choice([*self.spaces, list(self.spaces)[self.box.now_ms // 4000 % len(self.spaces)]])
+        return name, [self.spaces[name].key(n) for n in self.rng.sample(range(KEYS), self.rng.randint(1, 8))]
+
+    def step(self) -> None:
+        self.box.now_ms += self.rng.choice((0, 0, 1, 7, 50))
+        operation = self.rng.choices(
+            (self.reserve, self.commit, self.abort, self.acquire, self.release, self.remove, self.pin, self.unpin),
+            (8, 8, 2, 6, 6, 1, 2, 1),
+        )[0]
+        before = set(self.model.visible)
+        operation()
+        self.done[operation.__name__] = self.done.get(operation.__name__, 0) + 1
+        self.compare(before, may_evict=operation == self.reserve)
+
+    def reserve(self) -> None:
+        name, keys = self.batch()
+        wanted = [(name, key) for key in keys]
+        absent = [key for key in wanted if key not in self.model.visible | self.model.writing]
+        try:
+            result = self.box.reserve(self.spaces[name], keys)
+        except Exhausted:
+            assert len(absent) == len(wanted)
+            self.check_full(name, set())
+            self.done["exhausted"] = self.done.get("exhausted", 0) + 1
+            return
+        verdicts = dict(zip(wanted, result.verdicts, strict=True))
+        for key, verdict in verdicts.items():
+            assert (verdict == Verdict.EXISTS) == (key in self.model.visible)
+            assert (verdict == Verdict.BUSY) == (key in self.model.writing)
+        written = [key for key in wanted if verdicts[key] == Verdict.WRITE]
+        assert [key for _, key in written] == [page.prefix_hash for page in result.pages]
+        if Verdict.FULL in result.verdicts:
+            self.check_full(name, set(wanted))
+            self.done["full"] = self.done.get("full", 0) + 1
+        self.box.write(self.spaces[name], result)
+        self.model.writing.update(written)
+        if written:
+            self.reservations.append((name, result))
+
+    def check_full(self, name: str, batch: set[Key]) -> None:
+        """FULL only if each page of this slot size is pinned, held or part of the batch."""
+        box = self.box
+        present = {(name, key) for key in box.present(self.spaces[name], self.spaces[name].keys(*range(KEYS)))}
+        free = [key for key in present - batch if key not in self.model.pinned and not self.model.held(key)]
+        assert not free, f"full, but {len(free)} pages of {name} may be evicted"
+
+    def commit(self) -> None:
+        if self.reservations:
+            name, reservation = self.reservations.pop(self.rng.randrange(len(self.reservations)))
+            keys = {(name, page.prefix_hash) for page in reservation.pages}
+            assert self.box.commit(reservation) == len(keys)
+            self.model.writing -= keys
+            self.model.visible |= keys
+
+    def abort(self) -> None:
+        if self.reservations:
+            name, reservation = self.reservations.pop(self.rng.randrange(len(self.reservations)))
+            self.box.tier.abort(reservation)
+            self.model.writing -= {(name, page.prefix_hash) for page in reservation.pages}
+
+    def acquire(self) -> None:
+        name, keys = self.batch()
+        for key, page in zip(keys, self.box.acquire(self.spaces[name], keys), strict=True):
+            assert (page is not None) == ((name, key) in self.model.visible)
+            if page is not None:
+                self.model.holds[next(self.tickets)] = ((name, key), page, page.offset)
+
+    def release(self) -> None:
+        tickets = self.rng.sample(list(self.model.holds), min(len(self.model.holds), self.rng.randint(1, 12)))
+        self.box.tier.release([self.model.holds.pop(ticket)[1] for ticket in tickets])
+
+    def remove(self) -> None:
+        name, keys = self.batch()
+        removed = self.box.remove(self.spaces[name], keys)
+        assert removed == [(name, key) in self.model.visible for key in keys]
+        for key in keys:
+            self.model.pinned.pop((name, key), None)
+            self.model.visible.discard((name, key))
+
+    def pin(self) -> None:
+        name, keys = self.batch()
+        expiry_ms = self.box.now_ms + (ttl_ms := self.rng.randint(1, 2000))
+        pinned = self.box.pin(self.spaces[name], keys, ttl_ms)
+        assert pinned == [(name, key) in self.model.visible for key in keys]
+        self.model.pinned.update({(name, key): expiry_ms for key, done in zip(keys, pinned, strict=True) if done})
+
+    def unpin(self) -> None:
+        name, keys = self.batch()
+        self.expire()
+        self.box.tier.stat(self.spaces[name].namespace.digest, keys)  # lets the tier see the clock too
+        unpinned = self.box.tier.unpin(self.spaces[name].namespace.digest, keys)
+        assert unpinned == [self.model.pinned.pop((name, key), None) is not None for key in keys]
+
+    def expire(self) -> None:
+        now_ms = self.box.now_ms
+        self.model.pinned = {key: expiry for key, expiry in self.model.pinned.items() if expiry > now_ms}
+
+    def compare(self, before: set[Key], may_evict: bool) -> None:
+        self.expire()
+        box, model = self.box, self.model
+        present = {
+            (name, key) for name, pages in self.spaces.items() for key in box.present(pages, pages.keys(*range(KEYS)))
+        }
+        assert not present - model.visible, "a page is visible that was never committed, or was removed"
+        evicted = model.visible - present
+        assert not evicted or may_evict, "a page vanished though no space was asked for"
+        assert not evicted & set(model.pinned), "a pinned page was evicted"
+        assert not any(model.held(key) for key in evicted), "a held page was evicted"
+        assert evicted <= before
+        model.visible = present
+        self.done["evicted"] = self.done.get("evicted", 0) + len(evicted)
+        for (name, _), page, offset in model.holds.values():
+            assert page.offset == offset, "a held page moved"
+            assert box.intact(self.spaces[name], page), "the bytes of a held page changed"
+        for (name, key), expiry_ms in model.pinned.items():
+            (info,) = box.tier.stat(self.spaces[name].namespace.digest, [key])
+            assert info.pin_ttl_ms == expiry_ms - box.now_ms
+        assert box.tier.pinned_count == len(model.pinned)
+        assert box.tier.writing_count == len(model.writing)
+        assert box.tier.visible_count == len(model.visible)
+        assert box.tier.held_count == len({id(page) for _, page, _ in model.holds.values()})
+        assert box.tier.check() == []
+
+    def finish(self) -> None:
+        """Every visible page still has its bytes; then everything is given back."""
+        self.box.tier.release([page for _, page, _ in self.model.holds.values()])
+        for _, reservation in self.reservations:
+            self.box.tier.abort(reservation)
+        for name, pages in self.spaces.items():
+            keys = pages.keys(*range(KEYS))
+            hits = self.box.get(pages, keys)
+            assert {(name, key) for key, hit in zip(keys, hits, strict=True) if hit} == {
+                key for key in self.model.visible if key[0] == name
+            }
+            self.box.remove(pages, keys)
+        assert self.box.tier.check() == []
+        assert self.box.slots.used_nbytes == 0
+        assert self.box.slots.extent_free_count == EXTENTS
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_random_life_agrees_with_the_model(seed: int, part: int, sandbox: Any) -> None:
+    simulation = Simulation(random.Random(f"{seed}/{part}"), sandbox)
+    for _ in range(2500):
+        simulation.step()
+    simulation.finish()
+    # The simulation must have met what it is for.
+    assert simulation.done["evicted"] > 100, simulation.done
+    assert simulation.done.get("full", 0) + simulation.done.get("exhausted", 0) > 0, simulation.done

@@ -1,0 +1,134 @@
+"""What anybody may rely on from outside: health, reflection, metrics, drain, exit status, list, pins."""
+
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore import PutOutcome
+from kvstore.pb import kvstore_pb2 as pb
+from node.server import Node
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+PAGE = 4096
+
+
+@pytest.fixture
+def channel(node: Node) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        yield channel
+
+
+@pytest.mark.parametrize("service", ["", "kvstore.KVStore"])
+def test_health_says_serving(channel: grpc.Channel, service: str) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    assert stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0).status == SERVING
+
+
+def test_health_does_not_know_other_services(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5.0)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_describes_the_whole_service(channel: grpc.Channel) -> None:
+    database = ProtoReflectionDescriptorDatabase(channel)
+    services = {"kvstore.KVStore", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert set(database.get_services()) == services
+    described = DescriptorPool(database).FindServiceByName("kvstore.KVStore")
+    ours = pb.DESCRIPTOR.services_by_name["KVStore"]
+    assert [method.name for method in described.methods] == [method.name for method in ours.methods]
+    assert described.methods_by_name["Put"].client_streaming
+    lookup = described.methods_by_name["Lookup"].input_type
+    assert [field.name for field in lookup.fields] == ["namespace", "prefix_hashes", "touch"]
+
+
+def metrics(port: int) -> dict[str, dict[tuple[str, ...], float]]:
+    """Samples by name and by the values of their labels but the namespace's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as reply:
+        text = reply.read().decode()
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = tuple(value for name, value in sample.labels.items() if name != "namespace")
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def test_metrics_parse_and_tell_what_happened(node: Node, connect: Any, pages: Any) -> None:
+    client = connect(node)
+    pages.put(client, pages.keys(0, 1))
+    pages.put(client, pages.keys(0))
+    pages.get(client, pages.keys(0, 9))
+    client.lookup(pages.namespace, pages.keys(0, 8, 1))
+    client.remove(pages.namespace, pages.keys(1))
+    client.lookup(pages.namespace, pages.keys(1))
+    model, found = (pages.namespace.model,), metrics(node.metrics.port)
+    assert found["kvstore_serving"][()] == 1
+    assert found["kvstore_ram_capacity_bytes"][()] == 16 << 20
+    assert found["kvstore_namespace_pages"][model] == 1
+    assert found["kvstore_put_pages_total"][(*model, "stored")] == 2
+    assert found["kvstore_put_pages_total"][(*model, "exists")] == 1
+    assert found["kvstore_get_pages_total"][model] == 1
+    assert found["kvstore_get_misses_total"][model] == 1
+    assert found["kvstore_lookup_pages_total"][model] == 4
+    assert found["kvstore_lookup_prefix_hits_total"][model] == 1
+    assert found["kvstore_lookup_misses_total"][(*model, "absent")] == 1
+    assert found["kvstore_lookup_misses_total"][(*model, "removed")] == 1
+    assert found["kvstore_put_bytes_total"][model] == 2 * PAGE
+    for name in ("kvstore_sessions", "kvstore_private_bytes", "kvstore_ram_used_bytes", "kvstore_ram_pages"):
+        assert found[name][()] > 0
+    for name in ("kvstore_ram_helds", "kvstore_ram_writings", "kvstore_ram_pinneds"):
+        assert found[name][()] == 0
+
+
+def test_metrics_survive_a_model_name_of_any_kind(node: Node, connect: Any, make_pages: Any) -> None:
+    odd = make_pages('a "quoted"\\name\nin two lines, é')
+    odd.put(connect(node), odd.keys(0))
+    assert metrics(node.metrics.port)["kvstore_namespace_pages"][(odd.namespace.model,)] == 1
+
+
+def test_a_pin_ends_by_itself(start_node: Callable[..., Node], connect: Any, pages: Any) -> None:
+    client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10))
+    keys = pages.keys(*range(16))
+    pages.put(client, keys)
+    assert client.pin(pages.namespace, [*keys, *pages.keys(99)], 0.2) == [True] * 16 + [False]
+    assert all(0 < page.pin_ttl_ms <= 200 for page in client.stat(pages.namespace, keys))
+    assert client.node_status().ram.pinned_count == 16
+    while client.node_status().ram.pinned_count:
+        threading.Event().wait(0.02)
+    assert [page.pin_ttl_ms for page in client.stat(pages.namespace, keys)] == [0] * 16
+    assert client.unpin(pages.namespace, keys) == [False] * 16
+    assert pages.put(client, pages.keys(100)) == [PutOutcome.STORED]
+
+
+def test_stat_tells_about_a_page(node: Node, connect: Any, pages: Any) -> None:
+    client = connect(node)
+    pages.put(client, pages.keys(0))
+    here, absent = client.stat(pages.namespace, pages.keys(0, 1))
+    assert (here.present, here.nbytes, len(here.checksum), here.holds) == (True, PAGE, 16, 0)
+    assert here.idle_ms <= here.age_ms
+    assert (absent.present, absent.nbytes, absent.checksum) == (False, 0, b"")
+
+
+def test_status_adds_up(node: Node, connect: Any, make_pages: Any) -> None:
+    client = connect(node)
+    small, large = make_pages("small", PAGE), make_pages("large", 10 * PAGE)
+    small.put(client, small.keys(*range(5)))
+    large.put(client, large.keys(0, 1))
+    status = client.node_status()
+    assert status.state == "SERVING"
+    assert (status.bulk_port, status.metrics_port) == (node.bulk.port, node.metrics.port)
+    classes = {size.slot_nbytes: size for size in status.ram.size_classes}
+    assert (classes[10 * PAGE].used_count, classes[10 * PAGE].slot_count) == (2, (1 << 20) // (10 * PAGE))
+    assert status.ram.used_nbytes == sum(size.slot_nbytes * size.used_count for size in classes.values())
+    assert status.ram.page_count == sum(size.used_count for size in classes.values())
+    assert status.ram.extent_free_count == 16 - sum(size.extent_count for size in classes.values())

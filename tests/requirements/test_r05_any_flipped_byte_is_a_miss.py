@@ -1,0 +1,101 @@
+"""R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored anew."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from node.page import Page
+from node.server import Node
+
+
+def page_of(node: Node, chain: Any, key: bytes) -> Page:
+    """The page's record, with which its bytes in the arena can be found."""
+    (page,) = node.tier.inspect(chain.namespace.digest, [key])
+    assert page is not None
+    node.tier.release([page])
+    return page
+
+
+def flip_one(node: Node, chain: Any, keys: list[bytes]) -> None:
+    view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
+    view[random.randrange(chain.nbytes)] ^= 1 << random.randrange(8)
+
+
+def flip_last(node: Node, chain: Any, keys: list[bytes]) -> None:
+    node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)[-1] ^= 1
+
+
+def truncate(node: Node, chain: Any, keys: list[bytes]) -> None:
+    """As after a write that ended early: the rest is what was there before."""
+    view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
+    view[chain.nbytes // 2 :] = bytes(chain.nbytes - chain.nbytes // 2)
+
+
+def shift(node: Node, chain: Any, keys: list[bytes]) -> None:
+    view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
+    view[:] = bytes(view[1:]) + b"\0"
+
+
+def replace(node: Node, chain: Any, keys: list[bytes]) -> None:
+    """The bytes and the checksum of another page: intact, but not what was asked for."""
+    page, other = page_of(node, chain, keys[1]), page_of(node, chain, keys[2])
+    node.arena.copy(other.offset, page.offset, chain.nbytes)
+    page.checksum = other.checksum
+
+
+DAMAGES = [flip_one, flip_last, truncate, shift, replace]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("read", ["get", "get_ranges", "verify"])
+def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str, damage: Any, read: str
+) -> None:
+    node = start_node()
+    client = connect(node, wire)
+    keys = chain.keys(*range(4))
+    chain.put(client, keys)
+    damage(node, chain, keys)
+    if read == "get":
+        assert chain.get(client, keys) == [True, False, True, True]
+        assert client.stats.corrupt_pages == 1
+    elif read == "get_ranges":
+        buffers = [bytearray(1) for _ in keys]
+        (part,) = chain.namespace.layout.layer_ranges(0)
+        first_byte = [type(part)(0, 1)]  # even if the byte asked for is a good one
+        assert client.get_ranges(chain.namespace, keys, first_byte, buffers) == [True, False, True, True]
+    else:
+        assert client.verify(chain.namespace, keys) == (3, 1, 0)
+    assert client.lookup(chain.namespace, keys).present == (True, False, True, True)
+    (counters,) = [info.counters for space, info in client.namespaces() if space == chain.namespace]
+    assert counters.miss_corrupt == 1
+    assert [outcome.name for outcome in chain.put(client, keys)] == ["EXISTS", "STORED", "EXISTS", "EXISTS"]
+    assert chain.get(client, keys) == [True] * 4
+
+
+def test_r05_two_pages_that_changed_places_are_both_misses(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+) -> None:
+    node = start_node()
+    client = connect(node, wire)
+    keys = chain.keys(0, 1, 2)
+    chain.put(client, keys)
+    first, second = page_of(node, chain, keys[0]), page_of(node, chain, keys[1])
+    views = [node.arena.view(page.offset, chain.nbytes) for page in (first, second)]
+    views[0][:], views[1][:] = bytes(views[1]), bytes(views[0])
+    first.checksum, second.checksum = second.checksum, first.checksum
+    assert chain.get(client, keys) == [False, False, True]
+    assert client.lookup(chain.namespace, keys).present == (False, False, True)
+
+
+def test_r05_a_prefix_ends_at_a_damaged_page(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+) -> None:
+    node = start_node()
+    client = connect(node, wire)
+    keys = chain.keys(*range(4))
+    chain.put(client, keys)
+    flip_one(node, chain, keys)
+    assert chain.get(client, keys, prefix=True) == [True, False, False, False]

@@ -1,0 +1,77 @@
+"""R8: a read in progress can not lose its object to eviction, removal or time."""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.frames import FrameSocket
+from kvstore.pb import kvstore_pb2 as pb
+from node.server import Node
+
+PAGE = 1 << 20
+PAGES = 16
+
+
+def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(
+    start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any]
+) -> None:
+    """16 MiB are more than the socket buffers take, so the node is in the middle of sending while the
+    pages are removed and others are put in their place over and over."""
+    node = start_node(ram_nbytes=32 << 20, extent_nbytes=4 << 20, batch_nbytes_max=16 << 20, stall_s=60.0)
+    client = connect(node)
+    chain, others = make_chain("read", PAGE), make_chain("others", PAGE)
+    keys = chain.keys(*range(PAGES))
+    chain.put(client, keys)
+    with socket.create_connection(("127.0.0.1", node.bulk.port)) as sock:
+        reader = FrameSocket(sock)
+        reader.arm(60.0)
+        request = pb.GetRequest(namespace=chain.namespace.digest, prefix_hashes=keys)
+        reader.send_frame(pb.BulkRequest(get=request).SerializeToString())
+        header, payload_nbytes = reader.recv_frame(1 << 20)
+        assert payload_nbytes == PAGES * PAGE
+        assert all(pb.BulkReply.FromString(header).get.hits)
+        assert node.tier.held_count == PAGES
+        client.remove(chain.namespace, keys)
+        for number in range(64):
+            others.put(client, others.keys(number))
+            assert others.get(client, others.keys(number)) == [True]
+        assert client.node_status().totals.pages_evicted >= 64 - PAGES
+        received = bytearray(payload_nbytes)
+        reader.recv_into(memoryview(received))
+    for position, key in enumerate(keys):
+        assert received[position * PAGE : (position + 1) * PAGE] == chain.content(key)
+    while node.tier.held_count:
+        threading.Event().wait(0.01)
+
+
+def test_r08_readers_and_an_evicting_writer_never_disagree(
+    start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any], wire: str
+) -> None:
+    """64 pages of room, 4 readers, a writer that evicts with every put: each hit has the right bytes."""
+    node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
+    client = connect(node, wire)
+    chain = make_chain("contested")
+    stop = threading.Event()
+    failures: list[BaseException] = []
+    hits = [0] * 4
+
+    def read(number: int) -> None:
+        try:
+            while not stop.is_set():
+                hits[number] += sum(chain.get(client, chain.keys(*range(number * 20, number * 20 + 20))))
+        except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for start in range(0, 2400, 8):
+        chain.put(client, chain.keys(*(number % 96 for number in range(start, start + 8))))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert sum(hits) > 100
+    assert client.stats.corrupt_pages == 0

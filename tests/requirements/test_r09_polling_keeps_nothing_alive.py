@@ -1,0 +1,48 @@
+"""R9: existence checks do not keep garbage alive: allocation succeeds while clients poll."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from node.server import Node
+
+
+def test_r09_polled_pages_are_evicted_first_come_first_gone(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+) -> None:
+    client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10), wire)  # 16 pages
+    garbage, wanted = chain.keys(*range(16)), chain.keys(*range(100, 116))
+    chain.put(client, garbage)
+    for position, key in enumerate(wanted):
+        assert client.lookup(chain.namespace, garbage).prefix_pages == 16 - position  # the tail goes first
+        client.stat(chain.namespace, garbage)
+        list(client.list_pages(chain.namespace))
+        assert [outcome.name for outcome in chain.put(client, [key])] == ["STORED"]
+    assert chain.get(client, wanted) == [True] * 16
+
+
+def test_r09_every_put_succeeds_while_many_clients_poll(
+    start_node: Callable[..., Node], connect: Any, chain: Any
+) -> None:
+    node = start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10)
+    writer, poller = connect(node), connect(node)
+    stop = threading.Event()
+    polls = [0] * 4
+
+    def poll(number: int) -> None:
+        while not stop.is_set():
+            poller.lookup(chain.namespace, chain.keys(*range(600)))
+            polls[number] += 1
+
+    threads = [threading.Thread(target=poll, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(600):
+            assert [outcome.name for outcome in chain.put(writer, chain.keys(number))] == ["STORED"]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert all(polls)
+    assert chain.get(writer, chain.keys(*range(584, 600))) == [True] * 16

@@ -1,0 +1,65 @@
+"""R10: "exists" then "get" agrees, or get returns a clean shorter prefix."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from node.server import Node
+
+
+def test_r10_without_changes_in_between_they_agree(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+) -> None:
+    client = connect(start_node(), wire)
+    keys = chain.keys(*range(10))
+    chain.put(client, [key for position, key in enumerate(keys) if position not in (3, 7)])
+    present = client.lookup(chain.namespace, keys)
+    assert present.prefix_pages == 3
+    assert chain.get(client, keys) == list(present.present)
+    assert chain.get(client, keys, prefix=True) == [True] * 3 + [False] * 7
+
+
+def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+) -> None:
+    """Chains of 16 pages compete for 64 places: what a prefix read returns is True up to some page and
+    False from there on, with the right bytes, whatever lookup said a moment before."""
+    client = connect(start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10), wire)
+    stop = threading.Event()
+
+    def write() -> None:
+        rng = random.Random(6)
+        while not stop.is_set():
+            start = 16 * rng.randrange(8)
+            chain.put(client, chain.keys(*range(start, start + 16)))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    disagreed = 0
+    try:
+        for turn in range(300):
+            start = 16 * (turn % 8)
+            keys = chain.keys(*range(start, start + 16))
+            said = client.lookup(chain.namespace, keys).prefix_pages
+            hits = chain.get(client, keys, prefix=True)
+            length = hits.index(False) if False in hits else 16
+            assert hits == [True] * length + [False] * (16 - length)
+            disagreed += length < said
+    finally:
+        stop.set()
+        thread.join()
+    print(f"{disagreed} of 300 reads found less than the lookup before them")
+
+
+def test_r10_what_a_lookup_touched_is_not_the_next_to_go(
+    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
+) -> None:
+    client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10), wire)
+    old, new = chain.keys(*range(8)), chain.keys(*range(8, 16))
+    chain.put(client, old)
+    chain.put(client, new)
+    assert client.lookup(chain.namespace, old, touch=True).prefix_pages == 8
+    chain.put(client, chain.keys(*range(100, 108)))
+    assert chain.get(client, old) == [True] * 8
+    assert chain.get(client, new) == [False] * 8

@@ -1,0 +1,52 @@
+"""R13: RAM stays below a hard cap with eviction by use; nothing grows without bound."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from kvstore import PutOutcome
+from kvstore.node_process import NodeProcess
+from node.server import Node
+
+MIB = 1 << 20
+
+
+def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
+    start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any]
+) -> None:
+    """Fifty times the capacity goes through; used slots never exceed it and every size keeps working."""
+    node = start_node(ram_nbytes=2 * MIB, extent_nbytes=256 << 10)
+    client = connect(node)
+    rng = random.Random(13)
+    chains = [make_chain(f"{nbytes} bytes", nbytes) for nbytes in (4096, 10_000, 65_536, 200_000)]
+    moved_nbytes = 0
+    while moved_nbytes < 100 * MIB:
+        chain = rng.choice(chains)
+        start = rng.randrange(1000)
+        count = max(1, (128 << 10) // chain.nbytes)
+        keys = chain.keys(*range(start, start + count))
+        assert PutOutcome.FULL not in chain.put(client, keys)
+        assert chain.get(client, keys[:1]) == [True]
+        moved_nbytes += count * chain.nbytes
+        status = client.node_status()
+        assert status.ram.used_nbytes <= status.ram.capacity_nbytes == 2 * MIB
+        assert status.ram.extent_count == 8
+    assert client.node_status().totals.pages_evicted > 0
+
+
+def test_r13_the_process_does_not_grow_with_the_traffic(connect: Any, make_chain: Callable[..., Any]) -> None:
+    """Private memory after much traffic is what it was after some; sessions, pins and misses included."""
+    with NodeProcess("--ram-nbytes", "4MiB", "--extent-nbytes", "1MiB") as process:
+        client = connect(process.address)
+        chain = make_chain("traffic")
+
+        def traffic(start: int) -> int:
+            for number in range(start, start + 400):
+                keys = chain.keys(*range(number * 16, number * 16 + 16))
+                client.put(chain.namespace, keys, [bytes(4096)] * 16)
+                client.pin(chain.namespace, keys[:2], 0.001)
+                client.lookup(chain.namespace, chain.keys(*range(number, number + 64)))
+            return int(client.node_status().rss_nbytes)
+
+        first = traffic(0)
+        assert traffic(400) - first < 4 * MIB  # 6,400 pages more; their ghosts take half a MiB

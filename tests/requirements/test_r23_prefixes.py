@@ -1,0 +1,66 @@
+"""R23: prefix-aware eviction and longest-prefix query: a chain loses its end before its beginning."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import Client
+from node.server import Node
+
+
+@pytest.fixture
+def client(start_node: Callable[..., Node], connect: Any, wire: str) -> Client:
+    """Of a node that takes 32 pages."""
+    client: Client = connect(start_node(ram_nbytes=128 << 10, extent_nbytes=128 << 10), wire)
+    return client
+
+
+def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Any) -> None:
+    ours = chain.keys(*range(20))
+    chain.put(client, ours)
+    chain.put(client, chain.keys(*range(100, 112)))
+    for number in range(20):
+        assert client.lookup(chain.namespace, ours).present == (True,) * (20 - number) + (False,) * number
+        chain.put(client, chain.keys(200 + number))
+
+
+@pytest.mark.parametrize("use", ["get", "touching lookup", "put again"])
+def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(client: Client, chain: Any, use: str) -> None:
+    old, new = chain.keys(*range(16)), chain.keys(*range(100, 116))
+    chain.put(client, old)
+    chain.put(client, new)
+    if use == "get":
+        chain.get(client, old)
+    elif use == "touching lookup":
+        client.lookup(chain.namespace, old, touch=True)
+    else:
+        chain.put(client, old)
+    chain.put(client, chain.keys(*range(200, 210)))
+    assert client.lookup(chain.namespace, old).prefix_pages == 16
+    assert client.lookup(chain.namespace, new).present == (True,) * 6 + (False,) * 10
+
+
+def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chain: Any) -> None:
+    trunk = chain.keys(*range(8))
+    for branch in range(1, 20):
+        chain.put(client, trunk + chain.keys(*range(branch * 100, branch * 100 + 8)))
+    assert client.lookup(chain.namespace, trunk).prefix_pages == 8
+    branches = [chain.keys(*range(branch * 100, branch * 100 + 8)) for branch in range(1, 20)]
+    kept = [client.lookup(chain.namespace, branch).prefix_pages for branch in branches]
+    assert kept == [0] * 16 + [8] * 3
+
+
+@pytest.mark.parametrize(
+    ("stored", "longest"),
+    [([], 0), ([1, 2, 3], 0), ([0], 1), ([0, 1, 2, 5, 6], 3), (list(range(10)), 10), ([9], 0), ([0, 9], 1)],
+)
+def test_r23_the_longest_prefix_ends_at_the_first_hole(
+    client: Client, chain: Any, stored: list[int], longest: int
+) -> None:
+    """Not a bisection: behind a hole there may be pages again."""
+    if stored:
+        chain.put(client, chain.keys(*stored))
+    found = client.lookup(chain.namespace, chain.keys(*range(10)))
+    assert found.prefix_pages == longest
+    assert found.present == tuple(number in stored for number in range(10))

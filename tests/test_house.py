@@ -1,0 +1,200 @@
+"""The rules of the house: imports point one way, third-party packages stay in the files that wrap them,
+files and functions stay small, generated code is what the generator makes."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGES = ("kvstore", "node", "gpu_agent")
+GENERATED = ROOT / "kvstore" / "pb"
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+
+# Which file may import which package that is not the standard library's. A name that ends with a slash
+# is a folder.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "grpc": ("kvstore/errors.py", "kvstore/grpc_wire.py", "node/grpc_server.py"),
+    "grpc_health": ("node/grpc_server.py",),
+    "grpc_reflection": ("node/grpc_server.py",),
+    "google.protobuf": ("kvstore/bulk.py", "kvstore/cli/", "node/bulk_server.py"),
+    "xxhash": ("kvstore/checksum.py",),
+    "prometheus_client": ("node/metrics.py",),
+    "typer": ("kvstore/cli/",),
+    "click": ("kvstore/cli/",),
+    "rich": ("kvstore/cli/",),
+    "torch": ("gpu_agent/",),
+    "cupy": ("gpu_agent/kernels/",),
+    "transformers": ("gpu_agent/engines/transformers.py",),
+    "vllm": ("gpu_agent/engines/",),
+    "sglang": ("gpu_agent/engines/",),
+}
+# Which of our own packages a package may import.
+ARROWS = {"kvstore": {"kvstore"}, "node": {"kvstore", "node"}, "gpu_agent": {"kvstore", "gpu_agent"}}
+
+
+def sources(*tops: str) -> list[pathlib.Path]:
+    """Python files written by hand."""
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py") if GENERATED not in path.parents)
+
+
+def imports(path: pathlib.Path) -> Iterator[str]:
+    """Full names of the modules that a file imports anywhere, lazily or not."""
+    for statement in ast.walk(ast.parse(path.read_text())):
+        if isinstance(statement, ast.Import):
+            yield from (name.name for name in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, f"{path} imports relatively"
+            yield statement.module or ""
+
+
+def name(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def may_import(path: pathlib.Path, module: str) -> bool:
+    top = module.partition(".")[0]
+    if top in PACKAGES:
+        return top in ARROWS[name(path).partition("/")[0]]
+    if top in sys.stdlib_module_names:
+        return True
+    wrappers = ALLOWED.get(module) or ALLOWED.get(".".join(module.split(".")[:2])) or ALLOWED.get(top, ())
+    return any(name(path) == wrapper or (wrapper[-1] == "/" and name(path).startswith(wrapper)) for wrapper in wrappers)
+
+
+def test_imports_point_one_way_and_third_parties_stay_where_they_are_wrapped() -> None:
+    wrong = [
+        f"{name(path)} imports {module}"
+        for path in sources(*PACKAGES)
+        for module in imports(path)
+        if not may_import(path, module)
+    ]
+    assert wrong == []
+
+
+def test_the_rule_itself_refuses_what_it_should() -> None:
+    for path, module in [
+        ("kvstore/client.py", "node.server"),
+        ("kvstore/client.py", "gpu_agent"),
+        ("kvstore/client.py", "torch"),
+        ("kvstore/client.py", "grpc"),
+        ("node/server.py", "gpu_agent.pool"),
+        ("node/server.py", "torch.cuda"),
+        ("gpu_agent/agent.py", "node.config"),
+        ("gpu_agent/agent.py", "transformers"),
+        ("node/ram.py", "google.protobuf.message"),
+        ("node/ram.py", "numpy"),
+    ]:
+        assert not may_import(ROOT / path, module), f"{path} may import {module}"
+    assert may_import(ROOT / "node/server.py", "kvstore.errors")
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    readers = [name(path) for path in sources(*PACKAGES) if re.search(r"os\.environ|os\.getenv", path.read_text())]
+    assert readers == ["kvstore/config.py"]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_base_install_needs_three_packages_only() -> None:
+    """`import kvstore` with every other package hidden, as in an environment that has only these."""
+    run(
+        """
+import sys
+from importlib.abc import MetaPathFinder
+
+WANTED = {"kvstore", "grpc", "google", "xxhash", "typing_extensions"}
+
+class Hide(MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        top = fullname.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in WANTED:
+            raise ModuleNotFoundError(f"hidden: {fullname}", name=fullname)
+
+sys.meta_path.insert(0, Hide())
+import kvstore
+assert kvstore.Client and kvstore.__version__
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "strangers"),
+    [
+        ("kvstore", {"node", "gpu_agent", "torch", "typer", "rich", "prometheus_client", "numpy"}),
+        ("node.server", {"gpu_agent", "torch", "typer", "rich", "transformers", "numpy"}),
+        ("gpu_agent", {"node", "typer", "rich", "prometheus_client", "transformers", "cupy"}),
+    ],
+)
+def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]) -> None:
+    loaded = run(f"import sys; import {module}; print(*{{m.partition('.')[0] for m in sys.modules}})").split()
+    assert set(loaded) & strangers == set()
+
+
+def test_generated_stubs_are_what_the_generator_makes(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip(
+        "grpc_tools", reason="grpcio-tools has no wheel for this Python; `make proto` needs an older one"
+    )
+    arguments = ["-I", "proto", "proto/kvstore/pb/kvstore.proto"]
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "grpc_python", "pyi")]
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *outputs, *arguments], cwd=ROOT, check=True)
+    made = sorted((tmp_path / "kvstore" / "pb").iterdir())
+    assert [path.name for path in made] == ["kvstore_pb2.py", "kvstore_pb2.pyi", "kvstore_pb2_grpc.py"]
+    for path in made:
+        assert path.read_text() == (GENERATED / path.name).read_text(), f"{path.name} is out of date: make proto"
+
+
+def test_files_are_small() -> None:
+    lines = {name(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "benchmarks", "tests")}
+    assert {path: count for path, count in lines.items() if count > FILE_LINES_MAX} == {}
+
+
+def test_functions_are_small() -> None:
+    long = []
+    for path in sources(*PACKAGES, "benchmarks"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > FUNCTION_LINES_MAX:
+                    long.append(f"{name(path)}:{node.lineno} {node.name} has {count} lines")
+    assert long == []
+
+
+def test_a_broad_except_logs_or_is_raised_again() -> None:
+    """It may stand at a thread's or a request's edge only, and never swallow what it caught."""
+    silent = []
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None
+                or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+            ):
+                text = ast.unparse(node)
+                if not re.search(r"\braise\b|\blog\.|set_exception", text):
+                    silent.append(f"{name(path)}:{node.lineno}")
+    assert silent == []
+
+
+def test_tests_and_proto_are_no_packages() -> None:
+    """`proto` would shadow proto-plus, `tests/node` the package `node`."""
+    assert [name(path) for top in ("tests", "proto") for path in (ROOT / top).rglob("__init__.py")] == []
+
+
+def test_every_package_folder_is_listed_for_the_build() -> None:
+    listed = set(
+        re.findall(
+            r'"([a-z_.]+)",',
+            (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools]")[2].partition("]")[0] + ",",
+        )
+    )
+    found = {name(path.parent).replace("/", ".") for path in sources(*PACKAGES)} | {"kvstore.pb"}
+    assert found <= listed
