@@ -1,0 +1,226 @@
+"""Put and get of 16 pages over the bulk wire, beside what plain sockets can do at all.
+
+    limit      two Python processes, `sendall` and `recv_into` page by page between warm buffers,
+               one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum
+    bulk       ours as it is: put reserves, sends and commits, get looks up, holds and sends; the
+               page's checksum is made by the writer and verified by the reader
+    others     ours without the checksum, ours over gRPC, Redis with pipelined SET and MGET
+
+All of them send from the same pages and, but for Redis, whose client can only return new objects,
+receive into the same buffers. They take turns; a turn is five puts and gets, of which the first does
+not count: the scheduler needs it to move two processes that begin to talk onto two cores. The
+bytes that came back are compared in that first call. GB/s: 10^9 page bytes in the median of all calls.
+Aim: put and get each at least 0.85 of the limit for pages of 1 MiB and above.
+
+    python benchmarks/bulk.py [--rounds 15] [--json]
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from measure import Report, Samples, median, parser, progress, redis_client, rounds, timed
+
+from kvstore import Client, Namespace, client_config
+from kvstore.checksum import CHECKSUM_NBYTES
+from kvstore.client import PutOutcome
+from kvstore.layout import opaque_layout
+from kvstore.node_process import NodeProcess
+
+PAGE_KIB = (256, 1024, 4096)
+BATCH = 16
+TURN = 5
+WARMUPS = 2
+AIM = 0.85
+AIM_NBYTES_MIN = 1 << 20
+NODE_FLAGS = ("--ram-nbytes", "512MiB", "--extent-nbytes", "64MiB", "--log-level", "WARNING")
+Contender = Callable[[], Samples]
+
+
+class Batch:
+    """The pages every contender sends, and the buffers they come back into."""
+
+    def __init__(self, page_nbytes: int) -> None:
+        self.page_nbytes = page_nbytes
+        self.pages = [os.urandom(page_nbytes) for _ in range(BATCH)]
+        self.buffers = [bytearray(page_nbytes) for _ in range(BATCH)]
+        self.hashes = [secrets.token_bytes(32) for _ in range(BATCH)]
+        self.namespace = Namespace(model="benchmark", layout=opaque_layout(page_nbytes))
+
+
+# ---- the limit ---------------------------------------------------------------------------
+
+
+def serve_limit(port: int, page_nbytes: int, flags: int) -> None:
+    """The other process: takes a batch, says so, sends it back when asked, until closed."""
+    pages = [memoryview(bytearray(page_nbytes)) for _ in range(BATCH)]
+    with socket.create_connection(("127.0.0.1", port)) as sock, contextlib.suppress(ConnectionError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            receive(sock, pages, flags)
+            sock.sendall(b"k")
+            receive(sock, [memoryview(bytearray(1))], 0)
+            for page in pages:
+                sock.sendall(page)
+
+
+def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> None:
+    for view in views:
+        while view:
+            got = sock.recv_into(view, len(view), flags)
+            if not got:
+                raise ConnectionResetError
+            view = view[got:]
+
+
+@contextlib.contextmanager
+def limit(batch: Batch, flags: int = 0) -> Iterator[Contender]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        args = (listener.getsockname()[1], batch.page_nbytes, flags)
+        process = multiprocessing.get_context("spawn").Process(target=serve_limit, args=args, daemon=True)
+        process.start()
+        listener.settimeout(30.0)  # a child that died must not leave us waiting
+        sock = listener.accept()[0]
+    with sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        buffers, byte = [memoryview(buffer) for buffer in batch.buffers], [memoryview(bytearray(1))]
+
+        def put() -> None:
+            for page in batch.pages:
+                sock.sendall(page)
+            receive(sock, byte, 0)
+
+        def get() -> None:
+            sock.sendall(b"g")
+            receive(sock, buffers, flags)
+
+        yield lambda: {"put": [timed(put)], "get": [timed(get)]}
+    process.join()
+
+
+# ---- ours and the rival ------------------------------------------------------------------
+
+
+class NoChecksum:
+    """Takes the place of a running checksum and costs next to nothing."""
+
+    def __init__(self, seed: int) -> None:
+        pass
+
+    def update(self, chunk: memoryview) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return bytes(CHECKSUM_NBYTES)
+
+
+def ours(client: Client, batch: Batch) -> Samples:
+    """One put and one get; the pages are removed after it, so that each put really writes."""
+
+    def put() -> None:
+        assert set(client.put(batch.namespace, batch.hashes, batch.pages)) == {PutOutcome.STORED}
+
+    def get() -> None:
+        assert all(client.get(batch.namespace, batch.hashes, batch.buffers))
+
+    try:
+        return {"put": [timed(put)], "get": [timed(get)]}
+    finally:
+        client.remove(batch.namespace, batch.hashes)
+
+
+def without_checksum(client: Client, batch: Batch) -> Samples:
+    with mock.patch("kvstore.bulk.running_checksum", NoChecksum):
+        return ours(client, batch)
+
+
+def rival(client: Any, batch: Batch) -> Samples:
+    keys = [batch.namespace.digest + prefix_hash for prefix_hash in batch.hashes]
+
+    def put() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for key, page in zip(keys, batch.pages, strict=True):
+            pipeline.set(key, page)
+        assert all(pipeline.execute())
+
+    def get() -> None:
+        assert None not in client.mget(keys)
+
+    try:
+        return {"put": [timed(put)], "get": [timed(get)]}
+    finally:
+        client.delete(*keys)
+
+
+# ---- the run -----------------------------------------------------------------------------
+
+
+def turn(contender: Contender, batch: Batch, into_buffers: bool = True) -> Samples:
+    """Runs a contender a few times; the first time does not count."""
+    for buffer in batch.buffers:
+        buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
+    contender()
+    assert not into_buffers or batch.buffers == batch.pages, "the bytes that came back are not those that were sent"
+    samples = [contender() for _ in range(TURN - 1)]
+    return {op: [seconds for sample in samples for seconds in sample[op]] for op in samples[0]}
+
+
+def page_rows(clients: dict[str, Client], redis: Any, batch: Batch, count: int, tick: Callable[[], None]) -> list[Any]:
+    """Rows of one page size."""
+    with limit(batch) as plain, limit(batch, socket.MSG_WAITALL) as waitall:
+        contenders: dict[str, Contender] = {
+            "limit: sendall/recv_into": plain,
+            "the same with MSG_WAITALL": waitall,
+            "bulk": functools.partial(ours, clients["bulk"], batch),
+            "bulk without checksum": functools.partial(without_checksum, clients["bulk"], batch),
+            "gRPC": functools.partial(ours, clients["grpc"], batch),
+        }
+        turns = {name: functools.partial(turn, contender, batch) for name, contender in contenders.items()}
+        if redis is not None:
+            turns["Redis"] = functools.partial(turn, functools.partial(rival, redis, batch), batch, into_buffers=False)
+        samples = rounds(turns, count, WARMUPS, tick)
+    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
+    best = seconds["limit: sendall/recv_into"]
+    rows = []
+    for name, found in seconds.items():
+        row: dict[str, Any] = {"page KiB": batch.page_nbytes >> 10, "contender": name}
+        for op in ("put", "get"):
+            row[f"{op} GB/s"] = round(BATCH * batch.page_nbytes / found[op] / 1e9, 2)
+            row[f"{op} of limit"] = round(best[op] / found[op], 2)
+        aimed = name == "bulk" and batch.page_nbytes >= AIM_NBYTES_MIN
+        met = min(row["put of limit"], row["get of limit"]) >= AIM
+        rows.append(row | {f"aim {AIM}": ("met" if met else "missed") if aimed else None})
+    return rows
+
+
+def main(argv: list[str]) -> None:
+    options = parser(__doc__)
+    options.add_argument(
+        "--rounds", type=int, default=15, help="rounds per page size, of 4 counted puts and gets each (%(default)s)"
+    )
+    options.add_argument("--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)")
+    args = options.parse_args(argv)
+    title = f"Put and get of {BATCH} pages, medians of {args.rounds * (TURN - 1)} calls"
+    report = Report(title, " ".join(["python benchmarks/bulk.py", *argv]))
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(NodeProcess(*NODE_FLAGS))
+        clients = {
+            wire: stack.enter_context(Client(client_config(address=node.address, wire=wire, timeout_s=60.0)))
+            for wire in ("bulk", "grpc")
+        }
+        redis = stack.enter_context(redis_client(report.notes))
+        tick = stack.enter_context(progress(len(args.page_kib) * (args.rounds + WARMUPS)))
+        for kib in args.page_kib:
+            report.rows += page_rows(clients, redis, Batch(kib << 10), args.rounds, tick)
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

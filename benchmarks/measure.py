@@ -1,0 +1,204 @@
+"""What the benchmarks share: interleaved rounds, percentiles, a Redis beside, the report.
+
+Contenders take turns in every round and the order changes from round to round, so that whatever
+else the machine does meets all of them alike. Figures are medians over rounds, never best cases.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import kvstore
+
+try:
+    from rich.console import Console
+    from rich.progress import Progress
+except ImportError:  # the cli extra: without it there is no progress bar
+    Console = Progress = None  # type: ignore[assignment, misc]
+
+try:
+    import redis
+except ImportError:  # a rival, no dependency: its rows are left out
+    redis = None  # type: ignore[assignment]
+
+median = statistics.median
+# What a contender measured in one round: seconds of each call, by operation.
+Samples = dict[str, list[float]]
+REDIS_START_S = 10.0
+
+
+def percentile(seconds: Sequence[float], percent: int) -> float:
+    """The smallest latency that `percent` of the calls do not exceed."""
+    ordered = sorted(seconds)
+    return ordered[-(-percent * len(ordered) // 100) - 1]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def rounds(
+    contenders: Mapping[str, Callable[[], Samples]], count: int, warmups: int, tick: Callable[[], None]
+) -> dict[str, Samples]:
+    """Samples of each contender from `count` rounds, after `warmups` that do not count.
+
+    Each round begins with another contender and every other one runs backwards.
+    """
+    names = list(contenders)
+    samples: dict[str, Samples] = {name: {} for name in names}
+    for number in range(-warmups, count):
+        first = number % len(names)
+        order = names[first:] + names[:first]
+        for name in order if number % 2 else reversed(order):
+            for op, seconds in contenders[name]().items():
+                if number >= 0:
+                    samples[name].setdefault(op, []).extend(seconds)
+        tick()
+    return samples
+
+
+# ---- the rival ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def redis_client(notes: list[str]) -> Iterator[Any]:
+    """A client of a throwaway redis-server on loopback TCP that never writes to disk.
+
+    Without redis-server or redis-py: None, and `notes` says what to install.
+    """
+    program = shutil.which("redis-server")
+    if program is None or redis is None:
+        lacking = "redis-server (Debian: apt-get install redis-server)" if program is None else "pip install redis"
+        notes.append(f"Redis rows are left out; missing here: {lacking}")
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+        process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL)
+        client = redis.Redis("127.0.0.1", port)
+        try:
+            _wait_for_redis(client)
+            hiredis = "with hiredis" if redis.utils.HIREDIS_AVAILABLE else "without hiredis (pip install hiredis)"
+            notes.append(
+                f"redis-server {client.info('server')['redis_version']}, redis-py {redis.__version__} {hiredis}"
+            )
+            yield client
+        finally:
+            client.close()
+            process.terminate()
+            process.wait()
+
+
+def _wait_for_redis(client: Any) -> None:
+    end = time.monotonic() + REDIS_START_S
+    while True:
+        try:
+            client.ping()
+            return
+        except redis.ConnectionError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+# ---- progress and report -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A function to call after each of `total` steps; draws a bar if stderr is a terminal.
+
+    The bar is drawn by that call only: a thread that redraws it would take time from the calls that
+    are being measured.
+    """
+    if Progress is None or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on. `load` is the load average before the start."""
+    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_kib / (1 << 20), 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "kvstore": kvstore.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+@dataclass
+class Report:
+    """A table with what was measured, as Markdown or as one JSON object.
+
+    `command` is what gives the figures again. `rows` are dicts with the same keys, one per line; None
+    is shown as a dash. Make the report before the measurement begins: it notes the machine's load.
+    """
+
+    title: str
+    command: str
+    notes: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=machine)
+
+    def show(self, as_json: bool) -> None:
+        if as_json:
+            print(json.dumps(vars(self), ensure_ascii=False))
+            return
+        m = self.machine
+        print(f"{self.title}\n\n`{self.command}` on {m['date']}, {m['cores']} cores {m['cpu']}, {m['memory_gib']} GiB,")
+        print(f"kernel {m['kernel']}, Python {m['python']}, kvstore {m['kvstore']}, load before {m['load']}\n")
+        print(*_table(self.rows), sep="\n")
+        print(*(f"\n* {note}" for note in self.notes), sep="")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) and value < 10 else str(value)
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """With --json; `doc` is the script's own description."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--json", action="store_true", help="print one JSON object")
+    return found
