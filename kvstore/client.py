@@ -9,6 +9,7 @@ checksum, and a page that could not be stored are values; errors mean the node c
 
 import enum
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ class Client:
             parts = list(_parts(len(views), namespace.layout.page_nbytes, link.limits))
             for part in parts:
                 hashes = prefix_hashes[part]
+                if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
+                    _lookup(link, namespace, prefix_hashes[: part.start], True, deadline)
                 request = pb.PutRequest(
                     namespace=namespace.digest, prefix_hashes=hashes, page_nbytes=namespace.layout.page_nbytes
                 )
@@ -327,13 +330,13 @@ def _lookup(
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
-        parts.append(list(link.wire.call("lookup", request, deadline).present))
-    return [is_there for part in reversed(parts) for is_there in part]
+        parts.append(link.wire.call("lookup", request, deadline).present[:])
+    return list(itertools.chain.from_iterable(reversed(parts)))
 
 
 def _leading(present: Sequence[bool]) -> int:
     """Length of the leading run of True."""
-    return next((i for i, is_there in enumerate(present) if not is_there), len(present))
+    return present.index(False) if False in present else len(present)
 
 
 def _seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]:

@@ -60,3 +60,28 @@ def layout_value(message: pb.PageLayout) -> PageLayout:
         for group in message.groups
     )
     return PageLayout(message.page_tokens, groups)
+
+
+def lookup_reply(present: list[bool]) -> pb.LookupReply:
+    """The answer to a lookup: presence per key.
+
+    `present` is merged in its wire form, a byte per key: protobuf's own assignment takes 0.2 µs for
+    each bool, for 64 keys as much as all the rest that a node does for a lookup.
+    """
+    prefix_pages = present.index(False) if False in present else len(present)
+    reply = pb.LookupReply(prefix_pages=prefix_pages)
+    reply.MergeFromString(_PRESENT_TAG + _varint(len(present)) + bytes(present))
+    return reply
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+# Wire type 2: length-delimited, as packed repeated fields are.
+_PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].number << 3 | 2)

@@ -51,8 +51,7 @@ class NodeCollector:
         yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
         yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
         for name in _RAM:
-            label = name.replace("nbytes", "bytes").replace("_count", "s")
-            yield GaugeMetricFamily(f"kvstore_ram_{label}", f"RAM tier: {name}", getattr(status.ram, name))
+            yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         yield from self._of_namespaces(status)
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
@@ -68,6 +67,14 @@ class NodeCollector:
         yield _counter("kvstore_lookup_misses", "Pages that lookups missed, by reason", infos, misses, ["reason"])
         puts = {(outcome,): field for outcome, field in _PUTS.items()}
         yield _counter("kvstore_put_pages", "Pages of puts, by outcome", infos, puts, ["outcome"])
+
+
+def _label(name: str) -> str:
+    """Our field names in Prometheus's words: page_count is pages, held_count held_pages."""
+    if name.endswith("_count"):
+        stem = name.removesuffix("_count")
+        name = f"{stem}s" if stem in ("page", "extent_free") else f"{stem}_pages"
+    return name.replace("nbytes", "bytes").replace("extent_frees", "free_extents")
 
 
 def _counter(

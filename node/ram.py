@@ -75,32 +75,29 @@ class RamTier:
     # ---- lookup --------------------------------------------------------------------------
 
     def lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
-        """Presence per key. Without `touch` nothing is kept alive by it."""
+        """Presence per key. Without `touch` nothing is kept alive by it; with it, it is a use and
+        not a question, so hits and misses are not counted."""
         with self._lock:
             index = self._namespaces.find(digest)
-            get, visible = index.pages.get, State.VISIBLE
-            found = [page if (page := get(h)) is not None and page.state is visible else None for h in prefix_hashes]
-            present = [page is not None for page in found]
-            self._count_lookup(index, prefix_hashes, present)
+            pages, visible = list(map(index.pages.get, prefix_hashes)), State.VISIBLE
+            present = [page is not None and page.state is visible for page in pages]
             if touch:
-                self._touch_chain(found)
+                self._touch_chain(pages)
+            else:
+                absent = [h for h, page in zip(prefix_hashes, pages, strict=True) if page is None]
+                self._count_lookup(index, present, absent)
             return present
 
-    def _count_lookup(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], present: list[bool]) -> None:
-        counters, count = index.counters, len(present)
-        hits = sum(present)
+    def _count_lookup(self, index: NamespaceIndex, present: list[bool], absent: list[bytes]) -> None:
+        """`absent`: keys that are not here in any state; what else is not present is being written."""
+        counters, count, hits = index.counters, len(present), present.count(True)
         counters.pages_asked += count
         counters.pages_hit += hits
-        if hits == count:
-            counters.prefix_hits += count
-            return
-        counters.prefix_hits += present.index(False)
-        for prefix_hash, is_there in zip(prefix_hashes, present, strict=True):
-            if not is_there:
-                writing = prefix_hash in index.pages
-                reason = "writing" if writing else self._ghosts.reason(index.digest, prefix_hash)
-                name = f"miss_{reason}"
-                setattr(counters, name, getattr(counters, name) + 1)
+        counters.prefix_hits += present.index(False) if hits < count else count
+        counters.miss_writing += count - hits - len(absent)
+        for reason, missed in self._ghosts.reasons(index.digest, absent).items():
+            name = f"miss_{reason}"
+            setattr(counters, name, getattr(counters, name) + missed)
 
     def _touch_chain(self, chain: Sequence[Page | None]) -> None:
         """Tail first, so that the head of a chain is its newest page and the last to go."""

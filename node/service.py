@@ -11,7 +11,7 @@ from kvstore.checksum import CHECKSUM_NBYTES, checksum
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
-from kvstore.messages import namespace_message, namespace_value
+from kvstore.messages import lookup_reply, namespace_message, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from node.arena import Arena
 from node.config import NodeConfig
@@ -177,10 +177,9 @@ class Service:
         return pb.Counters(**totals.as_dict()), infos
 
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
-        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
-        present = self._tier.lookup(request.namespace, request.prefix_hashes, request.touch)
-        prefix_pages = present.index(False) if False in present else len(present)
-        return pb.LookupReply(prefix_pages=prefix_pages, present=present)
+        prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+        check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
+        return lookup_reply(self._tier.lookup(request.namespace, prefix_hashes, request.touch))
 
     def _verify(self, request: pb.VerifyRequest) -> pb.VerifyReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)

@@ -210,7 +210,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
         connection.request(get=get_of(space, *range(32)))
         reply, payload_nbytes = connection.reply()
         assert (sum(reply.get.hits), payload_nbytes) == (32, 32 << 20)
-        assert node.tier.held_count == 32
+        assert node.tier.held_count >= 32  # the bystander reads, too
         if how == "resets":
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if how != "never reads":
