@@ -11,7 +11,7 @@ help:
 	@echo "make demo     KV of one process loaded by another through a real node (about a minute)"
 	@echo "make test     all tests: no GPU, engine or Docker needed"
 	@echo "make check    what CI runs: format, lint, types, tests"
-	@echo "make bench    all benchmarks; TRACE=path adds the hit-rate one (20 minutes on 2 cores, leave the machine idle)"
+	@echo "make bench    all benchmarks; TRACE=path adds the hit-rate one (5 minutes; leave the machine idle, have redis-server installed)"
 	@echo "make proto    regenerate the protobuf stubs after a change in proto/"
 	@echo "make format   rewrite the sources in the project's format"
 
@@ -49,6 +49,7 @@ proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto
 
 bench: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
 	$(BIN)/python benchmarks/bulk.py
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/metadata.py
