@@ -34,6 +34,7 @@ DTYPE_NBYTES = {
     "float64": 8,
     "int64": 8,
 }
+SLOT_ALIGN_NBYTES = 4096  # a node's slots start where O_DIRECT and large copies like them
 PAGE_TOKENS_MAX = 1 << 16
 PLANES_MAX = 1 << 16  # layers x planes over all groups: bounds what a peer may make us compute
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
@@ -202,6 +203,11 @@ class PageLayout:
 
 def _join(numbers: Sequence[int]) -> str:
     return ",".join(str(n) for n in numbers)
+
+
+def slot_nbytes(page_nbytes: int) -> int:
+    """What a page takes of a node's memory: its bytes, rounded up to the alignment."""
+    return -(-page_nbytes // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES
 
 
 def opaque_layout(page_nbytes: int, page_tokens: int = 1) -> PageLayout:

@@ -18,12 +18,11 @@ from kvstore.client import LookupResult, PutOutcome
 from kvstore.content import page_content
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Namespace
-from kvstore.layout import opaque_layout
+from kvstore.layout import opaque_layout, slot_nbytes
 from kvstore.node_process import NodeProcess
 from kvstore.stopwatch import Stopwatch, latency_ms
 from kvstore.trace import TraceRequest, trace_prefix_hash
 
-SLOT_ALIGN_NBYTES = 4096  # a node's slots are pages rounded up to this
 PAUSE_S = 0.2  # how long to wait between two reports of progress
 
 
@@ -75,7 +74,7 @@ def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
     """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many slots."""
     if capacity_pages < 1:
         raise InvalidRequest(f"capacity {capacity_pages} must be at least 1 page")
-    nbytes = capacity_pages * (-(-page_nbytes // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES)
+    nbytes = capacity_pages * slot_nbytes(page_nbytes)
     return NodeProcess("--ram-nbytes", str(nbytes), "--extent-nbytes", str(nbytes), "--log-level", "WARNING")
 
 

@@ -6,7 +6,7 @@ from kvstore.config import BULK_PORT, GRPC_CHUNK_NBYTES, GRPC_PORT, METRICS_PORT
 from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
-from node.slots import SLOT_ALIGN_NBYTES
+from kvstore.layout import SLOT_ALIGN_NBYTES
 
 GIB = 1 << 30
 EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from kvstore.checksum import key_seed
 from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch, UnknownNamespace
 from kvstore.keys import Namespace
+from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
 from node.page import Page
-from node.slots import slot_nbytes
 
 # All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.

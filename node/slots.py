@@ -11,12 +11,7 @@ extent back calcify: the size that came first keeps the memory.)
 from collections.abc import Iterator
 from typing import Any
 
-SLOT_ALIGN_NBYTES = 4096  # slots start where O_DIRECT and huge copies like them
-
-
-def slot_nbytes(page_nbytes: int) -> int:
-    """Bytes of the slot for a page: rounded up to the alignment."""
-    return -(-page_nbytes // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES
+from kvstore.layout import SLOT_ALIGN_NBYTES
 
 
 class Extent:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.slots import SLOT_ALIGN_NBYTES, SlotAllocator, slot_nbytes
+from kvstore.layout import SLOT_ALIGN_NBYTES, slot_nbytes
+from node.slots import SlotAllocator
 
 EXTENT = 16 * SLOT_ALIGN_NBYTES
 SIZES = [SLOT_ALIGN_NBYTES * n for n in (1, 2, 3, 5, 16)]
