@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from kvstore.checksum import CHUNK_NBYTES, running_checksum
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable, from_status
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable, from_status
 from kvstore.frames import FrameSocket
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -85,7 +85,7 @@ class BulkWire:
     def _connection(self, deadline: Deadline) -> Iterator[FrameSocket]:
         if not self._turns.acquire(timeout=deadline.remaining()):
             count = self._config.connections_max
-            raise DeadlineExceeded(f"all {count} connections (connections_max) stayed busy for {deadline.seconds:g} s")
+            raise Exhausted(f"all {count} connections (connections_max) stayed busy for {deadline.seconds:g} s")
         connection = None
         try:
             with self._lock:

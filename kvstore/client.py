@@ -9,6 +9,7 @@ checksum, and a page that could not be stored are values; errors mean the node c
 
 import enum
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,16 @@ class LookupResult:
 
     prefix_pages: int
     present: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How long and how well the pages of a put are kept. `ttl_s`: seconds after which new pages are
+    forgotten for certain, 0: whenever space runs out. `durable`: the put returns when they survive
+    `kill -9` and power loss; needs a node with a data directory."""
+
+    ttl_s: float = 0.0
+    durable: bool = False
 
 
 class VerifyResult(NamedTuple):
@@ -109,12 +120,18 @@ class Client:
         return self._run(run, namespace, timeout_s)
 
     def put(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        pages: Sequence[Any],
+        keep: Keep = Keep(),
+        timeout_s: float | None = None,
     ) -> list[PutOutcome]:
         """Stores pages; one outcome per key. Pages that exist are touched, not sent.
 
         `pages`: buffers of exactly `layout.page_nbytes` bytes each. Give the whole chain, head
-        first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept.
+        first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept,
+        and, for a durable put, Unavailable or DeadlineExceeded if the pages are visible but not safe.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = byte_views(pages, namespace.layout.page_nbytes)
@@ -125,8 +142,14 @@ class Client:
             parts = list(_parts(len(views), namespace.layout.page_nbytes, link.limits))
             for part in parts:
                 hashes = prefix_hashes[part]
+                if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
+                    _lookup(link, namespace, prefix_hashes[: part.start], True, deadline)
                 request = pb.PutRequest(
-                    namespace=namespace.digest, prefix_hashes=hashes, page_nbytes=namespace.layout.page_nbytes
+                    namespace=namespace.digest,
+                    prefix_hashes=hashes,
+                    page_nbytes=namespace.layout.page_nbytes,
+                    ttl_ms=max(0, round(keep.ttl_s * 1000)),
+                    durable=keep.durable,
                 )
                 try:
                     verdicts = link.wire.put(request, views[part], _seeds(namespace, hashes), deadline)
@@ -291,6 +314,28 @@ class Client:
         reply: pb.NodeStatusReply = self._call("node_status", pb.NodeStatusRequest(), None, timeout_s)
         return reply
 
+    def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
+        """Forgets all pages of a namespace in every tier; how many entries went."""
+        request = pb.RemoveNamespaceRequest(namespace=namespace.digest)
+        removed: int = self._call("remove_namespace", request, namespace, timeout_s).removed
+        return removed
+
+    def flush(self, timeout_s: float | None = None) -> int:
+        """Returns when all visible pages survive power loss; the number of pages on disk."""
+        pages: int = self._call("flush", pb.FlushRequest(), None, timeout_s).pages_on_disk
+        return pages
+
+    def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
+        """Lets the node verify a stretch of its disk; go on with `next_cursor` until it is empty."""
+        reply: pb.ScrubReply = self._call(
+            "scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), None, timeout_s
+        )
+        return reply
+
+    def recover(self, timeout_s: float | None = None) -> None:
+        """Lets the node try its failed disk again. Raises Unavailable if it still fails."""
+        self._call("recover", pb.RecoverRequest(), None, timeout_s)
+
     # ---- one call ------------------------------------------------------------------------
 
     def _keyed(
@@ -327,13 +372,13 @@ def _lookup(
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
-        parts.append(list(link.wire.call("lookup", request, deadline).present))
-    return [is_there for part in reversed(parts) for is_there in part]
+        parts.append(link.wire.call("lookup", request, deadline).present[:])
+    return list(itertools.chain.from_iterable(reversed(parts)))
 
 
 def _leading(present: Sequence[bool]) -> int:
     """Length of the leading run of True."""
-    return next((i for i, is_there in enumerate(present) if not is_there), len(present))
+    return present.index(False) if False in present else len(present)
 
 
 def _seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]:

@@ -116,7 +116,8 @@ def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool)
         raise InvalidRequest("the batch holds no key; send at least one prefix hash")
     if len(hashes) > count_max:
         raise InvalidRequest(f"the batch holds {len(hashes)} keys, at most {count_max} (batch_keys_max)")
-    shortest, longest = min(map(len, hashes)), max(map(len, hashes))
+    lengths = set(map(len, hashes))  # mostly one
+    shortest, longest = min(lengths), max(lengths)
     if shortest < PREFIX_HASH_NBYTES_MIN or longest > PREFIX_HASH_NBYTES_MAX:
         wrong = shortest if shortest < PREFIX_HASH_NBYTES_MIN else longest
         raise InvalidRequest(

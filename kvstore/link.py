@@ -24,6 +24,9 @@ Result = TypeVar("Result")
 
 # After falling back to gRPC, how long until the bulk wire is tried again.
 BULK_RETRY_S = 30.0
+# A call that had less time than this and got no answer says little about the node: it must not
+# make the breaker refuse the calls of other threads.
+EVIDENCE_S = 0.1
 
 
 @dataclass
@@ -69,7 +72,8 @@ class NodeLink:
             result = self._run(call, namespace, deadline)
         except (Unavailable, DeadlineExceeded) as error:
             self.failure_count += 1
-            self._breaker.failure(error)
+            if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
+                self._breaker.failure(error)
             raise
         except KVStoreError:
             self._breaker.success()  # a refusal is an answer
@@ -107,6 +111,9 @@ class NodeLink:
 
     def _connected(self, deadline: Deadline) -> tuple[Link, bool]:
         """(the link, whether it was made just now)."""
+        link = self._link  # read without the lock: a link that is good stays good
+        if link is not None and self._clock() < link.good_until:
+            return link, False
         with self._locked(deadline):
             link = self._link
             if link is not None and self._clock() < link.good_until:

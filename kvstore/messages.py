@@ -1,5 +1,7 @@
 """Between our values and the protobuf messages that carry them."""
 
+from google.protobuf.message import DecodeError
+
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
@@ -34,6 +36,14 @@ def namespace_value(message: pb.Namespace) -> Namespace:
     return Namespace(layout=layout_value(message.layout), **scalars)
 
 
+def parse_namespace(data: bytes) -> Namespace:
+    """A serialised Namespace message. Raises InvalidRequest if it is none, or a wrong one."""
+    try:
+        return namespace_value(pb.Namespace.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("namespace: not a Namespace message") from error
+
+
 def layout_message(layout: PageLayout) -> pb.PageLayout:
     groups = [
         pb.LayerGroup(
@@ -60,3 +70,28 @@ def layout_value(message: pb.PageLayout) -> PageLayout:
         for group in message.groups
     )
     return PageLayout(message.page_tokens, groups)
+
+
+def lookup_reply(present: list[bool]) -> pb.LookupReply:
+    """The answer to a lookup: presence per key.
+
+    `present` is merged in its wire form, a byte per key: protobuf's own assignment takes 0.2 µs for
+    each bool, for 64 keys as much as all the rest that a node does for a lookup.
+    """
+    prefix_pages = present.index(False) if False in present else len(present)
+    reply = pb.LookupReply(prefix_pages=prefix_pages)
+    reply.MergeFromString(_PRESENT_TAG + _varint(len(present)) + bytes(present))
+    return reply
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+# Wire type 2: length-delimited, as packed repeated fields are.
+_PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].number << 3 | 2)

@@ -6,10 +6,13 @@ could outlive the process; another process on this host maps it through its desc
 
 import mmap
 import os
+import sys
 
 from kvstore.errors import ConfigError
 
 _POPULATE_STEP_NBYTES = 64 << 20
+# Version 2 and version 1. Beyond this limit the kernel kills the node at its start, without a word.
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap names it only from Python 3.14 on
 
 
@@ -52,7 +55,20 @@ class Arena:
 
 
 def available_nbytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
+    """Memory that can be had without swapping: the kernel's estimate, and the container's limit."""
+    return min(_host_nbytes(), *(_limit_nbytes(path) for path in _CGROUP_LIMITS))
+
+
+def _limit_nbytes(path: str) -> int:
+    try:
+        with open(path) as file:
+            text = file.read().strip()
+    except OSError:
+        return sys.maxsize  # not in a container, or not this version of cgroups
+    return int(text) if text.isdigit() else sys.maxsize  # "max"
+
+
+def _host_nbytes() -> int:
     with open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

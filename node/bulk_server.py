@@ -54,10 +54,23 @@ class BulkServer:
                 log.warning("bulk: accept failed: %s", error)  # such as: too many open files
                 threading.Event().wait(0.1)
                 continue
-            connection = Connection(self, FrameSocket(sock), f"{peer[0]}:{peer[1]}")
+            try:
+                self._begin(sock, f"{peer[0]}:{peer[1]}")
+            except (OSError, RuntimeError) as error:  # it hung up already; no more threads can be had
+                log.warning("bulk: connection of %s could not be served: %s", peer[0], error)
+                sock.close()
+
+    def _begin(self, sock: socket.socket, peer: str) -> None:
+        connection = Connection(self, FrameSocket(sock), peer)
+        thread = threading.Thread(target=self._serve, args=(connection,), name=f"bulk-{peer}", daemon=True)
+        with self._changed:
+            self._connections.add(connection)
+        try:
+            thread.start()
+        except RuntimeError:
             with self._changed:
-                self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name=f"bulk-{peer[1]}", daemon=True).start()
+                self._connections.discard(connection)
+            raise
 
     def _serve(self, connection: "Connection") -> None:
         try:
@@ -174,10 +187,14 @@ class Connection:
             wanted = sum(slot.nbytes for slot in slots)
             if header or payload_nbytes != wanted:
                 raise ProtocolError(f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}")
+            moved = CHUNK_NBYTES
             for slot in slots:
                 for start in range(0, slot.nbytes, CHUNK_NBYTES):
-                    self.socket.arm(self._stall_s)
+                    if moved >= CHUNK_NBYTES:  # each 256 KiB has its time, small pages share it
+                        self.socket.arm(self._stall_s)
+                        moved = 0
                     self.socket.recv_into(slot[start : start + CHUNK_NBYTES])
+                    moved += min(CHUNK_NBYTES, slot.nbytes - start)
             op, commit = self._parse(*self._recv())
             if op != "commit":
                 raise ProtocolError(f"expected a commit after the page bytes, got {op}")

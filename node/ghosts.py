@@ -1,5 +1,7 @@
 """Why a page is not here any more: remembered for a while, so that a miss can be explained."""
 
+from collections.abc import Sequence
+
 # Pages remembered, in two generations of this many; about 80 bytes each, so 10 MB when full.
 GENERATION_COUNT_MAX = 65_536
 
@@ -13,12 +15,15 @@ class Ghosts:
         self._old: dict[int, str] = {}
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
-        """`reason`: 'evicted', 'removed' or 'corrupt'."""
+        """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
         if len(self._new) >= self._count_max:
             self._new, self._old = {}, self._new
-        self._new[hash((digest, prefix_hash))] = reason
+        self._new[hash(digest) ^ hash(prefix_hash)] = reason
 
-    def reason(self, digest: bytes, prefix_hash: bytes) -> str:
-        """'absent' for a page that was never here or left too long ago."""
-        key = hash((digest, prefix_hash))
-        return self._new.get(key) or self._old.get(key) or "absent"
+    def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many of these pages are gone for which reason; 'absent' for those that were never
+        here or left too long ago."""
+        new, old, salt = self._new.get, self._old.get, hash(digest)
+        keys = [salt ^ hash(prefix_hash) for prefix_hash in prefix_hashes]
+        found = [new(key) or old(key, "absent") for key in keys]
+        return {reason: found.count(reason) for reason in set(found)}

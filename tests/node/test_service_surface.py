@@ -86,7 +86,7 @@ def test_metrics_parse_and_tell_what_happened(node: Node, connect: Any, pages: A
     assert found["kvstore_put_bytes_total"][model] == 2 * PAGE
     for name in ("kvstore_sessions", "kvstore_private_bytes", "kvstore_ram_used_bytes", "kvstore_ram_pages"):
         assert found[name][()] > 0
-    for name in ("kvstore_ram_helds", "kvstore_ram_writings", "kvstore_ram_pinneds"):
+    for name in ("kvstore_ram_held_pages", "kvstore_ram_writing_pages", "kvstore_ram_pinned_pages"):
         assert found[name][()] == 0
 
 
