@@ -16,10 +16,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 EXAMPLES = """examples:
   kvstore-node                                     1 GiB of RAM on ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
-  kvstore-node --ram-nbytes 64GiB --host 10.0.0.5
-  KVSTORE_NODE_RAM_NBYTES=8GiB kvstore-node --log-level DEBUG
+  kvstore-node --ram-bytes 64GiB --host 10.0.0.5
+  KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level DEBUG
 
-Every flag can also be set by the environment: --ram-nbytes is KVSTORE_NODE_RAM_NBYTES.
+Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
 exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting is unusable
 """
 
@@ -37,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         limits = ", ".join(meta["choices"]) if meta["choices"] else f"{meta['low']}..{meta['high']}"
         limits = "" if limits == "None..None" else f"; {limits}"
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            "--" + field.name.replace("nbytes", "bytes").replace("_", "-"),
+            dest=field.name,
             metavar=field.name.rsplit("_", 1)[-1].upper(),
             help=f"{meta['help']} (default {field.default}{limits})".replace("%", "%%"),
         )
