@@ -131,7 +131,7 @@ class Client:
 
         `pages`: buffers of exactly `layout.page_nbytes` bytes each. Give the whole chain, head
         first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept,
-        and, for a durable put, Unavailable or DeadlineExceeded if the pages are visible but not safe.
+        and Exhausted for a durable put whose pages are visible but not safe.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = byte_views(pages, namespace.layout.page_nbytes)
@@ -154,7 +154,7 @@ class Client:
                 try:
                     verdicts = link.wire.put(request, views[part], _seeds(namespace, hashes), deadline)
                 except Exhausted:
-                    if not outcomes:
+                    if not outcomes or keep.durable:
                         raise
                     verdicts = [pb.FULL] * len(hashes)
                 outcomes.extend(PutOutcome(verdict) for verdict in verdicts)
@@ -333,7 +333,7 @@ class Client:
         return reply
 
     def recover(self, timeout_s: float | None = None) -> None:
-        """Lets the node try its failed disk again. Raises Unavailable if it still fails."""
+        """Lets the node try its failed disk again. Raises Exhausted if it still fails."""
         self._call("recover", pb.RecoverRequest(), None, timeout_s)
 
     # ---- one call ------------------------------------------------------------------------

@@ -78,6 +78,11 @@ class NodeConfig:
         if not self.disk_queue_nbytes:
             wanted = min(max(self.ram_nbytes // 4, self.extent_nbytes), self.ram_nbytes // 2)
             object.__setattr__(self, "disk_queue_nbytes", wanted)
+        if self.data_dir and not 0 < self.disk_queue_nbytes <= self.ram_nbytes:
+            raise ConfigError(
+                f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most ram_nbytes={self.ram_nbytes}: "
+                "queued pages are held in RAM"
+            )
         if not self.disk_extent_nbytes:
             extent = max(64 << 20, self.extent_nbytes)
             object.__setattr__(self, "disk_extent_nbytes", min(extent, _aligned(self.disk_nbytes)))

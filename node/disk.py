@@ -8,6 +8,7 @@ to another page, in the same batch. An error of the disk poisons the tier: nothi
 written any more, RAM serves on, and the node says why, until `recover` or a restart.
 """
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -15,19 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import checksum, key_seed
-from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
-from kvstore.messages import parse_namespace
 from node.below import BelowInfo
-from node.counters import DiskCounters
+from node.disk_index import DiskIndex
 from node.disk_writer import DiskWriter
 from node.extent_files import ExtentFiles
-from node.numbers import NumberedSpaces
 from node.page import Page, State
 from node.records import Records
 from node.rows import PageRow, Rows, page_key, parse_page_row
 
 log = logging.getLogger(__name__)
+
+FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
 
 
 class DiskTier:
@@ -46,55 +46,27 @@ class DiskTier:
         self.rows = rows
         self.files = files
         self.records = records
-        self.counters = DiskCounters()
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._spaces = NumberedSpaces()
-        self._gone: list[bytes] = []  # row keys to delete with the next batch
+        self._index = DiskIndex(records)
+        self.counters = self._index.counters
         self.writer = DiskWriter(self, queue_nbytes_max)
 
-    # ---- start ---------------------------------------------------------------------------
-
     def restore(self, open_namespace: Callable[[Namespace, bytes], object]) -> None:
-        """Records and namespaces from the rows; page bytes are not read. Rows that can not be are
-        deleted: their space is free."""
+        """Takes in the rows of an earlier run; page bytes are not read. Raises OSError."""
         for number, message in self.rows.namespaces():
-            self._restore_namespace(number, message, open_namespace)
+            problem = self._index.restore_namespace(number, message, open_namespace)
+            if problem:
+                log.error("%s", problem)
         now_s = self._clock_s()
-        for key, value_bytes in self.rows.pages():
-            row = parse_page_row(key, value_bytes)
-            if row is not None and self._restore_page(row, now_s):
-                continue
-            self._gone.append(key)
-            self.counters.rows_damaged += row is None
+        for key, value in self.rows.pages():
+            self._index.restore_page(key, value, now_s)
         self.records.restored()
         self._restored = True
-
-    def _restore_page(self, row: PageRow, now_s: int) -> bool:
-        """False: unknown namespace, time to live over, impossible slot."""
-        if row.namespace not in self._spaces.values or 0 < row.expiry_s <= now_s or not self.records.restore(row):
-            return False
-        self._spaces.counts[row.namespace] += 1
-        return True
-
-    def _restore_namespace(
-        self, number: int, message: bytes, open_namespace: Callable[[Namespace, bytes], object]
-    ) -> None:
-        try:
-            value = parse_namespace(message)
-        except InvalidRequest as error:
-            self.counters.rows_damaged += 1
-            log.error("the row of namespace %d is damaged, its pages are dropped: %s", number, error)
-            return
-        self._spaces.restore(value, number)
-        try:
-            open_namespace(value, value.digest)
-        except KVStoreError as error:  # its pages are larger than this node's extents, or there are too many
-            log.warning("namespace %s is on disk but can not be opened: %s", value.digest.hex(), error)
 
     # ---- find ----------------------------------------------------------------------------
 
@@ -103,15 +75,7 @@ class DiskTier:
             return [self._find(digest, prefix_hash) > 0 for prefix_hash in prefix_hashes]
 
     def _find(self, digest: bytes, prefix_hash: bytes) -> int:
-        return 0 if self.poisoned else self._find_poisoned(digest, prefix_hash)
-
-    def _find_poisoned(self, digest: bytes, prefix_hash: bytes) -> int:
-        """The record, even if the tier is poisoned and nobody may read it."""
-        record = self.records.find(self._spaces.known(digest), prefix_hash)
-        if record and 0 < self.records.expiry_s(record) <= self._clock_s():
-            self._forget(record)
-            return 0
-        return record
+        return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
         """Tail first, as the RAM tier does."""
@@ -125,20 +89,11 @@ class DiskTier:
     def info(self, digest: bytes, prefix_hash: bytes) -> BelowInfo | None:
         with self._lock:
             record = self._find(digest, prefix_hash)
-            if not record:
-                return None
-            records, now_s = self.records, self._clock_s()
-            expiry_s = records.expiry_s(record)
-            return BelowInfo(
-                records.checksum(record),
-                now_s - records.used_s(record),
-                max(0, records.pinned_until_s(record) - now_s),
-                expiry_s - now_s if expiry_s else 0,
-            )
+            return self._index.info(record, self._clock_s()) if record else None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
         """Prefix hashes in order, from the rows. A row whose page was forgotten meanwhile is left out."""
-        number = self._spaces.known(digest)
+        number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
         first = max(key_prefix, after)[:8]
@@ -165,7 +120,7 @@ class DiskTier:
             return record
 
     def end_read(self, record: int) -> None:
-        """Gives a record back that was not read."""
+        """Gives a record back that `begin_read` or `borrow` gave."""
         with self._lock:
             self.records.end_use(record)
 
@@ -173,20 +128,28 @@ class DiskTier:
         """Reads a record into the page's slot and ends the use of the record. False: not readable or
         not what was written; then the page is a miss, and gone."""
         index = page.namespace
-        slot = self._view(page.offset, index.slot_nbytes)
-        with self._lock:
-            offset, expected = self.records.offset(record), self.records.checksum(record)
-            expiry_s = self.records.expiry_s(record)
-        intact = self._read_intact(offset, slot, index.page_nbytes, expected, index.seed(page.prefix_hash))
-        with self._lock:
-            if intact:
-                page.checksum, page.expiry_s = expected, expiry_s
-                self.counters.pages_read += 1
-                self.counters.nbytes_read += index.page_nbytes
-            elif not self.poisoned:
-                self._quarantine(record, index.digest, page.prefix_hash)
-            self.records.end_use(record)
-        return intact
+        with self._used(record):
+            slot = self._view(page.offset, index.slot_nbytes)
+            with self._lock:
+                offset, expected = self.records.offset(record), self.records.checksum(record)
+                expiry_s = self.records.expiry_s(record)
+            intact = self._read_intact(offset, slot, index.page_nbytes, expected, index.seed(page.prefix_hash))
+            with self._lock:
+                if intact:
+                    page.checksum, page.expiry_s = expected, expiry_s
+                    self.counters.pages_read += 1
+                    self.counters.nbytes_read += index.page_nbytes
+                elif not self.poisoned:
+                    self._quarantine(record, index.digest, page.prefix_hash)
+            return intact
+
+    @contextlib.contextmanager
+    def _used(self, record: int) -> Iterator[None]:
+        """Ends the use of a record, whatever happens."""
+        try:
+            yield
+        finally:
+            self.end_read(record)
 
     def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
         try:
@@ -200,35 +163,29 @@ class DiskTier:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
         self.counters.pages_corrupt += 1
         log.error("page %s of namespace %s is damaged on disk; dropped", prefix_hash.hex(), digest.hex())
-        if self.records.find(self._spaces.known(digest), prefix_hash) == record:
-            self._forget(record)
+        if self._index.find(digest, prefix_hash, self._clock_s()) == record:
+            self._index.forget(record)
 
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """True for each that was there. The rows go with the writer's next batch. A poisoned tier forgets
         too, or the pages would be back when it recovers."""
+        now_s = self._clock_s()
         with self._lock:
-            records = [self._find_poisoned(digest, prefix_hash) for prefix_hash in prefix_hashes]
+            records = [self._index.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
             for record in records:
                 if record:
-                    self._forget(record)
+                    self._index.forget(record)
             return [record > 0 for record in records]
 
-    def _forget(self, record: int) -> None:
-        number, start = self.records.key(record)
-        self._gone.append(page_key(number, start.to_bytes(8, "big")))
-        self._spaces.counts[number] -= 1
-        self.records.remove(record)
-
     def remove_namespace(self, digest: bytes) -> int:
-        """Forgets every page of a namespace; how many."""
-        with self._lock:
-            number = self._spaces.known(digest)
-            records = [record for record in self.records.records() if self.records.key(record)[0] == number]
-            for record in records:
-                self._forget(record)
-            return len(records)
+        """Forgets every page of a namespace; how many. Not in one go: others are served meanwhile."""
+        removed = 0
+        for first in range(1, self.records.number_end, FORGET_RECORDS):
+            with self._lock:
+                removed += self._index.forget_some(digest, range(first, first + FORGET_RECORDS))
+        return removed
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
         """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned."""
@@ -256,85 +213,52 @@ class DiskTier:
         now_s = self._clock_s()
         reserved: list[tuple[Page, int]] = []
         with self._lock:
-            self._spaces.drop_empty()
+            self._index.spaces.drop_empty()
         try:
             # One may have been offered twice, and of hashes that start alike only one can be on disk.
             visible = {(p.namespace.digest, p.prefix_hash[:8]): p for p in pages if p.state is State.VISIBLE}
             for page in visible.values():
                 with self._lock:
-                    record = self._reserve(page, now_s)
+                    record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
             slots = [(self.records.offset(r), self._view(p.offset, p.namespace.slot_nbytes)) for p, r in reserved]
             self.files.write_all(slots)
-            with self._lock:
-                namespaces = self._spaces.take_new()
-                gone, self._gone = self._gone, []
-                rows = [self._row(page, record, now_s) for page, record in reserved]
-            try:
-                self.rows.write(namespaces, rows, gone)
-            except BaseException:
-                with self._lock:
-                    self._spaces.new.update(namespaces)
-                    # They may have reached the log all the same, and must not outlive their slots.
-                    self._gone = gone + [row.key for row in rows] + self._gone
-                raise
+            self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
                 for _, record in reserved:
                     self.records.cancel(record)
             raise
         with self._lock:
-            self._publish(reserved, now_s)
+            self._index.publish(reserved, now_s)
 
-    def _publish(self, reserved: list[tuple[Page, int]], now_s: int) -> None:
-        """The rows are written: the pages can be found, but for those that were removed meanwhile."""
-        removed = []
-        for page, record in reserved:
-            if page.state is State.VISIBLE:
-                self.records.publish(record, page.checksum, now_s, page.expiry_s)
-                self._spaces.counts[self.records.key(record)[0]] += 1
-                self.counters.pages_written += 1
-                self.counters.nbytes_written += page.namespace.page_nbytes
-            else:
-                removed.append(self.records.key(record))
-                self.records.cancel(record)
-        for number, start in removed:
-            prefix = start.to_bytes(8, "big")
-            if not self.records.find(number, prefix):  # else the key was stored anew in this batch
-                self._gone.append(page_key(number, prefix))
-
-    def _reserve(self, page: Page, now_s: int) -> int:
-        """A slot for the page, evicting what must go; 0 if the page is on disk or nothing may go."""
-        number = self._spaces.number(page.namespace.value)
-        if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
-            return 0
-        size = page.namespace.slot_nbytes
-        record = self.records.reserve(number, page.prefix_hash, size)
-        while not record:
-            victims = self.records.victims(size, now_s)
-            if not victims:
-                self.counters.pages_refused += 1
-                return 0
-            for victim in victims:
-                self._forget(victim)
-                self.counters.pages_evicted += 1
-            record = self.records.reserve(number, page.prefix_hash, size)
-        return record
-
-    def _row(self, page: Page, record: int, now_s: int) -> PageRow:
-        number = self._spaces.known(page.namespace.digest)
-        size, offset = page.namespace.slot_nbytes, self.records.offset(record)
-        return PageRow(number, page.prefix_hash, offset, size, now_s, now_s, page.expiry_s, page.checksum)
+    def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> None:
+        with self._lock:
+            batch = self._index.take_batch(reserved, now_s)
+        try:
+            self.rows.write(batch.namespaces, batch.pages, batch.gone)
+        except BaseException:
+            with self._lock:
+                self._index.give_back(batch)
+            raise
 
     @property
-    def has_gone(self) -> bool:
-        return bool(self._gone)
+    def gone_count(self) -> int:
+        """Rows that wait for their deletion."""
+        return len(self._index.gone)
+
+    @property
+    def unsynced_count(self) -> int:
+        """Pages that were stored since the last `sync`."""
+        return len(self._index.unsynced)
 
     def sync(self) -> None:
-        """All that `store` did survives power loss when this returns: bytes first, then rows."""
+        """All that `store` did survives power loss when this returns: bytes first, then rows. Raises
+        OSError; then nobody knows what of it is on the medium."""
         self.files.sync()
         self.rows.sync()
+        self._index.unsynced = set()
 
     # ---- trouble -------------------------------------------------------------------------
 
@@ -351,10 +275,12 @@ class DiskTier:
         if not self._restored:  # a page might be put where one lies that is not known
             raise OSError("the rows could not be read at the start; restart the node")
         self.files.trial()
+        with self._lock:
+            forgotten = self._index.forget_unsynced() if self.poisoned else 0
         self.sync()
         with self._lock:
             self.poisoned = ""
-        log.warning("disk tier works again")
+        log.warning("disk tier works again; %d pages that may not have reached the disk were forgotten", forgotten)
         self.on_health(True)
 
     # ---- verify --------------------------------------------------------------------------
@@ -371,25 +297,21 @@ class DiskTier:
     def verify(self, row: PageRow, record: int) -> bool:
         """Reads a page and compares it with its record's checksum; drops it if it is damaged. Ends the
         use of the record."""
-        with self._lock:
-            value, expected = self._spaces.values[row.namespace], self.records.checksum(record)
-        good = True
-        try:
-            with mmap.mmap(-1, row.slot_nbytes) as memory, memoryview(memory) as slot:
-                seed = key_seed(value.digest, row.prefix_hash)
-                good = self._read_intact(row.offset, slot, value.layout.page_nbytes, expected, seed)
-        finally:
+        with self._used(record), mmap.mmap(-1, row.slot_nbytes) as memory, memoryview(memory) as slot:
+            with self._lock:
+                value, expected = self._index.spaces.values[row.namespace], self.records.checksum(record)
+            seed = key_seed(value.digest, row.prefix_hash)
+            good = self._read_intact(row.offset, slot, value.layout.page_nbytes, expected, seed)
             with self._lock:
                 self.counters.pages_scrubbed += 1
                 if not good and not self.poisoned:
                     self._quarantine(record, value.digest, row.prefix_hash)
-                self.records.end_use(record)
-        return good
+            return good
 
     # ---- tell ----------------------------------------------------------------------------
 
     def page_count(self, digest: bytes) -> int:
-        return self._spaces.counts[self._spaces.known(digest)]
+        return self._index.spaces.counts[self._index.spaces.known(digest)]
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
@@ -397,5 +319,6 @@ class DiskTier:
             return self.records.check()
 
     def close(self) -> None:
+        """Raises OSError if the rows can not be closed; the files are closed all the same."""
         self.files.close()
         self.rows.close()

@@ -31,7 +31,17 @@ log = logging.getLogger(__name__)
 BATCH_PAGES_MAX = 256  # rows that appear together
 BATCH_NBYTES_MAX = 64 << 20  # page bytes that are held until then
 LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
-IDLE_S = 0.2  # how long rows of forgotten pages may wait for a batch to go with
+IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
+SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
+
+
+class _Barrier:
+    """A place in the queue: `done` when the thread has passed it, `safe` if all before it is on the
+    medium. It carries its own result: the tier may fail, or recover, before the waiter looks."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.safe = False
 
 
 class DiskWriter:
@@ -42,7 +52,7 @@ class DiskWriter:
         self._later: deque[tuple[int, Page]] = deque()  # (RAM's placed_nbytes when it is due, page)
         self._queue_nbytes_max = queue_nbytes_max
         self._changed = threading.Condition()
-        self._queue: deque[Page | threading.Event] = deque()
+        self._queue: deque[Page | _Barrier] = deque()
         self.queue_nbytes = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
@@ -57,7 +67,7 @@ class DiskWriter:
         """How many of the pages, from the first on, were taken into the queue; it may come back for
         the others later, unless they are `urgent`. Never waits."""
         if self._disk.poisoned or self._stopping:
-            self._disk.counters.pages_refused += len(pages)
+            self._disk.counters.pages_refused += 0 if urgent else len(pages)
             return 0
         taken = 0
         with self._changed:
@@ -69,27 +79,29 @@ class DiskWriter:
                 return 0
             for page in pages:
                 nbytes = page.namespace.slot_nbytes
-                if self.queue_nbytes + nbytes > self._queue_nbytes_max:
-                    break
+                if self.queue_nbytes and self.queue_nbytes + nbytes > self._queue_nbytes_max:
+                    break  # one page is always taken, or a large one would never be
                 self._queue.append(page)
                 self.queue_nbytes += nbytes
                 taken += 1
             self._changed.notify_all()
-        self._disk.counters.pages_refused += len(pages) - taken
+        self._disk.counters.pages_refused += 0 if urgent else len(pages) - taken
         return taken
 
     def wait_room(self, nbytes: int, timeout_s: float) -> bool:
         """Until the queue has room for so many bytes."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.queue_nbytes + nbytes <= self._queue_nbytes_max, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self.queue_nbytes or self.queue_nbytes + nbytes <= self._queue_nbytes_max, timeout_s
+            )
 
     def flush(self, timeout_s: float) -> bool:
         """Until everything offered before is on the medium; False if it took longer or failed."""
-        passed = threading.Event()
+        barrier = _Barrier()
         with self._changed:
-            self._queue.append(passed)
+            self._queue.append(barrier)
             self._changed.notify_all()
-        return passed.wait(timeout_s) and not self._disk.poisoned
+        return barrier.done.wait(timeout_s) and barrier.safe
 
     def stop(self, timeout_s: float) -> bool:
         """Writes and syncs what is queued, then ends the thread."""
@@ -106,10 +118,7 @@ class DiskWriter:
             if not pages and barrier is None and self._stopping:
                 return
             try:
-                if not self._disk.poisoned and (pages or self._disk.has_gone or barrier):
-                    self._disk.store(pages)
-                    if barrier:
-                        self._disk.sync()
+                self._store(pages, barrier)
             except OSError as error:
                 self._disk.counters.pages_refused += len(pages)
                 self._disk.poison(f"writing failed: {error}")
@@ -119,7 +128,19 @@ class DiskWriter:
             finally:
                 self._done(pages, barrier)
 
-    def _next(self) -> tuple[list[Page], threading.Event | None]:
+    def _store(self, pages: list[Page], barrier: _Barrier | None) -> None:
+        disk = self._disk
+        if disk.poisoned:
+            return
+        if pages or disk.gone_count:
+            disk.store(pages)
+        idle = not pages and disk.unsynced_count
+        if barrier or idle or disk.unsynced_count >= SYNC_PAGES:
+            disk.sync()
+        if barrier:
+            barrier.safe = True
+
+    def _next(self) -> tuple[list[Page], _Barrier | None]:
         """The next pages, up to a barrier; nothing after IDLE_S without work."""
         pages = self._due()
         if pages:
@@ -129,7 +150,7 @@ class DiskWriter:
             self._changed.wait_for(lambda: self._queue or self._stopping or self._is_due(), IDLE_S)
             while self._queue and len(pages) < BATCH_PAGES_MAX and nbytes < BATCH_NBYTES_MAX:
                 item = self._queue.popleft()
-                if isinstance(item, threading.Event):
+                if isinstance(item, _Barrier):
                     return pages, item
                 pages.append(item)
                 nbytes += item.namespace.slot_nbytes
@@ -153,10 +174,10 @@ class DiskWriter:
     def _is_due(self) -> bool:
         return bool(self._later) and self._later[0][0] <= self._tier.eviction.placed_nbytes
 
-    def _done(self, pages: list[Page], barrier: threading.Event | None) -> None:
+    def _done(self, pages: list[Page], barrier: _Barrier | None) -> None:
         self._tier.release(pages)
         with self._changed:
             self.queue_nbytes -= sum(page.namespace.slot_nbytes for page in pages)
             self._changed.notify_all()
         if barrier:
-            barrier.set()
+            barrier.done.set()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable, UnknownNamespace
+from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from node.disk import DiskTier
 from node.inventory import Inventory, PageInfo
 from node.ram import RamTier
@@ -14,7 +14,10 @@ ROUNDS_MAX = 4
 
 
 class Durability:
-    """What a node with a data directory promises beyond RAM. Thread-safe."""
+    """What a node with a data directory promises beyond RAM. Thread-safe.
+
+    What can not be made safe is Exhausted, not Unavailable: the node answers, and RAM serves on.
+    """
 
     def __init__(self, tier: RamTier, disk: DiskTier | None, flush_s: float) -> None:
         self._tier = tier
@@ -30,7 +33,7 @@ class Durability:
 
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
         """Returns when these pages, as far as they are stored now, survive power loss. Raises
-        Unavailable, DeadlineExceeded, or Exhausted if the disk has no space for them."""
+        Exhausted if the disk has no space for them, is stopped or too slow."""
         end = time.monotonic() + self._flush_s
         stored = [info.prefix_hash for info in self._inventory.stat(digest, prefix_hashes) if info.present]
         self._barrier(end)  # what is queued already need not be offered again
@@ -64,22 +67,20 @@ class Durability:
             return []
 
     def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
-        refused_before = self.disk.counters.pages_refused
         try:
             while self._tier.offer(digest, prefix_hashes):
                 self._check(end)
                 self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, 1.0)
-                self.disk.counters.pages_refused = refused_before  # asked again: not refused for good
         except UnknownNamespace:
             return
 
     def _barrier(self, end: float) -> None:
         if not self.disk.writer.flush(max(0.0, end - time.monotonic())):
             self._check(end)
-            raise Unavailable("the disk tier stopped before the pages were safe; see NodeStatus")
+            raise Exhausted("the disk tier stopped before the pages were safe; see the node's status")
 
     def _check(self, end: float) -> None:
         if self.disk.poisoned:
-            raise Unavailable(f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}")
+            raise Exhausted(f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}")
         if time.monotonic() >= end:
-            raise DeadlineExceeded(f"pages are visible but were not durable after {self._flush_s:g} s (flush_s)")
+            raise Exhausted(f"pages are visible but were not durable after {self._flush_s:g} s (flush_s)")

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.checksum import CHECKSUM_NBYTES
-from node.slots import SLOT_ALIGN_NBYTES, Extent, SlotAllocator
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.slots import Extent, SlotAllocator
 
 if TYPE_CHECKING:
     from node.rows import PageRow
@@ -138,6 +139,7 @@ class Records:
     def restored(self) -> None:
         """Orders all that was restored by its last use, and makes it found. Until here nothing of a row
         is kept but in the arrays: a million small objects would leave the heap full of holes."""
+        self.slots.claimed()
         self._table = array("I", bytes(4 * _table_places(self.count)))
         self._mask = len(self._table) - 1
         by_size: dict[int, array[int]] = {}
@@ -226,6 +228,20 @@ class Records:
         if record in self._doomed:
             self._doomed.discard(record)
             self._release(record)
+
+    def is_published(self, record: int, namespace: int) -> bool:
+        """Whether a record number is a page of this namespace that can be found."""
+        if record >= len(self._namespace) or self._namespace[record] != namespace:
+            return False
+        place = self._home(record)
+        while (found := self._table[place]) and found != record:
+            place = (place + 1) & self._mask
+        return found == record
+
+    @property
+    def number_end(self) -> int:
+        """Record numbers are below this."""
+        return len(self._namespace)
 
     def busy(self, record: int) -> bool:
         return record in self._busy

@@ -107,7 +107,10 @@ class Node:
         disk.writer.stop(self.config.flush_s)
         for violation in disk.check():
             log.error("inconsistent at stop: %s", violation)
-        disk.close()
+        try:
+            disk.close()
+        except OSError as error:
+            log.error("the rows were not closed cleanly: %s", error)
         os.close(self._lock_fd)
 
     def check(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import kvstore
 from kvstore.checksum import CHECKSUM_NBYTES, checksum
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
-from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
@@ -238,14 +238,14 @@ class Service:
             result = scrub(self.durability.disk, request.cursor, request.nbytes_max or SCRUB_NBYTES)
         except OSError as error:
             self.durability.disk.poison(f"scrubbing failed: {error}")
-            raise Unavailable(f"the disk tier stopped: {error}") from error
+            raise Exhausted(f"the disk tier stopped: {error}") from error
         return pb.ScrubReply(**result._asdict())
 
     def _recover(self, request: pb.RecoverRequest) -> pb.RecoverReply:
         try:
             self.durability.disk.recover()
         except OSError as error:
-            raise Unavailable(f"the disk still fails: {error}") from error
+            raise Exhausted(f"the disk still fails, pages are served from RAM: {error}") from error
         return pb.RecoverReply()
 
 

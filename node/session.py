@@ -70,12 +70,19 @@ class Session:
         assert not self._held, "a session reads one batch at a time"
         pages = acquired.pages
         self._held = [page for page in pages if page is not None]
-        for page, record in reversed(acquired.loads):
-            intact = False
-            try:
-                intact = self._tier.below.read(record, page)
-            finally:
-                self._tier.loads.end(page, intact)
+        loads = acquired.loads
+        try:
+            while loads:
+                page, record = loads.pop()
+                intact = False
+                try:
+                    intact = self._tier.below.read(record, page)
+                finally:
+                    self._tier.loads.end(page, intact)
+        finally:  # if one broke, nobody may wait for the others
+            for page, record in loads:
+                self._tier.below.end_read(record)
+                self._tier.loads.end(page, intact=False)
         return [page if page is not None and self._ready(page) else None for page in pages]
 
     def _ready(self, page: Page) -> bool:

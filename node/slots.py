@@ -116,25 +116,34 @@ class SlotAllocator:
             partial[extent.number] = extent
 
     def claim(self, slot_nbytes: int, offset: int, owner: Any) -> bool:
-        """Takes the slot at `offset`, as a record of an earlier run says; False if that can not be."""
+        """Takes the slot at `offset`, as a record of an earlier run says; False if that can not be.
+        For a new allocator; `claimed` must follow the last of them."""
         number, within = divmod(offset, self.extent_nbytes)
-        if number >= len(self._extents) or within % slot_nbytes or within + slot_nbytes > self.extent_nbytes:
+        if slot_nbytes < SLOT_ALIGN_NBYTES or within % slot_nbytes or within + slot_nbytes > self.extent_nbytes:
+            return False
+        if number >= len(self._extents):
             return False
         extent = self._extents[number]
         if extent is None:
-            self._empty.remove(number)
             extent = Extent(number, slot_nbytes, self._owners(self.extent_nbytes // slot_nbytes))
             self._extents[number] = extent
-            self._partial.setdefault(slot_nbytes, {})[number] = extent
         slot = within // slot_nbytes
         if extent.slot_nbytes != slot_nbytes or extent.owners[slot]:
             return False
-        extent.free.remove(slot)
         extent.owners[slot] = owner
-        if not extent.free:
-            del self._partial[slot_nbytes][number]
-        self.used_nbytes += slot_nbytes
         return True
+
+    def claimed(self) -> None:
+        """Lists what all claims left free: once, because taking a slot out of a list takes its length."""
+        self._empty = [number for number in range(len(self._extents) - 1, -1, -1) if self._extents[number] is None]
+        for extent in self.extents():
+            free = (slot for slot in range(len(extent.owners) - 1, -1, -1) if not extent.owners[slot])
+            extent.free = array("I", free)
+            self.used_nbytes += extent.used_count * extent.slot_nbytes
+            if extent.free:
+                self._partial.setdefault(extent.slot_nbytes, {})[extent.number] = extent
+            else:
+                self._partial.setdefault(extent.slot_nbytes, {})
 
     def extent_of(self, offset: int) -> Extent:
         extent = self._extents[offset // self.extent_nbytes]

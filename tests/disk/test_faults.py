@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import Exhausted
 from kvstore.layout import ByteRange
 from node.server import Node
 
@@ -48,8 +48,8 @@ def test_a_write_that_moves_nothing_is_an_error_and_no_endless_loop(
     node = nodes.start()
     client = nodes.connect(node)
     monkeypatch.setattr(layer, "write", lambda fd, view, offset: 0)
-    with pytest.raises(Unavailable):
-        pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    with pytest.raises(Exhausted):
+        pages.put(client, pages.keys(1), durable=True)
     assert_degraded(client, "nothing was written")
 
 
@@ -85,8 +85,8 @@ def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
     layer.fail[operation] = code
-    with pytest.raises(Unavailable, match=r"visible but not durable|stopped"):
-        pages.put(nodes.connect(node), keys, durable=True)
+    with pytest.raises(Exhausted, match=r"visible but not durable|stopped"):
+        pages.put(client, keys, durable=True)
     assert_degraded(client, os.strerror(code))
     assert pages.get(client, keys) == [True] * 4, "visible in RAM"
     assert pages.put(client, pages.keys(*range(8))) == [EXISTS] * 4 + [STORED] * 4, "RAM serves on"
@@ -104,8 +104,8 @@ def test_recover_fails_while_the_disk_does(nodes: Any, layer: Any, pages: Any, o
     client = nodes.connect(node)
     node.disk.poison("broken by the test")
     layer.fail[operation] = errno.EIO
-    with pytest.raises(Unavailable, match="still fails"):
-        nodes.connect(node).recover()
+    with pytest.raises(Exhausted, match="still fails"):
+        client.recover()
     assert_degraded(client, "broken by the test")
     layer.heal()
     client.recover()
@@ -156,8 +156,8 @@ def test_rows_that_can_not_be_written_poison_the_tier_and_leave_no_slot(
 
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.rows, "write", fail)
-        with pytest.raises(Unavailable):
-            pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(1, 2), durable=True)
     assert_degraded(client, "no space")
     assert node.disk.records.slots.used_nbytes == 0
     client.recover()
@@ -180,8 +180,8 @@ def test_rows_that_reached_the_log_although_writing_them_failed_do_not_outlive_t
 
     lost, kept = pages.keys(*range(8)), pages.keys(*range(8, 16))
     monkeypatch.setattr(node.disk.rows, "write", fail_late)
-    with pytest.raises(Unavailable):
-        pages.put(nodes.connect(node), lost, durable=True)
+    with pytest.raises(Exhausted):
+        pages.put(client, lost, durable=True)
     monkeypatch.undo()
     client.remove(pages.namespace, lost)
     client.recover()
@@ -203,8 +203,8 @@ def test_rows_that_can_not_be_read_at_the_start_leave_a_ram_node_until_a_restart
         client = nodes.connect(node)
         assert_degraded(client, "the rows can not be read")
         assert pages.put(client, pages.keys(2)) == [STORED]
-        with pytest.raises(Unavailable, match="restart"):
-            nodes.connect(node).recover()
+        with pytest.raises(Exhausted, match="restart"):
+            client.recover()
     node = nodes.restart(node)
     assert pages.get(nodes.connect(node), pages.keys(1)) == [True]
 
@@ -306,7 +306,7 @@ def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(nodes: Any, lay
     pages.put(client, pages.keys(1, 2), durable=True)
     layer.fail["read"] = errno.EIO
     for _ in range(2):  # the second time it is poisoned already
-        with pytest.raises(Unavailable, match="reading failed"):
+        with pytest.raises(Exhausted, match="reading failed"):
             nodes.connect(node).scrub()
     assert_degraded(client, "reading failed")
     layer.heal()
@@ -337,8 +337,8 @@ def test_a_durable_put_to_a_disk_that_hangs_ends_by_the_flush_deadline(nodes: An
     node = nodes.start(flush_s=0.3)
     client = nodes.connect(node)
     layer.writing.clear()
-    with pytest.raises(DeadlineExceeded, match="not durable"):
-        pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    with pytest.raises(Exhausted, match="not durable"):
+        pages.put(client, pages.keys(1), durable=True)
     assert pages.get(client, pages.keys(1)) == [True]
     layer.writing.set()
     client.flush()
@@ -387,8 +387,8 @@ def test_a_writer_that_meets_an_unforeseen_error_leaks_nothing(
     assert node.disk is not None
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.rows, "write", fail)
-        with pytest.raises(Unavailable):
-            pages.put(nodes.connect(node), pages.keys(1), durable=True)
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(1), durable=True)
     assert_degraded(client, "unforeseen")
     assert node.disk.records.slots.used_nbytes == 0
     client.recover()
