@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BATCH_PAGES_MAX = 256  # rows that appear together
-BATCH_NBYTES_MAX = 64 << 20  # page bytes that are held until then
+BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
 LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is

@@ -9,7 +9,7 @@ SCRUB_STEP_NBYTES = 64 << 20  # read by the node in one request
 
 
 def flush(run: Invocation) -> int:
-    """Write all pages to disk. Returns when they survive power loss.
+    """Write all pages to disk. Returns when they survive power loss; exit 4 if the disk is full or fails.
 
     \b
     Examples:
@@ -69,5 +69,5 @@ def recover(run: Invocation) -> int:
     if run.as_json:
         emit({"recovered": True})
     else:
-        print("the disk tier is in use again")
+        print("the disk tier is in use again; kvstore flush puts on it what came while it was stopped")
     return ExitCode.OK
