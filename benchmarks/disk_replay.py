@@ -88,6 +88,8 @@ def main(argv: list[str]) -> None:
         report.rows.append(live(requests, f"RAM {RAM_PAGES:,} + disk {DISK_PAGES:,}", flags, tick))
         report.rows.append(live(requests, f"RAM {RAM_PAGES:,}", (), tick))
         report.rows.append(unbounded(requests))
+        if args.limit:  # the aim is of the whole trace
+            report.rows[0][f"aim {AIM}"] = None
         report.notes.append(f"data directory on {file_system(directory)}; requests one after the other")
     report.show(args.json)
 

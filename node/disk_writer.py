@@ -134,6 +134,8 @@ class DiskWriter:
             return
         if pages or disk.gone_count:
             disk.store(pages)
+        if barrier and disk.gone_count:  # removed while they were written: their rows are there
+            disk.store([])
         idle = not pages and disk.unsynced_count
         if barrier or idle or disk.unsynced_count >= SYNC_PAGES:
             disk.sync()

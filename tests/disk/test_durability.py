@@ -11,6 +11,7 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted
 from node.config import NodeConfig
+from node.rows import page_key
 
 STORED = PutOutcome.STORED
 
@@ -135,6 +136,35 @@ def test_other_namespaces_are_served_while_a_large_one_is_removed(
         assert removal.result(10.0) >= 20
     assert pages.on_disk(node, pages.keys(*range(20))) == [False] * 20
     assert other.on_disk(node, other.keys(*range(20))) == [True] * 20
+
+
+def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    first, second = pages.keys(1, 2)
+    layer.writing.clear()
+    pages.put(client, [first])
+    assert layer.waiting.acquire(timeout=10.0)
+    pages.put(client, [second])
+    write = layer.write
+
+    def write_and_remove(fd: int, view: memoryview, offset: int) -> int:
+        if bytes(view) == pages.content(second):
+            assert node.tier.remove(pages.digest, [second]) == [True]
+        return int(write(fd, view, offset))
+
+    monkeypatch.setattr(layer, "write", write_and_remove)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(client.flush)
+        end = time.monotonic() + 10.0
+        while len(node.disk.writer._queue) < 2:  # so that page and barrier are one batch
+            assert time.monotonic() < end
+            threading.Event().wait(0.005)
+        layer.writing.set()
+        assert flushed.result(10.0) == 1
+    assert [key for key, _ in node.disk.rows.pages()] == [page_key(1, first[:8])]
 
 
 def test_a_queue_larger_than_ram_is_refused(tmp_path: Any) -> None:

@@ -1,5 +1,6 @@
 """The row database: what a row says, and what a damaged, foreign or interrupted one does."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -138,10 +139,11 @@ def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path: Path) -> None:
     def open_dir(extent_nbytes: int) -> None:
-        disk, _ = open_data_dir(
+        disk, lock = open_data_dir(
             tmp_path, 1 << 22, extent_nbytes, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
         )
         disk.close()
+        os.close(lock)
 
     opened = Rows(tmp_path / "rows", EXTENT_NBYTES)
     opened.close()
@@ -154,7 +156,7 @@ def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path
 
 
 def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_path: Path) -> None:
-    disk, _ = open_data_dir(
+    disk, lock = open_data_dir(
         tmp_path, 1 << 22, EXTENT_NBYTES, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
     )
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "1MiB")
@@ -165,6 +167,7 @@ def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_p
     assert f"data_dir={tmp_path} is in use by another node" in second.stderr
     assert "Traceback" not in second.stderr
     disk.close()
+    os.close(lock)
 
 
 def test_a_data_dir_that_is_no_directory_is_refused(tmp_path: Path) -> None:
