@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from node.page import Page
+from node.page import Page, State
 
 if TYPE_CHECKING:
     from node.disk import DiskTier
@@ -32,6 +32,7 @@ BATCH_PAGES_MAX = 256  # rows that appear together
 BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
 LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
+LATER_PAGES = 1024  # may wait that RAM has evicted already
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
 
 
@@ -74,6 +75,7 @@ class DiskWriter:
             if pages and not urgent and not self._disk.has_room(pages[0].namespace.slot_nbytes):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
                 self._later.extend((due, page) for page in pages)
+                self._drop_evicted()
                 if self._is_due():
                     self._changed.notify_all()
                 return 0
@@ -172,6 +174,11 @@ class DiskWriter:
         with self._changed:
             self.queue_nbytes += sum(page.namespace.slot_nbytes for page in held)
         return held
+
+    def _drop_evicted(self) -> None:
+        """Keeps the list of who waits in proportion to RAM, even if the disk hangs and nobody's time comes."""
+        if len(self._later) > 2 * self._tier.visible_count + LATER_PAGES:
+            self._later = deque(entry for entry in self._later if entry[1].state is State.VISIBLE)
 
     def _is_due(self) -> bool:
         return bool(self._later) and self._later[0][0] <= self._tier.eviction.placed_nbytes

@@ -167,6 +167,23 @@ def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
     assert [key for key, _ in node.disk.rows.pages()] == [page_key(1, first[:8])]
 
 
+def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_grow(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk_writer.LATER_PAGES", 16)
+    node = nodes.start()
+    client = nodes.connect(node)
+    for start in range(0, 256, 64):
+        pages.put(client, pages.keys(*range(start, start + 64)), durable=True)
+    assert not node.disk.has_room(pages.nbytes)
+    layer.writing.clear()
+    for start in range(1000, 3000, 50):
+        pages.put(client, pages.keys(*range(start, start + 50)))
+    assert 0 < len(node.disk.writer._later) <= 2 * 128 + 16 + 50
+    layer.writing.set()
+    client.flush()
+
+
 def test_a_queue_larger_than_ram_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="disk_queue_nbytes"):
         NodeConfig(ram_nbytes=1 << 20, extent_nbytes=1 << 16, disk_queue_nbytes=2 << 20, data_dir=str(tmp_path))
