@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from disk_rivals import RocksPages
 from measure import Report, Samples, median, parser, progress, rounds
-from workplace import add_dir, file_system, workplace, written_nbytes
+from workplace import add_dir, direct_works, file_system, workplace, written_nbytes
 
 from kvstore.checksum import checksum
 from kvstore.keys import Namespace
@@ -155,14 +155,6 @@ class Tier:
         assert not self._tier.check()
         self._tier.close()
         os.close(self._lock_fd)
-
-
-def direct_works(directory: Path) -> bool:
-    try:
-        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
 
 
 # ---- turns -------------------------------------------------------------------------------

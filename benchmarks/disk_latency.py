@@ -1,6 +1,9 @@
 """Latency of a get from RAM while the disk tier writes at full rate, beside an idle node.
 
     idle             nobody else talks to the node with the disk
+    bare writes      another process writes as many bytes to the same file system with `O_DIRECT`, 1 MiB
+                     a call, and does nothing else: what the disk's traffic costs a get on this machine,
+                     whoever causes it
     disk writes      another process has put pages, the disk is full, so that they wait in RAM until they
                      are due; now it flushes the node: all of them are written, as fast as the disk can,
                      each in the place of an older one, and there are no puts
@@ -13,12 +16,15 @@ comes from the disk. Puts are batches of 1 MiB pages on a schedule; a batch that
 50 ms is not made up for. The conditions take turns.
 Aim: p99 while the disk writes at most 2 times that of the idle node.
 
+Where bare writes cost more than that, the ratio to them tells what is the node's own.
+
     python benchmarks/disk_latency.py [--dir DIR] [--rounds 10] [--put-gb-s 0.5] [--json]
 """
 
 import contextlib
 import functools
 import itertools
+import mmap
 import multiprocessing
 import os
 import random
@@ -27,10 +33,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from measure import Report, Samples, median, parser, percentile, progress, rounds, timed
-from workplace import add_dir, file_system, workplace
+from workplace import add_dir, direct_works, file_system, workplace
 
 from kvstore import Client, Namespace, client_config
 from kvstore.layout import opaque_layout
@@ -53,7 +60,7 @@ PRIMED_NBYTES = 18 << 26
 WITH_DISK = ("--ram-bytes", "2GiB", "--disk-queue-bytes", "2GiB", "--scrub-bytes-per-s", "0")
 DISK_NBYTES = 2 << 30  # full after the first turns
 RAM_ONLY_FLAGS = ("--ram-bytes", "1GiB")
-IDLE, WRITING, BOTH, RAM_ONLY = "idle", "disk writes", "puts and disk", "same puts, RAM"
+IDLE, BARE, WRITING, BOTH, RAM_ONLY = "idle", "bare writes", "disk writes", "puts and disk", "same puts, RAM"
 
 
 class Load(NamedTuple):
@@ -119,11 +126,27 @@ class Putter:
         return Load(0.0, (self._written() - before) / (time.perf_counter() - begun))
 
 
+def write_bare(pipe: Connection, path: str) -> None:
+    """Writes FLUSHED_NBYTES for each order, until it is told None; each is answered with a Load."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct_works(Path(path).parent) else 0), 0o600)
+    os.posix_fallocate(fd, 0, FLUSHED_NBYTES)
+    memory = mmap.mmap(-1, LOAD_PAGE_NBYTES)
+    memory[:] = os.urandom(LOAD_PAGE_NBYTES)
+    while pipe.recv() is not None:
+        pipe.send("ready")
+        begun = time.perf_counter()
+        for offset in range(0, FLUSHED_NBYTES, LOAD_PAGE_NBYTES):
+            assert os.pwritev(fd, [memory], offset) == LOAD_PAGE_NBYTES
+        os.fdatasync(fd)
+        pipe.send(Load(0.0, FLUSHED_NBYTES / (time.perf_counter() - begun)))
+    os.close(fd)
+
+
 @contextlib.contextmanager
-def loader() -> Iterator[Connection]:
+def process_of(work: Callable[..., None], *args: object) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=put_pages, args=(theirs,), daemon=True)
+    process = context.Process(target=work, args=(theirs, *args), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -182,6 +205,15 @@ def flushing(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
     return samples
 
 
+def beside(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
+    """A turn of gets while another process writes to the disk."""
+    pipe.send("write")
+    assert pipe.recv() == "ready"
+    samples = probe.turn(pipe.poll)
+    loads.append(pipe.recv())
+    return samples
+
+
 def loaded(probe: Probe, pipe: Connection, put_nbytes_per_s: float, loads: list[Load]) -> Samples:
     """A turn of gets while the loader puts to the same node."""
     pipe.send(Order(probe.address, PRIMED_NBYTES, put_nbytes_per_s))
@@ -196,7 +228,7 @@ def loaded(probe: Probe, pipe: Connection, put_nbytes_per_s: float, loads: list[
 def rows(samples: dict[str, Samples], loads: dict[str, list[Load]]) -> list[dict[str, Any]]:
     found = []
     for size in samples[IDLE]:
-        idle = percentile(samples[IDLE][size], 99)
+        idle, bare = (percentile(samples[name][size], 99) for name in (IDLE, BARE))
         for name, sizes in samples.items():
             p50, p99 = (percentile(sizes[size], percent) for percent in (50, 99))
             done = loads[name]
@@ -210,6 +242,7 @@ def rows(samples: dict[str, Samples], loads: dict[str, list[Load]]) -> list[dict
                     "p50 µs": round(p50 * 1e6),
                     "p99 µs": round(p99 * 1e6),
                     "p99 to idle": round(p99 / idle, 2),
+                    "p99 to bare": round(p99 / bare, 2),
                     f"aim {AIM:g}": ("met" if p99 <= AIM * idle else "missed") if name in (WRITING, BOTH) else None,
                 }
             )
@@ -224,16 +257,18 @@ def main(argv: list[str]) -> None:
     args = options.parse_args(argv)
     report = Report("Get of one page from RAM while the disk tier writes", "python benchmarks/disk_latency.py")
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(workplace(args.dir, DISK_NBYTES + (1 << 30)))
+        directory = stack.enter_context(workplace(args.dir, DISK_NBYTES + (2 << 30)))
         data = ("--data-dir", str(directory / "data"), "--disk-bytes", str(DISK_NBYTES))
         with_disk = stack.enter_context(NodeProcess(*NODE_FLAGS, *WITH_DISK, *data))
         ram_only = stack.enter_context(NodeProcess(*NODE_FLAGS, *RAM_ONLY_FLAGS))
-        pipe = stack.enter_context(loader())
+        pipe = stack.enter_context(process_of(put_pages))
+        bare = stack.enter_context(process_of(write_bare, str(directory / "bare")))
         probe, ram_probe = Probe(with_disk.address), Probe(ram_only.address)
         rate = args.put_gb_s * 1e9
-        loads: dict[str, list[Load]] = {name: [] for name in (IDLE, WRITING, BOTH, RAM_ONLY)}
+        loads: dict[str, list[Load]] = {name: [] for name in (IDLE, BARE, WRITING, BOTH, RAM_ONLY)}
         contenders = {
             IDLE: functools.partial(quiet, probe),
+            BARE: functools.partial(beside, probe, bare, loads[BARE]),
             WRITING: functools.partial(flushing, probe, pipe, loads[WRITING]),
             BOTH: functools.partial(loaded, probe, pipe, rate, loads[BOTH]),
             RAM_ONLY: functools.partial(loaded, ram_probe, pipe, rate, loads[RAM_ONLY]),

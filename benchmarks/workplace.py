@@ -41,6 +41,15 @@ def file_system(directory: Path) -> str:
     return kind
 
 
+def direct_works(directory: Path) -> bool:
+    """Whether the file system takes `O_DIRECT`."""
+    try:
+        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 def written_nbytes() -> int:
     """Bytes that this process sent to storage since it began, as the kernel counts them: direct writes,
     and pages of the page cache when they become dirty. The file system's journal is not in it."""
