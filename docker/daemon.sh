@@ -2,9 +2,9 @@
 # Finds a Docker for docker/test.sh, or starts one of its own. Sourced; needs `set -euo pipefail`,
 # `step`, `fail` and WORK, a folder of the caller's that it removes after daemon_stop.
 #
-#   daemon_find        sets DOCKER, COMPOSE, BUILD_FLAGS; exports DOCKER_HOST if the daemon is ours
-#   daemon_base IMAGE  makes IMAGE available, prints on stdout the name to build on
-#   daemon_stop        ends the daemon if it is ours
+#   daemon_find              sets DOCKER, COMPOSE, BUILD_FLAGS; exports DOCKER_HOST if the daemon is ours
+#   daemon_base IMAGE MADE   prints on stdout what to build on: IMAGE, or MADE if it had to make one
+#   daemon_stop              ends the daemon if it is ours
 #
 # Our own daemon keeps everything below WORK and changes nothing on the host: no iptables
 # rules, no forwarding, no docker0. Containers have the bridge of their compose project, which the
@@ -35,28 +35,24 @@ Start one, or run this as root on Debian: then it installs Docker and starts a d
 }
 
 # The image itself if it is here or a registry gives it. Otherwise Debian with its Python, which the
-# Dockerfile accepts as well: it stays in the daemon for the next run.
+# Dockerfile accepts as well.
 daemon_base() {
-    local image=$1 made=kvstore-test-base root
+    local image=$1 made=$2 root=$WORK/rootfs
     if "$DOCKER" image inspect "$image" >/dev/null 2>&1 || "$DOCKER" pull -q "$image" >/dev/null 2>&1; then
         echo "$image"
         return
     fi
-    if ! "$DOCKER" image inspect $made >/dev/null 2>&1; then
-        _can_install || fail "$image is not here and no registry gives it. Set BASE to an image that has
+    _can_install || fail "$image is not here and no registry gives it. Set BASE to an image that has
 Python >= 3.10 and pip, or run this as root on Debian: then it makes one with debootstrap."
-        _install
-        step "$image can not be had; making a base with debootstrap" >&2
-        root=$WORK/rootfs
-        debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip \
-            bookworm "$root" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$WORK/debootstrap.log" 2>&1 \
-            || fail "debootstrap: $(tail -n 5 "$WORK/debootstrap.log")"
-        tar -C "$root" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' \
-            --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' -c . \
-            | "$DOCKER" import - $made >/dev/null
-        rm -rf "$root"
-    fi
-    echo $made
+    _install
+    step "$image can not be had; making a base with debootstrap" >&2
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip \
+        bookworm "$root" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$WORK/debootstrap.log" 2>&1 \
+        || fail "debootstrap: $(tail -n 5 "$WORK/debootstrap.log")"
+    tar -C "$root" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' \
+        --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' -c . | "$DOCKER" import - "$made" >/dev/null
+    rm -rf "$root"
+    echo "$made"
 }
 
 daemon_stop() {

@@ -1,6 +1,6 @@
-# A storage node. Build from the repository's root; needs BuildKit (DOCKER_BUILDKIT=1 before Docker 23):
+# A storage node. Build from the repository's root; needs BuildKit, which Docker before 23 must be told:
 #
-#   docker build -f docker/node.Dockerfile -t kvstore-node .
+#   DOCKER_BUILDKIT=1 docker build -f docker/node.Dockerfile -t kvstore-node .
 #
 # Another base with Python >= 3.10 and pip:  --build-arg BASE=registry.example/python:3.11
 # A package index behind a private CA:       --secret id=ca,src=/path/to/bundle.crt
@@ -8,12 +8,14 @@
 # Run it with docker/compose.yaml, or by hand:
 #
 #   docker run -d --name kvstore-node --read-only --memory 3g --stop-timeout 30 \
-#       -p 127.0.0.1:7440-7442:7440-7442 -v kvstore-data:/data kvstore-node --ram-bytes 2GiB
+#       -p 127.0.0.1:7440-7442:7440-7442 -v kvstore-data:/data kvstore-node \
+#       --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB
+#
+# Without --data-dir it is a node with RAM only, and /data stays empty.
 #
 # Memory: pages live in an anonymous shared-memory file (memfd), all of it touched at the start. The
 # size of /dev/shm does not bound it, so --shm-size is not needed; the container's memory limit does.
-# Give it ram_nbytes + ram_nbytes/64 + 512 MiB (the arithmetic is in docker/compose.yaml), or the
-# kernel kills the node while it starts: exit status 137.
+# Give it ram_nbytes + ram_nbytes/64 + 512 MiB; the arithmetic is in docker/compose.yaml.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
@@ -43,8 +45,9 @@ WORKDIR /data
 VOLUME /data
 # gRPC, bulk TCP, Prometheus metrics
 EXPOSE 7440 7441 7442
-# The start period is what touching a large RAM tier may take (about 1 s per 2 GiB).
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+# The start period is what touching a large RAM tier may take: 1 s per 2 GiB, and 20 times that where
+# a hypervisor finds the memory only then. It delays nothing: the first check that succeeds ends it.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
     CMD ["/opt/kvstore/bin/python", "/opt/kvstore/health.py"]
 # Exec form: the node is process 1 and gets SIGTERM itself, which drains it.
 ENTRYPOINT ["/opt/kvstore/bin/kvstore-node"]
