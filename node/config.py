@@ -9,6 +9,7 @@ from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
 
 GIB = 1 << 30
+DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB
 EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little
 
 
@@ -35,7 +36,8 @@ class NodeConfig:
     disk_nbytes: int = setting(16 * GIB, "disk for pages", 1 << 20, 1 << 44)
     disk_extent_nbytes: int = setting(
         0,
-        "piece of disk that serves one page size, fixed for a data_dir; 0: the larger of 64MiB and extent_nbytes",
+        "piece of disk that serves one page size, fixed for a data_dir; 0: as data_dir has it, in a new one the "
+        "larger of 64MiB and extent_nbytes",
         0,
         1 << 40,
     )
@@ -83,17 +85,19 @@ class NodeConfig:
                 f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most ram_nbytes={self.ram_nbytes}: "
                 "queued pages are held in RAM"
             )
-        if not self.disk_extent_nbytes:
-            extent = max(64 << 20, self.extent_nbytes)
-            object.__setattr__(self, "disk_extent_nbytes", min(extent, _aligned(self.disk_nbytes)))
-        if self.data_dir and not self.extent_nbytes <= self.disk_extent_nbytes <= self.disk_nbytes:
+        if self.disk_extent_nbytes % SLOT_ALIGN_NBYTES:
+            raise ConfigError(f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}")
+        explicit = self.data_dir and self.disk_extent_nbytes
+        if explicit and not self.extent_nbytes <= self.disk_extent_nbytes <= self.disk_nbytes:
             raise ConfigError(
                 f"disk_extent_nbytes={self.disk_extent_nbytes} must hold the largest page "
                 f"(extent_nbytes={self.extent_nbytes}) and be at most disk_nbytes={self.disk_nbytes}"
             )
-        if self.disk_extent_nbytes % SLOT_ALIGN_NBYTES:
-            raise ConfigError(f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}")
-        object.__setattr__(self, "disk_nbytes", self.disk_nbytes // self.disk_extent_nbytes * self.disk_extent_nbytes)
+
+    @property
+    def disk_extent_of_new_dir(self) -> int:
+        """A data directory that has extents already keeps their size, whatever the RAM has become."""
+        return self.disk_extent_nbytes or min(max(DISK_EXTENT_NBYTES, self.extent_nbytes), _aligned(self.disk_nbytes))
 
 
 def _aligned(nbytes: int) -> int:

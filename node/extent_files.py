@@ -139,18 +139,26 @@ class ExtentFiles:
         path = self._directory / f"{number:06d}"
         fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0))
         try:
-            if os.fstat(fd).st_size != self._extent_nbytes:
-                self._layer.allocate(fd, self._extent_nbytes)
-                os.fsync(fd)
-                directory = os.open(self._directory, os.O_RDONLY)
-                try:
-                    os.fsync(directory)
-                finally:
-                    os.close(directory)
+            had_nbytes = os.fstat(fd).st_size
+            if had_nbytes != self._extent_nbytes:
+                self._allocate(fd, had_nbytes)
         except OSError:
             self._layer.close(fd)
             raise
         return fd
+
+    def _allocate(self, fd: int, had_nbytes: int) -> None:
+        try:
+            self._layer.allocate(fd, self._extent_nbytes)
+        except OSError:
+            os.ftruncate(fd, had_nbytes)  # a full file system gets back what was found for half an extent
+            raise
+        os.fsync(fd)
+        directory = os.open(self._directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def drop_from(self, count: int) -> None:
         """Gives the files of extents from number `count` on back: an earlier run may have had more."""

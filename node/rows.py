@@ -64,10 +64,14 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
 
 
 class Rows:
-    """An open row database. Raises OSError where the disk fails."""
+    """An open row database. Raises OSError where the disk fails.
 
-    def __init__(self, directory: Path, extent_nbytes: int) -> None:
-        """Raises ConfigError if the rows were written in another format or for other extents."""
+    `extent_nbytes`: of the extents that the rows are about.
+    """
+
+    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False) -> None:
+        """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of another
+        size. Raises ConfigError if they are otherwise, or were written in another format."""
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_compression_type(DBCompressionType.none())
@@ -79,12 +83,14 @@ class Rows:
             ours = f"{FORMAT_VERSION} {extent_nbytes}".encode()
             found = self._db.get(b"F")
             if found is None:
-                self._db[b"F"] = ours
-        if found not in (None, ours):
+                found = self._db[b"F"] = ours
+        version, _, nbytes = found.decode(errors="replace").partition(" ")
+        self.extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else extent_nbytes
+        if version != str(FORMAT_VERSION) or nbytes != str(self.extent_nbytes):
             self._db.close()
             raise ConfigError(
-                f"data_dir was written with format and extents {found.decode()!r}, this node wants {ours.decode()!r}; "
-                "use the same disk_extent_nbytes and version, or another directory"
+                f"data_dir was written with format and extents {found.decode(errors='replace')!r}, this node wants "
+                f"{ours.decode()!r}; use the same disk_extent_nbytes and version, or another directory"
             )
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:

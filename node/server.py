@@ -57,9 +57,10 @@ class Node:
         disk, self._lock_fd = open_data_dir(
             Path(config.data_dir),
             config.disk_nbytes,
-            config.disk_extent_nbytes,
+            config.disk_extent_of_new_dir,
             config.disk_queue_nbytes,
             self.arena.view,
+            keep_own_extents=not config.disk_extent_nbytes,
         )
         started = time.monotonic()
         try:

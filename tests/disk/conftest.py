@@ -151,8 +151,8 @@ class Nodes:
 def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Every node of the test uses `layer`; all are checked and stopped at its end."""
 
-    def with_layer(*args: Any) -> tuple[DiskTier, int]:
-        return open_data_dir(*args, layer=layer)
+    def with_layer(*args: Any, **settings: Any) -> tuple[DiskTier, int]:
+        return open_data_dir(*args, layer=layer, **settings)
 
     monkeypatch.setattr(node.server, "open_data_dir", with_layer)
     # How long the metrics server takes to notice that it shall stop: half a second of every test.

@@ -1,11 +1,13 @@
 """What is on disk after a node stopped, was interrupted or got other limits."""
 
+import errno
+import os
 from typing import Any
 
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.errors import InvalidRequest
+from kvstore.errors import ConfigError, Exhausted, InvalidRequest
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 
@@ -87,3 +89,58 @@ def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
         pages = make_pages("salted", salt=str(number))
         assert pages.get(client, pages.keys(1)) == [number <= 1], number
     assert max(number for number, _ in node.disk.rows.namespaces()) <= 5
+
+
+def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(nodes: Any, pages: Any) -> None:
+    """By default extents on disk follow those of RAM, but a directory that has some keeps their size."""
+    sizes = {"disk_extent_nbytes": 0, "disk_nbytes": 128 << 20}
+    node = nodes.start(**sizes)
+    keys = pages.keys(*range(8))
+    pages.put(nodes.connect(node), keys, durable=True)
+    extent_nbytes = node.disk.records.slots.extent_nbytes
+    assert extent_nbytes == 64 << 20
+    node = nodes.restart(node, **sizes, ram_nbytes=128 << 20, extent_nbytes=128 << 20)
+    assert node.disk.records.slots.extent_nbytes == extent_nbytes
+    assert pages.get(nodes.connect(node), keys) == [True] * 8
+
+
+def test_a_disk_smaller_than_an_extent_is_refused(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
+    pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    nodes.stop(node)
+    with pytest.raises(ConfigError, match="disk_nbytes=33554432 is less than one extent of 67108864"):
+        nodes.start(disk_extent_nbytes=0, disk_nbytes=32 << 20)
+    node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
+    assert pages.get(nodes.connect(node), pages.keys(1)) == [True]
+
+
+def test_more_extents_than_the_process_may_open_are_refused(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.data_dir.resource.getrlimit", lambda which: (256, 512))
+    with pytest.raises(ConfigError, match=r"32 extents on disk need 544 open files, 512 are allowed"):
+        nodes.start()
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr("node.data_dir.resource.getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr("node.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits))
+    nodes.start()
+    assert raised == [(544, 4096)]
+
+
+def test_an_extent_that_found_too_little_space_gives_it_back(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(fd: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, 0, nbytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    node = nodes.start()
+    client = nodes.connect(node)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "allocate", run_out)
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(1), durable=True)
+    assert [path.stat().st_blocks for path in (nodes.data_dir / "extents").iterdir()] == [0]
+    client.recover()
+    client.flush()
+    assert pages.on_disk(node, pages.keys(1)) == [True]
