@@ -72,7 +72,9 @@ class DiskTier:
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            return [self._find(digest, prefix_hash) > 0 for prefix_hash in prefix_hashes]
+            if self.poisoned:
+                return [False] * len(prefix_hashes)
+            return self._index.present(digest, prefix_hashes, self._clock_s())
 
     def _find(self, digest: bytes, prefix_hash: bytes) -> int:
         return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())

@@ -84,6 +84,19 @@ class DiskIndex:
             return 0
         return record
 
+    def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
+        number = self.spaces.known(digest)
+        if not number:
+            return [False] * len(prefix_hashes)
+        records, find, expiry_s = self.records, self.records.find, self.records.expiry_s
+        found = [find(number, prefix_hash) for prefix_hash in prefix_hashes]
+        for position, record in enumerate(found):
+            if record and 0 < expiry_s(record) <= now_s:
+                if records.is_published(record, number):  # the key may occur twice
+                    self.forget(record)
+                found[position] = 0
+        return [record > 0 for record in found]
+
     def info(self, record: int, now_s: int) -> BelowInfo:
         records, expiry_s = self.records, self.records.expiry_s(record)
         return BelowInfo(

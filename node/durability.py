@@ -8,8 +8,7 @@ from node.disk import DiskTier
 from node.inventory import Inventory, PageInfo
 from node.ram import RamTier
 
-UNSAVED_PAGES_MAX = 1 << 30  # of one flush
-OFFERED_PAGES = 1024  # pages offered under one lock
+LOCKED_PAGES = 64  # looked at or offered under one lock: gets must not wait for a flush
 ROUNDS_MAX = 4
 
 
@@ -43,7 +42,7 @@ class Durability:
         """The same for all pages that the node has now; those that are put meanwhile do not delay it."""
         end = time.monotonic() + self._flush_s
         self._barrier(end)
-        self._save(self._inventory.unsaved(UNSAVED_PAGES_MAX), end, lambda info: info.in_ram and not info.on_disk)
+        self._save(self._inventory.unsaved(LOCKED_PAGES), end, lambda info: info.in_ram and not info.on_disk)
 
     def _save(self, batches: list[tuple[bytes, list[bytes]]], end: float, is_left: Callable[[PageInfo], bool]) -> None:
         """Offers those of the pages that are left and waits for them, a few times: on a full disk a page
@@ -53,18 +52,22 @@ class Durability:
             if not batches:
                 return
             for digest, hashes in batches:
-                for start in range(0, len(hashes), OFFERED_PAGES):
-                    self._offer_all(digest, hashes[start : start + OFFERED_PAGES], end)
+                for start in range(0, len(hashes), LOCKED_PAGES):
+                    self._offer_all(digest, hashes[start : start + LOCKED_PAGES], end)
             self._barrier(end)
         count = sum(len(self._left(digest, hashes, is_left)) for digest, hashes in batches)
         if count:
             raise Exhausted(f"{count} pages are not on disk: it is full of pinned or newer pages, or they were removed")
 
     def _left(self, digest: bytes, prefix_hashes: list[bytes], is_left: Callable[[PageInfo], bool]) -> list[bytes]:
+        left: list[bytes] = []
         try:
-            return [info.prefix_hash for info in self._inventory.stat(digest, prefix_hashes) if is_left(info)]
+            for start in range(0, len(prefix_hashes), LOCKED_PAGES):
+                infos = self._inventory.stat(digest, prefix_hashes[start : start + LOCKED_PAGES])
+                left += [info.prefix_hash for info in infos if is_left(info)]
         except UnknownNamespace:  # its pages went meanwhile, and it made room for another
             return []
+        return left
 
     def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
         try:

@@ -90,20 +90,24 @@ class Inventory:
         rest_after = chosen[limit - 1] if len(chosen) > limit else b""
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
-    def unsaved(self, limit: int) -> list[tuple[bytes, list[bytes]]]:
-        """Up to about `limit` pages that are in RAM only: (namespace digest, prefix hashes)."""
-        found: list[tuple[bytes, list[bytes]]] = []
+    def unsaved(self, locked_pages: int) -> list[tuple[bytes, list[bytes]]]:
+        """Pages that are in RAM only: (namespace digest, prefix hashes). Looks at `locked_pages` under
+        one lock."""
         tier = self._tier
         with tier.lock:
-            for index in tier.namespaces.all():
-                hashes = [page.prefix_hash for page in index.pages.values() if page.state is State.VISIBLE]
-                below = tier.below.present(index.digest, hashes)
-                missing = [h for h, is_below in zip(hashes, below, strict=True) if not is_below]
-                if missing:
-                    found.append((index.digest, missing[:limit]))
-                    limit -= len(missing)
-                if limit <= 0:
-                    break
+            known = [(index, list(index.pages)) for index in tier.namespaces.all()]
+        found: list[tuple[bytes, list[bytes]]] = []
+        for index, hashes in known:
+            missing: list[bytes] = []
+            for start in range(0, len(hashes), locked_pages):
+                some = hashes[start : start + locked_pages]
+                with tier.lock:
+                    pages = map(index.pages.get, some)
+                    visible = [page.prefix_hash for page in pages if page is not None and page.state is State.VISIBLE]
+                    below = tier.below.present(index.digest, visible)
+                missing += [h for h, is_below in zip(visible, below, strict=True) if not is_below]
+            if missing:
+                found.append((index.digest, missing))
         return found
 
     def size_classes(self) -> list[tuple[int, int, int, int]]:

@@ -71,22 +71,29 @@ class RamTier:
             index = self.namespaces.find(digest)
             pages = list(map(index.pages.get, prefix_hashes))
             present = [page is not None and page.state is visible and not page.expiry_s for page in pages]
-            if not all(present):
-                self._look_closer(index, prefix_hashes, present)
-            absent = [h for h, here in zip(prefix_hashes, present, strict=True) if not here and h not in index.pages]
+            if False in present:
+                self._look_closer(index, prefix_hashes, pages, present)
             if touch:
                 self._touch_chain(pages)
                 self.below.touch(digest, prefix_hashes)
             else:
+                there = zip(prefix_hashes, present, pages, strict=True)
+                absent = [h for h, here, page in there if not here and page is None]
                 index.count_lookup(present, absent, self._ghosts)
             return present
 
-    def _look_closer(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], present: list[bool]) -> None:
+    def _look_closer(
+        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], pages: list[Page | None], present: list[bool]
+    ) -> None:
         """For those that are not simply visible: pages with a time to live, and the tier below."""
         missing = [i for i, here in enumerate(present) if not here]
         below = self.below.present(index.digest, [prefix_hashes[i] for i in missing])
         for i, is_below in zip(missing, below, strict=True):
-            present[i] = self.live(index, prefix_hashes[i]) is not None or is_below
+            if is_below:
+                present[i] = True
+            elif pages[i] is not None:
+                present[i] = self.live(index, prefix_hashes[i]) is not None
+                pages[i] = index.pages.get(prefix_hashes[i])
 
     def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None:
         """The page if it is visible and its time to live, if it has one, is not over. The caller has

@@ -77,11 +77,11 @@ class Records:
 
     def find(self, namespace: int, prefix_hash: bytes) -> int:
         """Number of the record, 0 if there is none."""
-        start = hash_start(prefix_hash)
-        table, mask, starts, namespaces = self._table, self._mask, self._start, self._namespace
+        start: int = _START.unpack_from(prefix_hash)[0]
+        table, mask = self._table, self._mask
         place = (start ^ namespace * _MIX) & mask
         while record := table[place]:
-            if starts[record] == start and namespaces[record] == namespace:
+            if self._start[record] == start and self._namespace[record] == namespace:
                 return record
             place = (place + 1) & mask
         return 0
