@@ -5,15 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test check format lint types proto bench clean
+CYCLES ?= 300
+
+.PHONY: help setup demo test test-crash docker-test check format lint types proto bench clean
 
 help:
-	@echo "make demo     KV of one process loaded by another through a real node (about a minute)"
-	@echo "make test     all tests: no GPU, engine or Docker needed"
-	@echo "make check    what CI runs: format, lint, types, tests"
-	@echo "make bench    all benchmarks; TRACE=path adds the hit-rate one (5 minutes; leave the machine idle, have redis-server installed)"
-	@echo "make proto    regenerate the protobuf stubs after a change in proto/"
-	@echo "make format   rewrite the sources in the project's format"
+	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
+	@echo "make test         all tests: no GPU, engine or Docker needed"
+	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
+	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
+	@echo "make check        what CI runs: format, lint, types, tests"
+	@echo "make bench        all benchmarks; TRACE=path adds the hit rates, DIR=path puts the data on another disk"
+	@echo "                  (13 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
+	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
+	@echo "make format       rewrite the sources in the project's format"
 
 setup: $(READY)
 
@@ -28,6 +33,12 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-crash: $(READY)
+	$(BIN)/python tests/disk/crash.py --cycles $(CYCLES) $(if $(DIR),--dir $(DIR))
+
+docker-test: $(READY)
+	KVSTORE=$(BIN)/kvstore docker/test.sh
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -53,7 +64,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/bulk.py
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/metadata.py
+	$(BIN)/python benchmarks/disk.py $(if $(DIR),--dir $(DIR))
+	$(BIN)/python benchmarks/disk_latency.py $(if $(DIR),--dir $(DIR))
+	$(BIN)/python benchmarks/restart.py $(if $(DIR),--dir $(DIR))
 	$(if $(TRACE),$(BIN)/python benchmarks/eviction.py $(TRACE))
+	$(if $(TRACE),$(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -40,7 +40,7 @@ TURN = 5
 WARMUPS = 2
 AIM = 0.85
 AIM_NBYTES_MIN = 1 << 20
-NODE_FLAGS = ("--ram-nbytes", "512MiB", "--extent-nbytes", "64MiB", "--log-level", "WARNING")
+NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
 Contender = Callable[[], Samples]
 
 

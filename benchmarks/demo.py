@@ -33,7 +33,7 @@ except ImportError:  # the cli extra: without it the table is plain text
     Console = Table = None  # type: ignore[assignment, misc]
 
 HERE = Path(__file__).resolve().parent
-NODE_FLAGS = ("--ram-nbytes", "1GiB", "--extent-nbytes", "64MiB")
+NODE_FLAGS = ("--ram-bytes", "1GiB", "--extent-bytes", "64MiB")
 
 
 def run_child(role: str, address: str, args: argparse.Namespace) -> dict[str, Any]:

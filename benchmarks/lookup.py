@@ -27,7 +27,7 @@ PAGE_NBYTES = 4096
 CALLS = 50  # of one turn
 WARMUPS = 3
 AIM = 2.0
-NODE_FLAGS = ("--ram-nbytes", "64MiB", "--log-level", "WARNING")
+NODE_FLAGS = ("--ram-bytes", "64MiB", "--log-level", "WARNING")
 
 
 class Subject:

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
         " ".join(["python benchmarks/metadata.py", *argv]),
     )
     ram_nbytes = -(-(max(args.pages, WARMUP_PAGES) * PAGE_NBYTES) // EXTENT_NBYTES) * EXTENT_NBYTES
-    flags = ("--ram-nbytes", str(ram_nbytes), "--extent-nbytes", str(EXTENT_NBYTES), "--log-level", "WARNING")
+    flags = ("--ram-bytes", str(ram_nbytes), "--extent-bytes", str(EXTENT_NBYTES), "--log-level", "WARNING")
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*flags))
         client = stack.enter_context(Client(client_config(address=node.address, timeout_s=60.0)))

@@ -1,6 +1,6 @@
 """kvstore: a distributed KV-cache store for LLM inference. This package is what clients need."""
 
-from kvstore.client import Client, LookupResult, PutOutcome
+from kvstore.client import Client, Keep, LookupResult, PutOutcome
 from kvstore.config import ClientConfig, client_config
 from kvstore.errors import (
     ConfigError,
@@ -27,6 +27,7 @@ __all__ = [
     "Exhausted",
     "InvalidRequest",
     "KVStoreError",
+    "Keep",
     "LayerGroup",
     "LayoutMismatch",
     "LookupResult",

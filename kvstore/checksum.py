@@ -26,3 +26,8 @@ def checksum(data: memoryview | bytes, seed: int) -> bytes:
 def running_checksum(seed: int) -> "xxhash.xxh3_128":
     """Object with `update(chunk)` and `digest()`; equals `checksum` of the chunks' concatenation."""
     return xxhash.xxh3_128(seed=seed)
+
+
+def row_checksum(data: bytes) -> bytes:
+    """8 bytes: xxh3_64 of a row in the disk tier's database."""
+    return xxhash.xxh3_64_digest(data)

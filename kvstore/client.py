@@ -50,6 +50,16 @@ class LookupResult:
     present: tuple[bool, ...]
 
 
+@dataclass(frozen=True)
+class Keep:
+    """How long and how well the pages of a put are kept. `ttl_s`: seconds after which new pages are
+    forgotten for certain, 0: whenever space runs out. `durable`: the put returns when they survive
+    `kill -9` and power loss; needs a node with a data directory."""
+
+    ttl_s: float = 0.0
+    durable: bool = False
+
+
 class VerifyResult(NamedTuple):
     """Pages whose copy at the node is good, was bad and is gone now, or is not there."""
 
@@ -110,12 +120,18 @@ class Client:
         return self._run(run, namespace, timeout_s)
 
     def put(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        pages: Sequence[Any],
+        keep: Keep = Keep(),
+        timeout_s: float | None = None,
     ) -> list[PutOutcome]:
         """Stores pages; one outcome per key. Pages that exist are touched, not sent.
 
         `pages`: buffers of exactly `layout.page_nbytes` bytes each. Give the whole chain, head
-        first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept.
+        first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept,
+        and Exhausted for a durable put whose pages are visible but not safe.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = byte_views(pages, namespace.layout.page_nbytes)
@@ -129,12 +145,16 @@ class Client:
                 if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
                     _lookup(link, namespace, prefix_hashes[: part.start], True, deadline)
                 request = pb.PutRequest(
-                    namespace=namespace.digest, prefix_hashes=hashes, page_nbytes=namespace.layout.page_nbytes
+                    namespace=namespace.digest,
+                    prefix_hashes=hashes,
+                    page_nbytes=namespace.layout.page_nbytes,
+                    ttl_ms=max(0, round(keep.ttl_s * 1000)),
+                    durable=keep.durable,
                 )
                 try:
                     verdicts = link.wire.put(request, views[part], _seeds(namespace, hashes), deadline)
                 except Exhausted:
-                    if not outcomes:
+                    if not outcomes or keep.durable:
                         raise
                     verdicts = [pb.FULL] * len(hashes)
                 outcomes.extend(PutOutcome(verdict) for verdict in verdicts)
@@ -293,6 +313,28 @@ class Client:
         """What the node says of itself: state, memory, namespaces, counters, limits."""
         reply: pb.NodeStatusReply = self._call("node_status", pb.NodeStatusRequest(), None, timeout_s)
         return reply
+
+    def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
+        """Forgets all pages of a namespace in every tier; how many entries went."""
+        request = pb.RemoveNamespaceRequest(namespace=namespace.digest)
+        removed: int = self._call("remove_namespace", request, namespace, timeout_s).removed
+        return removed
+
+    def flush(self, timeout_s: float | None = None) -> int:
+        """Returns when all visible pages survive power loss; the number of pages on disk."""
+        pages: int = self._call("flush", pb.FlushRequest(), None, timeout_s).pages_on_disk
+        return pages
+
+    def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
+        """Lets the node verify a stretch of its disk; go on with `next_cursor` until it is empty."""
+        reply: pb.ScrubReply = self._call(
+            "scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), None, timeout_s
+        )
+        return reply
+
+    def recover(self, timeout_s: float | None = None) -> None:
+        """Lets the node try its failed disk again. Raises Exhausted if it still fails."""
+        self._call("recover", pb.RecoverRequest(), None, timeout_s)
 
     # ---- one call ------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ def load(cls: type[Config], prefix: str, values: Mapping[str, Any], environ: Map
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         name, value = field.name, values.get(field.name)
-        variable = f"{prefix}_{field.name.upper()}"
+        variable = f"{prefix}_{field.name.upper()}".replace("NBYTES", "BYTES")
         if value is None and environ.get(variable):
             name, value = variable, environ[variable]
         if value is not None:

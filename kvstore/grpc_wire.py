@@ -26,6 +26,10 @@ _METHODS = {
     "list": "List",
     "stat": "Stat",
     "node_status": "NodeStatus",
+    "remove_namespace": "RemoveNamespace",
+    "flush": "Flush",
+    "scrub": "Scrub",
+    "recover": "Recover",
 }
 
 

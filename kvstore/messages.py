@@ -1,5 +1,7 @@
 """Between our values and the protobuf messages that carry them."""
 
+from google.protobuf.message import DecodeError
+
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
@@ -32,6 +34,14 @@ def namespace_value(message: pb.Namespace) -> Namespace:
         raise InvalidRequest("namespace: layout is missing")
     scalars = {name: getattr(message, name) for name in _SCALARS}
     return Namespace(layout=layout_value(message.layout), **scalars)
+
+
+def parse_namespace(data: bytes) -> Namespace:
+    """A serialised Namespace message. Raises InvalidRequest if it is none, or a wrong one."""
+    try:
+        return namespace_value(pb.Namespace.FromString(data))
+    except DecodeError as error:
+        raise InvalidRequest("namespace: not a Namespace message") from error
 
 
 def layout_message(layout: PageLayout) -> pb.PageLayout:

@@ -75,7 +75,7 @@ def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
     if capacity_pages < 1:
         raise InvalidRequest(f"capacity {capacity_pages} must be at least 1 page")
     nbytes = capacity_pages * slot_nbytes(page_nbytes)
-    return NodeProcess("--ram-nbytes", str(nbytes), "--extent-nbytes", str(nbytes), "--log-level", "WARNING")
+    return NodeProcess("--ram-bytes", str(nbytes), "--extent-bytes", str(nbytes), "--log-level", "WARNING")
 
 
 def replay(

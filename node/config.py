@@ -9,12 +9,13 @@ from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
 
 GIB = 1 << 30
+DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB
 EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_NBYTES, ... Sizes take 512MiB, 4GiB, ..."""
+    """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ... Sizes take 512MiB, 4GiB, ..."""
 
     host: str = setting("0.0.0.0", "interface to listen on")
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
@@ -31,6 +32,18 @@ class NodeConfig:
     grpc_threads: int = setting(32, "gRPC requests served at a time; a quarter is kept from transfers", 4, 1024)
     pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40)
     stall_s: float = setting(10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0)
+    data_dir: str = setting("", "directory of the disk tier; empty: RAM only")
+    disk_nbytes: int = setting(16 * GIB, "disk for pages", 1 << 20, 1 << 44)
+    disk_extent_nbytes: int = setting(
+        0,
+        "piece of disk that serves one page size, fixed for a data_dir; 0: as data_dir has it, in a new one the "
+        "larger of 64MiB and extent_nbytes",
+        0,
+        1 << 40,
+    )
+    disk_queue_nbytes: int = setting(0, "pages that wait to be written, held in RAM; 0: ram_nbytes/4", 0, 1 << 46)
+    flush_s: float = setting(60.0, "time that a flush or a durable put gets", 0.1, 3600.0)
+    scrub_nbytes_per_s: int = setting(8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40)
     drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
     log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
@@ -54,6 +67,7 @@ class NodeConfig:
                 f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the largest size "
                 f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
             )
+        self._check_disk()
         # A request of batch_keys_max keys must fit one message: 64 bytes and 2 of framing per key,
         # and 1 KiB for the rest. A reply of PageStat needs 160 a key, so List caps its own limit.
         if self.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024 > MESSAGE_NBYTES_MAX:
@@ -61,6 +75,29 @@ class NodeConfig:
                 f"batch_keys_max={self.batch_keys_max} keys do not fit one message of {MESSAGE_NBYTES_MAX} bytes"
             )
         assert GRPC_CHUNK_NBYTES + 1024 <= MESSAGE_NBYTES_MAX
+
+    def _check_disk(self) -> None:
+        if not self.disk_queue_nbytes:
+            wanted = min(max(self.ram_nbytes // 4, self.extent_nbytes), self.ram_nbytes // 2)
+            object.__setattr__(self, "disk_queue_nbytes", wanted)
+        if self.data_dir and not 0 < self.disk_queue_nbytes <= self.ram_nbytes:
+            raise ConfigError(
+                f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most ram_nbytes={self.ram_nbytes}: "
+                "queued pages are held in RAM"
+            )
+        if self.disk_extent_nbytes % SLOT_ALIGN_NBYTES:
+            raise ConfigError(f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}")
+        explicit = self.data_dir and self.disk_extent_nbytes
+        if explicit and not self.extent_nbytes <= self.disk_extent_nbytes <= self.disk_nbytes:
+            raise ConfigError(
+                f"disk_extent_nbytes={self.disk_extent_nbytes} must hold the largest page "
+                f"(extent_nbytes={self.extent_nbytes}) and be at most disk_nbytes={self.disk_nbytes}"
+            )
+
+    @property
+    def disk_extent_of_new_dir(self) -> int:
+        """A data directory that has extents already keeps their size, whatever the RAM has become."""
+        return self.disk_extent_nbytes or min(max(DISK_EXTENT_NBYTES, self.extent_nbytes), _aligned(self.disk_nbytes))
 
 
 def _aligned(nbytes: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from node.lru import LruList
 from node.page import Page, State
+from node.pins import Pins
 from node.slots import Extent, SlotAllocator
 
 
@@ -31,11 +32,8 @@ class Eviction:
         self._copy = copy
         self._forget = forget
         self._lists: dict[int, LruList] = {}  # by slot size: visible pages that are not pinned
-        self._pin_expiry_ms: dict[Page, int] = {}
-
-    @property
-    def pinned_count(self) -> int:
-        return len(self._pin_expiry_ms)
+        self.pins = Pins()
+        self.placed_nbytes = 0  # of all slots ever given out: the clock of how fast RAM turns over
 
     # ---- a page's life -------------------------------------------------------------------
 
@@ -49,7 +47,8 @@ class Eviction:
         if offset is None:
             return False
         page.offset = offset
-        self._slots.extent_of(offset).used_ms_sum += page.used_ms
+        self._slots.extent_of(offset).used_sum += page.used_ms
+        self.placed_nbytes += size
         return True
 
     def admit(self, page: Page) -> None:
@@ -57,38 +56,39 @@ class Eviction:
         self._list(page).push_newest(page)
 
     def touch(self, page: Page, now_ms: int) -> None:
-        self._slots.extent_of(page.offset).used_ms_sum += now_ms - page.used_ms
+        self._slots.extent_of(page.offset).used_sum += now_ms - page.used_ms
         page.used_ms = now_ms
         if page.newer is not None:
             self._list(page).move_newest(page)
 
     def withdraw(self, page: Page) -> None:
         """A page is not visible any more: it is in no list and has no pin."""
-        if self._pin_expiry_ms.pop(page, None) is None:
+        if not self.pins.discard(page):
             self._list(page).unlink(page)
 
     def release(self, page: Page) -> None:
         """Frees the slot of a page that is neither visible nor held."""
-        self._slots.extent_of(page.offset).used_ms_sum -= page.used_ms
+        self._slots.extent_of(page.offset).used_sum -= page.used_ms
         self._slots.free(page.offset)
         page.offset = -1
 
     # ---- pins ----------------------------------------------------------------------------
 
     def pin(self, page: Page, expiry_ms: int) -> None:
-        if page not in self._pin_expiry_ms:
+        if page not in self.pins:
             self._list(page).unlink(page)
-        self._pin_expiry_ms[page] = expiry_ms
+        self.pins.add(page, expiry_ms)
 
     def unpin(self, page: Page) -> bool:
         """The page may be evicted again, as the newest. False if it was not pinned."""
-        if self._pin_expiry_ms.pop(page, None) is None:
+        if not self.pins.discard(page):
             return False
         self._list(page).push_newest(page)
         return True
 
-    def pin_expiry_ms(self, page: Page) -> int | None:
-        return self._pin_expiry_ms.get(page)
+    def expire_pins(self, now_ms: int) -> None:
+        for page in self.pins.ended(now_ms):
+            self.unpin(page)
 
     # ---- making room ---------------------------------------------------------------------
 
@@ -146,14 +146,14 @@ class Eviction:
 
     def _vacate_coldest(self, size: int) -> bool:
         """Empties the extent of this slot size whose pages were used longest ago on average."""
-        extents = sorted(self._extents(size), key=lambda extent: extent.used_ms_sum / extent.used_count)
+        extents = sorted(self._extents(size), key=lambda extent: extent.used_sum / extent.used_count)
         return any(self._vacate(extent) for extent in extents)
 
     def _vacate(self, extent: Extent) -> bool:
         pages: list[Page] = [page for page in extent.owners if page is not None]
         if any(page.holds or page.state is not State.VISIBLE for page in pages):
             return False
-        pinned = [page for page in pages if page in self._pin_expiry_ms]
+        pinned = [page for page in pages if page in self.pins]
         if pinned:  # find out before anything is evicted or moved in vain
             evictable_outside = self._lists[extent.slot_nbytes].count - (len(pages) - len(pinned))
             if len(pinned) > self._free_outside(extent) + evictable_outside:
@@ -161,7 +161,7 @@ class Eviction:
         if not all(self._move(page, extent) for page in pinned):
             return False
         for page in pages:
-            if page not in self._pin_expiry_ms:
+            if page not in self.pins:
                 self._forget(page, "evicted")
         return True
 
@@ -179,7 +179,7 @@ class Eviction:
         self._copy(page.offset, target, page.namespace.page_nbytes)
         self.release(page)
         page.offset = target
-        self._slots.extent_of(target).used_ms_sum += page.used_ms
+        self._slots.extent_of(target).used_sum += page.used_ms
         return True
 
     # ---- check ---------------------------------------------------------------------------
@@ -190,8 +190,8 @@ class Eviction:
         for extent in self._slots.extents():
             pages = [page for page in extent.owners if page is not None]
             total = sum(page.used_ms for page in pages)
-            if total != extent.used_ms_sum:
-                wrong.append(f"extent {extent.number}: last uses sum to {total}, recorded {extent.used_ms_sum}")
+            if total != extent.used_sum:
+                wrong.append(f"extent {extent.number}: last uses sum to {total}, recorded {extent.used_sum}")
             for slot, page in enumerate(extent.owners):
                 if page is None:
                     continue
@@ -200,13 +200,13 @@ class Eviction:
                         f"page {page.prefix_hash.hex()} owns slot {slot} of extent {extent.number}, lies elsewhere"
                     )
                 evictable = page.newer is not None
-                if evictable != (page.state is State.VISIBLE and page not in self._pin_expiry_ms):
+                if evictable != (page.state is State.VISIBLE and page not in self.pins):
                     wrong.append(f"page {page.prefix_hash.hex()} is {page.state.name}, but evictable is {evictable}")
         for size, lru in self._lists.items():
             listed = list(lru.oldest_first())
             if len(listed) != lru.count:
                 wrong.append(f"LRU of {size}: {len(listed)} pages linked, {lru.count} counted")
             for page in listed:
-                if page.state is not State.VISIBLE or page in self._pin_expiry_ms or page.namespace.slot_nbytes != size:
+                if page.state is not State.VISIBLE or page in self.pins or page.namespace.slot_nbytes != size:
                     wrong.append(f"LRU of {size}: page {page.prefix_hash.hex()} does not belong there")
         return wrong

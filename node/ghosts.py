@@ -15,7 +15,7 @@ class Ghosts:
         self._old: dict[int, str] = {}
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
-        """`reason`: 'evicted', 'removed' or 'corrupt'."""
+        """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
         if len(self._new) >= self._count_max:
             self._new, self._old = {}, self._new
         self._new[hash(digest) ^ hash(prefix_hash)] = reason

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Frame = TypeVar("Frame")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
+DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
 
 
 class GrpcServer:
@@ -64,9 +65,16 @@ class GrpcServer:
 
     def set_serving(self, serving: bool) -> None:
         """What the standard health service answers, for the whole server and for KVStore."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", SERVICE_NAME):
-            self._health.set(name, status)
+            self._set_health(name, serving)
+
+    def set_disk_healthy(self, healthy: bool) -> None:
+        """A failed disk does not make the node unhealthy: RAM serves on. It has a name of its own."""
+        self._set_health(DISK_NAME, healthy)
+
+    def _set_health(self, name: str, good: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
+        self._health.set(name, status)
 
     def stop(self, drain_s: float) -> None:
         self._server.stop(drain_s).wait()
@@ -119,6 +127,18 @@ class Servicer(pb_grpc.KVStoreServicer):
 
     def NodeStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self._unary("node_status", request, context)
+
+    def RemoveNamespace(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._unary("remove_namespace", request, context)
+
+    def Flush(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._unary("flush", request, context)
+
+    def Scrub(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._unary("scrub", request, context)
+
+    def Recover(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._unary("recover", request, context)
 
     def Put(self, frames: Iterator[pb.PutFrame], context: grpc.ServicerContext) -> Iterator[pb.PutFrameReply]:
         yield from self._transfer(context, lambda session, watch: self._put(session, watch, frames))

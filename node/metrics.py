@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvstore.pb import kvstore_pb2 as pb
 from node.service import Service
 
-_MISSES = ("absent", "evicted", "writing", "removed", "corrupt")
+_MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 _PUTS = {
     "stored": "pages_put",
     "exists": "pages_put_exists",
@@ -28,6 +28,17 @@ _PLAIN = {
     "put_bytes": ("nbytes_put", "Page bytes stored"),
     "get_bytes": ("nbytes_got", "Page bytes sent"),
 }
+_DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes")
+_DISK_COUNTERS = (
+    "pages_written",
+    "pages_read",
+    "pages_evicted",
+    "pages_corrupt",
+    "pages_refused",
+    "pages_scrubbed",
+    "nbytes_written",
+    "nbytes_read",
+)
 _RAM = (
     "capacity_nbytes",
     "used_nbytes",
@@ -47,12 +58,21 @@ class NodeCollector:
 
     def collect(self) -> Iterator[Metric]:
         status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest())
-        yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state == "SERVING")
+        yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
         yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
         yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
         for name in _RAM:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
+        if status.HasField("disk"):
+            yield from self._of_disk(status.disk)
         yield from self._of_namespaces(status)
+
+    def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
+        yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")
+        for name in _DISK_GAUGES:
+            yield GaugeMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
+        for name in _DISK_COUNTERS:
+            yield CounterMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]
@@ -73,7 +93,7 @@ def _label(name: str) -> str:
     """Our field names in Prometheus's words: page_count is pages, held_count held_pages."""
     if name.endswith("_count"):
         stem = name.removesuffix("_count")
-        name = f"{stem}s" if stem in ("page", "extent_free") else f"{stem}_pages"
+        name = f"{stem}s" if stem in ("page", "extent", "extent_free") else f"{stem}_pages"
     return name.replace("nbytes", "bytes").replace("extent_frees", "free_extents")
 
 

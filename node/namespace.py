@@ -1,48 +1,19 @@
 """Namespaces of a node: who may share which pages, and what became of each lookup."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 
 from kvstore.checksum import key_seed
 from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch, UnknownNamespace
 from kvstore.keys import Namespace
 from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
+from node.counters import Counters
+from node.ghosts import Ghosts
 from node.page import Page
 
 # All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened to pages of a namespace; names as in the Counters message."""
-
-    pages_asked: int = 0
-    prefix_hits: int = 0
-    pages_hit: int = 0
-    miss_absent: int = 0
-    miss_evicted: int = 0
-    miss_writing: int = 0
-    miss_removed: int = 0
-    miss_corrupt: int = 0
-    pages_put: int = 0
-    pages_put_exists: int = 0
-    pages_put_busy: int = 0
-    pages_put_full: int = 0
-    pages_put_aborted: int = 0
-    pages_got: int = 0
-    pages_get_missed: int = 0
-    pages_evicted: int = 0
-    nbytes_put: int = 0
-    nbytes_got: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def add(self, other: "Counters") -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class NamespaceIndex:
@@ -61,6 +32,18 @@ class NamespaceIndex:
         """Seed of the page's checksum."""
         return key_seed(self.digest, prefix_hash)
 
+    def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: Ghosts) -> None:
+        """Counts what a lookup found and why it missed. `absent`: keys that are not here in any
+        state; what else is not present is being written."""
+        counters, count, hits = self.counters, len(present), present.count(True)
+        counters.pages_asked += count
+        counters.pages_hit += hits
+        counters.prefix_hits += present.index(False) if hits < count else count
+        counters.miss_writing += count - hits - len(absent)
+        for reason, missed in ghosts.reasons(self.digest, absent).items():
+            name = f"miss_{reason}"
+            setattr(counters, name, getattr(counters, name) + missed)
+
 
 class Namespaces:
     """The namespaces that were opened. Bounded; an empty one makes room for a new one.
@@ -72,6 +55,7 @@ class Namespaces:
         self._count_max = count_max
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
+        self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
 
     def open(self, value: Namespace, digest: bytes) -> tuple[NamespaceIndex, bool]:
@@ -104,7 +88,7 @@ class Namespaces:
         for digest, index in list(self._by_digest.items()):
             if count <= self._count_max and described <= DESCRIPTIONS_NBYTES_MAX:
                 return
-            if not index.pages:
+            if not index.pages and not self.below_count(digest):
                 self.forgotten.add(index.counters)
                 del self._by_digest[digest]
                 count, described = count - 1, described - index.described_nbytes

@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 class State(enum.IntEnum):
     """reserve            commit              remove, while held
     --------> WRITING --------> VISIBLE -------------------------> DOOMED
-                 | abort           | remove, evict                    | last release
-                 v                 v                                  v
-                gone              gone                               gone
+                 | abort         ^ | remove, evict                    | last release
+                 v               | v                                  v
+                gone    LOADING -+ gone                              gone
+                        (from disk; fails: DOOMED)
     """
 
     WRITING = 0  # a writer owns the slot; nobody else may look
     VISIBLE = 1
     DOOMED = 2  # forgotten, but the slot waits for its readers
+    LOADING = 3  # on its way from the tier below; readers may wait for it
 
 
 class Page:
@@ -31,6 +33,7 @@ class Page:
 
     __slots__ = (
         "checksum",
+        "expiry_s",
         "holds",
         "namespace",
         "newer",
@@ -47,6 +50,7 @@ class Page:
         self.prefix_hash = prefix_hash
         self.offset = -1
         self.checksum = b""
+        self.expiry_s = 0  # since the epoch; 0: no time to live
         self.state = State.WRITING
         self.holds = 0
         self.stored_ms = self.used_ms = now_ms

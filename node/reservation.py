@@ -1,7 +1,8 @@
-"""What a writer gets between asking and committing."""
+"""What a writer has between asking and committing, and a reader until it releases."""
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from node.namespace import NamespaceIndex
 from node.page import Page
@@ -21,6 +22,15 @@ class Reservation:
     """`pages` are to be written, head first; `chain` also has those that exist already."""
 
     namespace: NamespaceIndex
+    prefix_hashes: list[bytes]
     verdicts: list[int]
     pages: list[Page]
     chain: list[Page]
+
+
+class Acquired(NamedTuple):
+    """`pages`: one or None per key, all held. `loads`: those of them that the caller must read from
+    the tier below, with the record to read, before it, or anyone, may look at them."""
+
+    pages: list[Page | None]
+    loads: list[tuple[Page, int]]

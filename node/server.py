@@ -1,16 +1,21 @@
 """A node: its parts put together, started, drained and stopped."""
 
 import logging
+import os
 import time
+from pathlib import Path
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from node.arena import Arena
 from node.bulk_server import BulkServer
 from node.config import NodeConfig
+from node.data_dir import open_data_dir
+from node.disk import DiskTier
 from node.grpc_server import GrpcServer
 from node.metrics import MetricsServer
 from node.namespace import Namespaces
 from node.ram import RamTier
+from node.scrub import Scrubber
 from node.service import Service
 from node.session import Sessions
 from node.slots import SlotAllocator
@@ -33,7 +38,8 @@ class Node:
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
         self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
         self.sessions = Sessions(self.tier, config.sessions_max)
-        self.service = Service(config, self.arena, self.tier, self.sessions)
+        self.disk = self._open_disk(namespaces) if config.data_dir else None
+        self.service = Service(config, self.arena, self.tier, self.disk, self.sessions)
         try:
             self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s)
             self.grpc = GrpcServer(config.host, config.port, self.service, config.grpc_threads, config.stall_s)
@@ -46,8 +52,34 @@ class Node:
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port
 
+    def _open_disk(self, namespaces: Namespaces) -> DiskTier:
+        config = self.config
+        disk, self._lock_fd = open_data_dir(
+            Path(config.data_dir),
+            config.disk_nbytes,
+            config.disk_extent_of_new_dir,
+            config.disk_queue_nbytes,
+            self.arena.view,
+            keep_own_extents=not config.disk_extent_nbytes,
+        )
+        started = time.monotonic()
+        try:
+            disk.restore(namespaces.open)
+        except OSError as error:
+            disk.poison(f"the rows can not be read: {error}")
+        log.info("disk tier: %d pages restored in %.1f s", disk.records.count, time.monotonic() - started)
+        namespaces.below_count = disk.page_count
+        self.tier.below = disk
+        self.scrubber = Scrubber(disk, config.scrub_nbytes_per_s)
+        return disk
+
     def start(self) -> None:
         self.arena.populate()
+        if self.disk is not None:
+            self.disk.on_health = self.grpc.set_disk_healthy
+            self.grpc.set_disk_healthy(not self.disk.poisoned)
+            self.disk.writer.start(self.tier)
+            self.scrubber.start()
         self.bulk.start()
         self.grpc.start()
 
@@ -60,13 +92,31 @@ class Node:
         self.bulk.stop(self.config.drain_s)
         self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.metrics.stop()
+        if self.disk is not None:
+            self._stop_disk(self.disk)
         for violation in self.tier.check():
             log.error("inconsistent at stop: %s", violation)
         self.arena.close()
 
+    def _stop_disk(self, disk: DiskTier) -> None:
+        """What is in RAM only goes to disk first."""
+        self.scrubber.stop()
+        try:
+            self.service.durability.flush()
+        except KVStoreError as error:
+            log.error("not all pages are on disk: %s", error)
+        disk.writer.stop(self.config.flush_s)
+        for violation in disk.check():
+            log.error("inconsistent at stop: %s", violation)
+        try:
+            disk.close()
+        except OSError as error:
+            log.error("the rows were not closed cleanly: %s", error)
+        os.close(self._lock_fd)
+
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        return self.tier.check()
+        return self.tier.check() + (self.disk.check() if self.disk is not None else [])
 
 
 def _clock_ms() -> int:

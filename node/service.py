@@ -2,42 +2,51 @@
 raises the errors of `kvstore.errors`."""
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
 import kvstore
 from kvstore.checksum import CHECKSUM_NBYTES, checksum
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
-from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
-from kvstore.messages import lookup_reply, namespace_message, namespace_value
+from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from node.arena import Arena
 from node.config import NodeConfig
+from node.disk import DiskTier
+from node.durability import Durability
+from node.inventory import Inventory, PageInfo
 from node.page import Page
-from node.ram import PageInfo, RamTier
+from node.ram import RamTier
+from node.scrub import scrub
 from node.session import Session, Sessions
+from node.status import Status
 
 LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
+SCRUB_NBYTES = 256 << 20  # of one Scrub call that names no limit
 
 
 class Service:
     """Thread-safe. Unary requests go through `call`; put and get need a session, because slots stay
     reserved or held while bytes travel."""
 
-    def __init__(self, config: NodeConfig, arena: Arena, tier: RamTier, sessions: Sessions) -> None:
+    def __init__(
+        self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None, sessions: Sessions
+    ) -> None:
         self._config = config
         self._arena = arena
         self._tier = tier
+        self._inventory = Inventory(tier)
         self.sessions = sessions
         self.instance_id = os.urandom(8)
         self.bulk_port = 0
         self.metrics_port = 0
         self.draining = False
-        self._started = time.monotonic()
-        self._limits = pb.Limits(
+        self.durability = Durability(tier, disk, config.flush_s)
+        self._status = Status(config, tier, disk)
+        self.limits = pb.Limits(
             batch_keys_max=config.batch_keys_max,
             batch_nbytes_max=config.batch_nbytes_max,
             page_nbytes_max=config.extent_nbytes,
@@ -56,6 +65,10 @@ class Service:
             "list": self._list,
             "stat": self._stat,
             "node_status": self._node_status,
+            "remove_namespace": self._remove_namespace,
+            "flush": self._flush,
+            "scrub": self._scrub,
+            "recover": self._recover,
         }
 
     def call(self, op: str, request: Any) -> Any:
@@ -70,7 +83,12 @@ class Service:
             raise Unavailable("this node is draining and takes no new pages")
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(request.prefix_hashes) * request.page_nbytes)
+        if request.durable:
+            self.durability.disk  # noqa: B018 raises if there is none
         result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes)
+        session.put_request = request
+        if request.durable and not result.pages:
+            self.durability.keep(request.namespace, request.prefix_hashes)
         views = [self._arena.view(page.offset, request.page_nbytes) for page in result.pages]
         return pb.PutReply(verdicts=cast(Any, result.verdicts)), views
 
@@ -83,7 +101,11 @@ class Service:
                 f"a commit of {len(request.checksums)} checksums for {wanted} written pages; "
                 f"send one checksum of {CHECKSUM_NBYTES} bytes for each"
             )
-        return pb.CommitReply(stored=session.commit(list(request.checksums)))
+        put = session.put_request
+        stored = session.commit(list(request.checksums), -(-put.ttl_ms // 1000))
+        if put.durable:
+            self.durability.keep(put.namespace, put.prefix_hashes)
+        return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[pb.GetReply, list[memoryview]]:
         """Holds the pages until `session.release`; returns hits and the memory to send."""
@@ -152,7 +174,7 @@ class Service:
             version=kvstore.__version__,
             instance_id=self.instance_id,
             bulk_port=self.bulk_port,
-            limits=self._limits,
+            limits=self.limits,
         )
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
@@ -160,21 +182,7 @@ class Service:
         return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
 
     def _list_namespaces(self, request: pb.ListNamespacesRequest) -> pb.ListNamespacesReply:
-        return pb.ListNamespacesReply(namespaces=self._namespace_infos()[1])
-
-    def _namespace_infos(self) -> tuple[pb.Counters, list[pb.NamespaceInfo]]:
-        totals, each = self._tier.counters()
-        infos = [
-            pb.NamespaceInfo(
-                digest=index.digest,
-                namespace=namespace_message(index.value),
-                page_nbytes=index.page_nbytes,
-                page_count=page_count,
-                counters=pb.Counters(**counters.as_dict()),
-            )
-            for index, counters, page_count in each
-        ]
-        return pb.Counters(**totals.as_dict()), infos
+        return pb.ListNamespacesReply(namespaces=self._status.namespaces()[1])
 
     def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
         prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
@@ -205,60 +213,41 @@ class Service:
 
     def _list(self, request: pb.ListRequest) -> pb.ListReply:
         limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
-        infos, rest_after = self._tier.list_pages(request.namespace, request.key_prefix, request.page_token, limit)
+        infos, rest_after = self._inventory.list_pages(request.namespace, request.key_prefix, request.page_token, limit)
         return pb.ListReply(pages=[_stat_message(info) for info in infos], next_page_token=rest_after)
 
     def _stat(self, request: pb.StatRequest) -> pb.StatReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
-        infos = self._tier.stat(request.namespace, request.prefix_hashes)
+        infos = self._inventory.stat(request.namespace, request.prefix_hashes)
         return pb.StatReply(pages=[_stat_message(info) for info in infos])
 
     def _node_status(self, request: pb.NodeStatusRequest) -> pb.NodeStatusReply:
-        totals, namespaces = self._namespace_infos()
-        return pb.NodeStatusReply(
-            version=kvstore.__version__,
-            instance_id=self.instance_id,
-            state="DRAINING" if self.draining else "SERVING",
-            uptime_ms=int((time.monotonic() - self._started) * 1000),
-            pid=os.getpid(),
-            rss_nbytes=_private_nbytes(),
-            session_count=self.sessions.count,
-            ram=self._ram_status(),
-            namespaces=namespaces,
-            totals=totals,
-            limits=self._limits,
-            bulk_port=self.bulk_port,
-            metrics_port=self.metrics_port,
-        )
+        return self._status.node(self)
 
-    def _ram_status(self) -> pb.RamStatus:
-        tier, slots = self._tier, self._tier.slots
-        classes = [
-            pb.SizeClass(slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
-            for size, extents, count, used in tier.size_classes()
-        ]
-        return pb.RamStatus(
-            capacity_nbytes=slots.region_nbytes,
-            used_nbytes=slots.used_nbytes,
-            extent_nbytes=slots.extent_nbytes,
-            extent_count=slots.extent_count,
-            extent_free_count=slots.extent_free_count,
-            page_count=tier.visible_count,
-            writing_count=tier.writing_count,
-            held_count=tier.held_count,
-            pinned_count=tier.pinned_count,
-            size_classes=classes,
-        )
+    # ---- disk ----------------------------------------------------------------------------
+
+    def _remove_namespace(self, request: pb.RemoveNamespaceRequest) -> pb.RemoveNamespaceReply:
+        return pb.RemoveNamespaceReply(removed=self._tier.remove_namespace(request.namespace))
+
+    def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
+        self.durability.flush()
+        return pb.FlushReply(pages_on_disk=self.durability.disk.records.count)
+
+    def _scrub(self, request: pb.ScrubRequest) -> pb.ScrubReply:
+        try:
+            result = scrub(self.durability.disk, request.cursor, request.nbytes_max or SCRUB_NBYTES)
+        except OSError as error:
+            self.durability.disk.poison(f"scrubbing failed: {error}")
+            raise Exhausted(f"the disk tier stopped: {error}") from error
+        return pb.ScrubReply(**result._asdict())
+
+    def _recover(self, request: pb.RecoverRequest) -> pb.RecoverReply:
+        try:
+            self.durability.disk.recover()
+        except OSError as error:
+            raise Exhausted(f"the disk still fails, pages are served from RAM: {error}") from error
+        return pb.RecoverReply()
 
 
 def _stat_message(info: PageInfo) -> pb.PageStat:
     return pb.PageStat(**info._asdict())
-
-
-def _private_nbytes() -> int:
-    """Resident bytes of this process outside shared memory, that is outside the arena."""
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return 0

@@ -4,9 +4,15 @@ import threading
 from collections.abc import Sequence
 
 from kvstore.errors import Exhausted
+from kvstore.pb import kvstore_pb2 as pb
 from node.page import Page
 from node.ram import RamTier
-from node.reservation import Reservation
+from node.reservation import Acquired, Reservation
+
+# How long a reader waits for a page that another session is loading from disk.
+LOAD_S_MAX = 10.0
+# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
+TTL_S_MAX = 10 * 366 * 24 * 3600
 
 
 class Session:
@@ -21,6 +27,7 @@ class Session:
         self._sessions = sessions
         self._reservation: Reservation | None = None
         self._held: list[Page] = []
+        self.put_request = pb.PutRequest()  # of the reservation
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
         assert self._reservation is None, "a session writes one batch at a time"
@@ -34,10 +41,10 @@ class Session:
         """Pages that wait for their bytes and the commit."""
         return self._reservation.pages if self._reservation else []
 
-    def commit(self, checksums: Sequence[bytes]) -> int:
+    def commit(self, checksums: Sequence[bytes], ttl_s: int) -> int:
         assert self._reservation is not None
         reservation, self._reservation = self._reservation, None
-        return self._tier.commit(reservation, checksums)
+        return self._tier.commit(reservation, checksums, min(ttl_s, TTL_S_MAX))
 
     def abort(self) -> None:
         if self._reservation is not None:
@@ -47,15 +54,40 @@ class Session:
     def acquire(
         self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int
     ) -> list[Page | None]:
-        return self._keep(self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes))
+        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes)
+        pages = self._keep(acquired)
+        lost_count = pages.count(None) - acquired.pages.count(None)
+        if lost_count:
+            self._tier.count_lost(digest, lost_count, wanted_nbytes)
+        return pages
 
     def inspect(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[Page | None]:
         return self._keep(self._tier.inspect(digest, prefix_hashes))
 
-    def _keep(self, pages: list[Page | None]) -> list[Page | None]:
+    def _keep(self, acquired: Acquired) -> list[Page | None]:
+        """Loads what is on disk only, tail first so that the head ends up newest, and waits for what
+        another session loads."""
         assert not self._held, "a session reads one batch at a time"
+        pages = acquired.pages
         self._held = [page for page in pages if page is not None]
-        return pages
+        loads = acquired.loads
+        try:
+            while loads:
+                page, record = loads.pop()
+                intact = False
+                try:
+                    intact = self._tier.below.read(record, page)
+                finally:
+                    self._tier.loads.end(page, intact)
+        finally:  # if one broke, nobody may wait for the others
+            for page, record in loads:
+                self._tier.below.end_read(record)
+                self._tier.loads.end(page, intact=False)
+        return [page if page is not None and self._ready(page) else None for page in pages]
+
+    def _ready(self, page: Page) -> bool:
+        """Only a page that is being loaded, or whose load failed, has no checksum."""
+        return bool(page.checksum) or self._tier.loads.wait(page, LOAD_S_MAX)
 
     def release(self) -> None:
         held, self._held = self._held, []

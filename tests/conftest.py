@@ -11,7 +11,7 @@ from kvstore.node_process import NodeProcess
 @pytest.fixture(scope="session")
 def shared_node() -> Iterator[NodeProcess]:
     """One node for all tests that neither stop it nor fill it. Use namespaces of your own."""
-    with NodeProcess("--ram-nbytes", "256MiB", "--extent-nbytes", "16MiB") as node:
+    with NodeProcess("--ram-bytes", "256MiB", "--extent-bytes", "16MiB") as node:
         yield node
 
 

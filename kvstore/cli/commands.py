@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import listing, load, nodes, pages, payload, pins
+from kvstore.cli import disk, listing, load, nodes, pages, payload, pins
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.top import top
@@ -76,6 +76,9 @@ for _name, _function in (
     ("pin", pins.pin),
     ("unpin", pins.unpin),
     ("verify", pages.verify),
+    ("flush", disk.flush),
+    ("scrub", disk.scrub),
+    ("recover", disk.recover),
     ("bench", load.bench_command),
     ("replay", load.replay_command),
 ):

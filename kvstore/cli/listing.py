@@ -7,7 +7,7 @@ import typer
 
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.nodes import namespace_json
+from kvstore.cli.nodes import namespace_json, page_count
 from kvstore.cli.output import emit, human_ms, human_nbytes, note, plain, show
 from kvstore.cli.selection import ModelOption, NamespaceOption, check_hex, find_namespace, list_pages
 from kvstore.client import Client
@@ -62,8 +62,19 @@ def _ls_namespaces(client: Client, as_json: bool) -> int:
     if as_json:
         emit([namespace_json(space, info) for space, info in known])
     else:
-        columns = ("NAMESPACE", "MODEL", "TENANT", "REVISION", "SALT", "SHARD", ">TOKENS", ">PAGE", ">PAGES")
-        fullest_first = sorted(known, key=lambda entry: -entry[1].page_count)
+        columns = (
+            "NAMESPACE",
+            "MODEL",
+            "TENANT",
+            "REVISION",
+            "SALT",
+            "SHARD",
+            ">TOKENS",
+            ">PAGE",
+            ">IN RAM",
+            ">ON DISK",
+        )
+        fullest_first = sorted(known, key=lambda entry: -page_count(entry[1]))
         show(columns, [_namespace_row(space, info) for space, info in fullest_first])
     return ExitCode.OK if known else ExitCode.MISS
 
@@ -77,20 +88,27 @@ def _namespace_row(space: Namespace, info: pb.NamespaceInfo) -> tuple[Any, ...]:
     shard = " ".join(f"{axis}{rank}/{size}" for axis, rank, size in axes if size > 1)
     tokens, page = space.layout.page_tokens, human_nbytes(info.page_nbytes)
     names = (space.model, space.tenant, space.revision, space.salt)
-    return (space.digest.hex(), *names, shard, tokens, page, info.page_count)
+    return (space.digest.hex(), *names, shard, tokens, page, info.page_count, info.disk_page_count)
 
 
 def show_pages(pages: list[pb.PageStat]) -> None:
     rows = [
         (
             page.prefix_hash.hex(),
-            ("stored" if page.present else "writing" if page.writing else "absent"),
+            _state(page),
             human_nbytes(page.nbytes),
-            human_ms(page.age_ms),
+            human_ms(page.age_ms) if page.age_ms else "",
             human_ms(page.idle_ms),
+            human_ms(page.ttl_ms) if page.ttl_ms else "",
             human_ms(page.pin_ttl_ms) if page.pin_ttl_ms else "",
             page.holds,
         )
         for page in pages
     ]
-    show(("KEY", "STATE", ">SIZE", ">AGE", ">IDLE", ">PINNED", ">READERS"), rows)
+    show(("KEY", "WHERE", ">SIZE", ">AGE", ">IDLE", ">TTL", ">PINNED", ">READERS"), rows)
+
+
+def _state(page: pb.PageStat) -> str:
+    """Where the page is: 'ram', 'disk', 'ram+disk'; or 'writing', 'absent'."""
+    tiers = "+".join(name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there)
+    return tiers or ("writing" if page.writing else "absent")

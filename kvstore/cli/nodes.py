@@ -9,7 +9,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 
-MISS_REASONS = ("absent", "evicted", "writing", "removed", "corrupt")
+MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
 def status(run: Invocation) -> None:
@@ -33,9 +33,14 @@ def status(run: Invocation) -> None:
             return
         _show_node(client.config.address, reply)
     if known:
-        _show_namespaces(sorted(known, key=lambda entry: -entry[1].page_count))
+        _show_namespaces(sorted(known, key=lambda entry: -page_count(entry[1])))
     for hint in found:
         note(f"hint: {hint}")
+
+
+def page_count(info: pb.NamespaceInfo) -> int:
+    """Pages of a namespace; most of those in RAM are on disk, too."""
+    return max(info.page_count, info.disk_page_count)
 
 
 def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, Any]:
@@ -48,6 +53,7 @@ def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, An
         "page_tokens": namespace.layout.page_tokens,
         "page_nbytes": info.page_nbytes,
         "page_count": info.page_count,
+        "disk_page_count": info.disk_page_count,
         "counters": plain(info.counters),
     }
 
@@ -66,6 +72,8 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         f"limits {limits.batch_keys_max:,} keys, {human_nbytes(limits.batch_nbytes_max)} a batch, "
         f"{human_nbytes(limits.page_nbytes_max)} a page",
     ]
+    if reply.HasField("disk"):
+        lines[4:4] = _disk_lines(reply.disk)
     out = console()
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
@@ -79,12 +87,44 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         out.print()
 
 
+def _disk_lines(disk: pb.DiskStatus) -> list[str]:
+    lines = [
+        f"disk {human_nbytes(disk.used_nbytes)} of {human_nbytes(disk.capacity_nbytes)} "
+        f"({percent(disk.used_nbytes, disk.capacity_nbytes)})  pages {disk.page_count:,}  "
+        f"queue {human_nbytes(disk.queue_nbytes)} of {human_nbytes(disk.queue_nbytes_max)}  "
+        f"in {disk.data_dir}{'' if disk.direct_io else ' (no O_DIRECT)'}",
+        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}  evicted {disk.pages_evicted:,}  "
+        f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
+    ]
+    if disk.state != "SERVING":
+        lines.append(f"DISK STOPPED: {disk.reason}. RAM serves on; mend it, then: kvstore recover")
+    return lines
+
+
 def _show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
-    columns = ("NAMESPACE", "MODEL", ">PAGES", ">ASKED", ">HIT", *(f">{reason.upper()}" for reason in MISS_REASONS))
+    columns = (
+        "NAMESPACE",
+        "MODEL",
+        ">IN RAM",
+        ">ON DISK",
+        ">ASKED",
+        ">HIT",
+        *(f">{reason.upper()}" for reason in MISS_REASONS),
+    )
     rows = []
     for namespace, info in known:
         counters = info.counters
         hit = percent(counters.prefix_hits, counters.pages_asked)
         misses = [getattr(counters, f"miss_{reason}") for reason in MISS_REASONS]
-        rows.append((namespace.digest.hex()[:12], namespace.model, info.page_count, counters.pages_asked, hit, *misses))
+        rows.append(
+            (
+                namespace.digest.hex()[:12],
+                namespace.model,
+                info.page_count,
+                info.disk_page_count,
+                counters.pages_asked,
+                hit,
+                *misses,
+            )
+        )
     show(columns, rows)

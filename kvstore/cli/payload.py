@@ -21,11 +21,12 @@ from kvstore.cli.selection import (
     find_keys,
     find_namespace,
     hash_tokens,
+    parse_duration,
     read_input,
     read_tokens,
     whole_key,
 )
-from kvstore.client import Client, PutOutcome
+from kvstore.client import Client, Keep, PutOutcome
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
 from kvstore.layout import ByteRange, opaque_layout
@@ -173,6 +174,10 @@ def put(
         str | None,
         typer.Option("--create-opaque", metavar="MODEL", help="Make a namespace for pages of this file's size."),
     ] = None,
+    ttl: Annotated[
+        str | None, typer.Option("--ttl", metavar="TIME", help="Forget new pages after: 90s, 30m, 1h, 7d.")
+    ] = None,
+    durable: Annotated[bool, typer.Option("--durable", help="Return when they survive power loss.")] = False,
 ) -> int:
     """Store pages from a file.
 
@@ -183,6 +188,7 @@ def put(
     Examples:
       kvstore put page.bin -n 3fa2 9c0d4177ab02e1f09c0d4177ab02e1f0
       kvstore put pages.bin --model llama-3-8b --tokens-file prompt.txt
+      kvstore put page.bin -n 3fa2 --tokens-file prompt.txt --durable --ttl 7d
       head -c 65536 /dev/urandom | kvstore put - --create-opaque blob --tokens 1,2,3
     """
     if str(file) == "-" and str(tokens_file) == "-":
@@ -204,7 +210,8 @@ def put(
         else:
             space, _ = find_namespace(client, namespace, model)
         hashes = [_whole(key) for key in keys or ()] if ids is None else hash_tokens(ids, space.layout.page_tokens)
-        outcomes = _store(client, space, hashes, data, file)
+        keep = Keep(parse_duration(ttl) if ttl is not None else 0.0, durable)
+        outcomes = _store(client, space, hashes, (file, data), keep)
     counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in PutOutcome}
     if run.as_json:
         pages = [{"prefix_hash": h.hex(), "outcome": o.name.lower()} for h, o in zip(hashes, outcomes, strict=True)]
@@ -228,11 +235,13 @@ def _whole(text: str) -> bytes:
     return key
 
 
-def _store(client: Client, space: Namespace, hashes: list[bytes], data: bytes, file: Path) -> list[PutOutcome]:
-    nbytes = space.layout.page_nbytes
+def _store(
+    client: Client, space: Namespace, hashes: list[bytes], source: tuple[Path, bytes], keep: Keep
+) -> list[PutOutcome]:
+    (file, data), nbytes = source, space.layout.page_nbytes
     if len(data) != len(hashes) * nbytes:
         raise InvalidRequest(
             f"{file} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need {len(hashes) * nbytes}"
         )
     view = memoryview(data)
-    return client.put(space, hashes, [view[start : start + nbytes] for start in range(0, len(data), nbytes)])
+    return client.put(space, hashes, [view[start : start + nbytes] for start in range(0, len(data), nbytes)], keep)

@@ -132,21 +132,23 @@ class ListNamespacesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("digest", "namespace", "page_nbytes", "page_count", "counters")
+    __slots__ = ("digest", "namespace", "page_nbytes", "page_count", "counters", "disk_page_count")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     namespace: Namespace
     page_nbytes: int
     page_count: int
     counters: Counters
-    def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., page_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    disk_page_count: int
+    def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., page_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., disk_page_count: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("pages_asked", "prefix_hits", "pages_hit", "miss_absent", "miss_evicted", "miss_writing", "miss_removed", "miss_corrupt", "pages_put", "pages_put_exists", "pages_put_busy", "pages_put_full", "pages_put_aborted", "pages_got", "pages_get_missed", "pages_evicted", "nbytes_put", "nbytes_got")
+    __slots__ = ("pages_asked", "prefix_hits", "pages_hit", "miss_absent", "miss_evicted", "miss_writing", "miss_removed", "miss_corrupt", "pages_put", "pages_put_exists", "pages_put_busy", "pages_put_full", "pages_put_aborted", "pages_got", "pages_get_missed", "pages_evicted", "nbytes_put", "nbytes_got", "miss_expired")
     PAGES_ASKED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     PAGES_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +167,7 @@ class Counters(_message.Message):
     PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
     NBYTES_PUT_FIELD_NUMBER: _ClassVar[int]
     NBYTES_GOT_FIELD_NUMBER: _ClassVar[int]
+    MISS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     pages_asked: int
     prefix_hits: int
     pages_hit: int
@@ -183,7 +186,8 @@ class Counters(_message.Message):
     pages_evicted: int
     nbytes_put: int
     nbytes_got: int
-    def __init__(self, pages_asked: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., pages_hit: _Optional[int] = ..., miss_absent: _Optional[int] = ..., miss_evicted: _Optional[int] = ..., miss_writing: _Optional[int] = ..., miss_removed: _Optional[int] = ..., miss_corrupt: _Optional[int] = ..., pages_put: _Optional[int] = ..., pages_put_exists: _Optional[int] = ..., pages_put_busy: _Optional[int] = ..., pages_put_full: _Optional[int] = ..., pages_put_aborted: _Optional[int] = ..., pages_got: _Optional[int] = ..., pages_get_missed: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., nbytes_put: _Optional[int] = ..., nbytes_got: _Optional[int] = ...) -> None: ...
+    miss_expired: int
+    def __init__(self, pages_asked: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., pages_hit: _Optional[int] = ..., miss_absent: _Optional[int] = ..., miss_evicted: _Optional[int] = ..., miss_writing: _Optional[int] = ..., miss_removed: _Optional[int] = ..., miss_corrupt: _Optional[int] = ..., pages_put: _Optional[int] = ..., pages_put_exists: _Optional[int] = ..., pages_put_busy: _Optional[int] = ..., pages_put_full: _Optional[int] = ..., pages_put_aborted: _Optional[int] = ..., pages_got: _Optional[int] = ..., pages_get_missed: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., nbytes_put: _Optional[int] = ..., nbytes_got: _Optional[int] = ..., miss_expired: _Optional[int] = ...) -> None: ...
 
 class ListNamespacesReply(_message.Message):
     __slots__ = ("namespaces",)
@@ -210,14 +214,18 @@ class LookupReply(_message.Message):
     def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "page_nbytes")
+    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     page_nbytes: int
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ...) -> None: ...
+    ttl_ms: int
+    durable: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ("verdicts",)
@@ -388,7 +396,7 @@ class StatRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PageStat(_message.Message):
-    __slots__ = ("prefix_hash", "present", "nbytes", "checksum", "age_ms", "idle_ms", "pin_ttl_ms", "holds", "writing")
+    __slots__ = ("prefix_hash", "present", "nbytes", "checksum", "age_ms", "idle_ms", "pin_ttl_ms", "holds", "writing", "in_ram", "on_disk", "ttl_ms")
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +406,9 @@ class PageStat(_message.Message):
     PIN_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     WRITING_FIELD_NUMBER: _ClassVar[int]
+    IN_RAM_FIELD_NUMBER: _ClassVar[int]
+    ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     prefix_hash: bytes
     present: bool
     nbytes: int
@@ -407,7 +418,10 @@ class PageStat(_message.Message):
     pin_ttl_ms: int
     holds: int
     writing: bool
-    def __init__(self, prefix_hash: _Optional[bytes] = ..., present: bool = ..., nbytes: _Optional[int] = ..., checksum: _Optional[bytes] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., pin_ttl_ms: _Optional[int] = ..., holds: _Optional[int] = ..., writing: bool = ...) -> None: ...
+    in_ram: bool
+    on_disk: bool
+    ttl_ms: int
+    def __init__(self, prefix_hash: _Optional[bytes] = ..., present: bool = ..., nbytes: _Optional[int] = ..., checksum: _Optional[bytes] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., pin_ttl_ms: _Optional[int] = ..., holds: _Optional[int] = ..., writing: bool = ..., in_ram: bool = ..., on_disk: bool = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class StatReply(_message.Message):
     __slots__ = ("pages",)
@@ -455,8 +469,52 @@ class RamStatus(_message.Message):
     size_classes: _containers.RepeatedCompositeFieldContainer[SizeClass]
     def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ...) -> None: ...
 
+class DiskStatus(_message.Message):
+    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DATA_DIR_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_IO_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    PAGES_READ_FIELD_NUMBER: _ClassVar[int]
+    PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_SCRUBBED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    reason: str
+    data_dir: str
+    capacity_nbytes: int
+    used_nbytes: int
+    page_count: int
+    queue_nbytes: int
+    queue_nbytes_max: int
+    direct_io: bool
+    extent_count: int
+    extent_free_count: int
+    pages_written: int
+    pages_read: int
+    pages_evicted: int
+    pages_corrupt: int
+    pages_refused: int
+    pages_scrubbed: int
+    rows_damaged: int
+    nbytes_written: int
+    nbytes_read: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ...) -> None: ...
+
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -470,6 +528,7 @@ class NodeStatusReply(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     BULK_PORT_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -483,10 +542,61 @@ class NodeStatusReply(_message.Message):
     limits: Limits
     bulk_port: int
     metrics_port: int
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+    disk: DiskStatus
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ...) -> None: ...
+
+class RemoveNamespaceRequest(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
+
+class RemoveNamespaceReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: int
+    def __init__(self, removed: _Optional[int] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushReply(_message.Message):
+    __slots__ = ("pages_on_disk",)
+    PAGES_ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    pages_on_disk: int
+    def __init__(self, pages_on_disk: _Optional[int] = ...) -> None: ...
+
+class ScrubRequest(_message.Message):
+    __slots__ = ("cursor", "nbytes_max")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    nbytes_max: int
+    def __init__(self, cursor: _Optional[bytes] = ..., nbytes_max: _Optional[int] = ...) -> None: ...
+
+class ScrubReply(_message.Message):
+    __slots__ = ("intact", "damaged", "nbytes", "next_cursor")
+    INTACT_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    intact: int
+    damaged: int
+    nbytes: int
+    next_cursor: bytes
+    def __init__(self, intact: _Optional[int] = ..., damaged: _Optional[int] = ..., nbytes: _Optional[int] = ..., next_cursor: _Optional[bytes] = ...) -> None: ...
+
+class RecoverRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecoverReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +611,10 @@ class BulkRequest(_message.Message):
     LIST_FIELD_NUMBER: _ClassVar[int]
     STAT_FIELD_NUMBER: _ClassVar[int]
     NODE_STATUS_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_FIELD_NUMBER: _ClassVar[int]
     hello: HelloRequest
     open_namespace: OpenNamespaceRequest
     list_namespaces: ListNamespacesRequest
@@ -515,7 +629,11 @@ class BulkRequest(_message.Message):
     list: ListRequest
     stat: StatRequest
     node_status: NodeStatusRequest
-    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ...) -> None: ...
+    remove_namespace: RemoveNamespaceRequest
+    flush: FlushRequest
+    scrub: ScrubRequest
+    recover: RecoverRequest
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -526,7 +644,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -542,6 +660,10 @@ class BulkReply(_message.Message):
     STAT_FIELD_NUMBER: _ClassVar[int]
     NODE_STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     open_namespace: OpenNamespaceReply
     list_namespaces: ListNamespacesReply
@@ -557,4 +679,8 @@ class BulkReply(_message.Message):
     stat: StatReply
     node_status: NodeStatusReply
     error: Error
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    remove_namespace: RemoveNamespaceReply
+    flush: FlushReply
+    scrub: ScrubReply
+    recover: RecoverReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ...) -> None: ...

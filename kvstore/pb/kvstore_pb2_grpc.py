@@ -79,6 +79,26 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.NodeStatusRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.NodeStatusReply.FromString,
                 )
+        self.RemoveNamespace = channel.unary_unary(
+                '/kvstore.KVStore/RemoveNamespace',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceReply.FromString,
+                )
+        self.Flush = channel.unary_unary(
+                '/kvstore.KVStore/Flush',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.FlushRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FlushReply.FromString,
+                )
+        self.Scrub = channel.unary_unary(
+                '/kvstore.KVStore/Scrub',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.ScrubRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.ScrubReply.FromString,
+                )
+        self.Recover = channel.unary_unary(
+                '/kvstore.KVStore/Recover',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverReply.FromString,
+                )
 
 
 class KVStoreServicer(object):
@@ -169,6 +189,34 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveNamespace(self, request, context):
+        """Forgets all pages of a namespace, in RAM and on disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flush(self, request, context):
+        """All pages that are visible now survive power loss when this returns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scrub(self, request, context):
+        """Reads and verifies pages on disk, from a cursor on; damaged ones are dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recover(self, request, context):
+        """Believes in a disk again that failed, after a trial.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -236,6 +284,26 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.NodeStatus,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.NodeStatusRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.NodeStatusReply.SerializeToString,
+            ),
+            'RemoveNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveNamespace,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceReply.SerializeToString,
+            ),
+            'Flush': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flush,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FlushRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.FlushReply.SerializeToString,
+            ),
+            'Scrub': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scrub,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.ScrubRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.ScrubReply.SerializeToString,
+            ),
+            'Recover': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recover,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -465,5 +533,73 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/NodeStatus',
             kvstore_dot_pb_dot_kvstore__pb2.NodeStatusRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.NodeStatusReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RemoveNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/RemoveNamespace',
+            kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Flush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Flush',
+            kvstore_dot_pb_dot_kvstore__pb2.FlushRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.FlushReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Scrub(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Scrub',
+            kvstore_dot_pb_dot_kvstore__pb2.ScrubRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.ScrubReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Recover(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Recover',
+            kvstore_dot_pb_dot_kvstore__pb2.RecoverRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.RecoverReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -49,7 +49,8 @@ def test_every_command_prints_one_json_value_with_json(
         "bench": ["--seconds", "0.1", "--page-nbytes", "4KiB", "--batch", "2"],
         "replay": [str(trace)],
     }
-    assert set(arguments) == {command.name for command in app.registered_commands}
+    on_disk = {"flush", "scrub", "recover"}  # these need a node with a data directory: test_disk.py
+    assert set(arguments) | on_disk == {command.name for command in app.registered_commands}
     for name, given in arguments.items():
         ran = kvstore(name, *given, "--json")
         assert (ran.code, ran.stderr) == (0, ""), name

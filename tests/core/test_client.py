@@ -157,11 +157,11 @@ def test_a_layer_is_read_by_its_ranges(client: Client) -> None:
 def narrow_node() -> Iterator[NodeProcess]:
     """Every limit is small, so that calls must be split."""
     flags = (
-        "--ram-nbytes",
+        "--ram-bytes",
         "256KiB",
-        "--extent-nbytes",
+        "--extent-bytes",
         "64KiB",
-        "--batch-nbytes-max",
+        "--batch-bytes-max",
         "64KiB",
         "--batch-keys-max",
         "8",

@@ -14,7 +14,7 @@ from kvstore.node_process import NodeProcess
 
 PAGE = 4096
 NAMESPACE = Namespace("reconnect", opaque_layout(PAGE))
-FLAGS = ("--ram-nbytes", "16MiB", "--extent-nbytes", "1MiB")
+FLAGS = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB")
 
 
 class Restartable:

@@ -177,7 +177,7 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(token_pool: KVPool
     expected = pages_at(token_pool, source)
     before = pages_at(token_pool, target)
     with (
-        NodeProcess("--ram-nbytes", "64MiB", "--extent-nbytes", "16MiB") as node,
+        NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
 

@@ -16,6 +16,7 @@ from kvstore.content import page_content
 from kvstore.frames import FrameSocket
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
+from node.inventory import Inventory, PageInfo
 from node.namespace import Namespaces
 from node.page import Page
 from node.ram import RamTier
@@ -283,7 +284,7 @@ class Sandbox:
         return reservation.verdicts
 
     def acquire(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
-        return self.tier.acquire(pages.namespace.digest, keys, False, pages.nbytes)
+        return self.tier.acquire(pages.namespace.digest, keys, False, pages.nbytes).pages
 
     def intact(self, pages: Pages, page: Page) -> bool:
         return self.arena[page.offset : page.offset + pages.nbytes] == pages.content(page.prefix_hash)
@@ -298,7 +299,10 @@ class Sandbox:
 
     def present(self, pages: Pages, keys: Sequence[bytes]) -> set[bytes]:
         """Those that are visible; not a use."""
-        return {info.prefix_hash for info in self.tier.stat(pages.namespace.digest, keys) if info.present}
+        return {info.prefix_hash for info in self.stat(pages, keys) if info.present}
+
+    def stat(self, pages: Pages, keys: Sequence[bytes]) -> list[PageInfo]:
+        return Inventory(self.tier).stat(pages.namespace.digest, keys)
 
     def pin(self, pages: Pages, keys: Sequence[bytes], ttl_ms: int = 1 << 30) -> list[bool]:
         return self.tier.pin(pages.namespace.digest, keys, ttl_ms)

@@ -14,6 +14,7 @@ from kvstore.checksum import checksum, key_seed
 from kvstore.frames import pack_fixed
 from kvstore.pb import kvstore_pb2 as pb
 from node.bulk_server import Connection
+from node.inventory import Inventory
 from node.server import Node
 
 CODE = grpc.StatusCode.UNIMPLEMENTED.value[0]
@@ -124,7 +125,7 @@ def test_a_put_out_of_order_ends_and_stores_nothing(
 
 
 def stored(node: Node, space: Any) -> set[bytes]:
-    infos, rest_after = node.tier.list_pages(space.namespace.digest, b"", b"", 1000)
+    infos, rest_after = Inventory(node.tier).list_pages(space.namespace.digest, b"", b"", 1000)
     assert not rest_after
     return {info.prefix_hash for info in infos}
 

@@ -118,7 +118,7 @@ def test_a_client_that_hangs_is_not_waited_for_beyond_the_drain_time(raw: Any, m
 
 @pytest.fixture
 def process() -> Iterator[NodeProcess]:
-    process = NodeProcess("--ram-nbytes", "64MiB")
+    process = NodeProcess("--ram-bytes", "64MiB")
     yield process
     process.kill()
 

@@ -214,7 +214,7 @@ def test_a_pin_that_is_renewed_without_end_takes_no_memory(sandbox: Any) -> None
     for _ in range(1000):
         box.now_ms += 1
         box.pin(pages, pages.keys(0))
-    assert len(box.tier._pins) < 100
+    assert len(box.tier.eviction.pins._heap) < 100
 
 
 def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_done(sandbox: Any) -> None:
@@ -241,9 +241,9 @@ DAMAGES = {
     "page without a slot": lambda tier, page: tier.slots.free(page.offset),
     "page moved": lambda tier, page: setattr(page, "offset", page.offset + PAGE),
     "use not recorded": lambda tier, page: setattr(page, "used_ms", 77),
-    "page out of the list": lambda tier, page: tier._eviction._list(page).unlink(page),
-    "pinned and in the list": lambda tier, page: tier._eviction._pin_expiry_ms.update({page: 5}),
-    "list counts wrongly": lambda tier, page: setattr(tier._eviction._list(page), "count", 9),
+    "page out of the list": lambda tier, page: tier.eviction._list(page).unlink(page),
+    "pinned and in the list": lambda tier, page: tier.eviction.pins.add(page, 5),
+    "list counts wrongly": lambda tier, page: setattr(tier.eviction._list(page), "count", 9),
     "forgotten, keeps its slot": lambda tier, page: page.namespace.pages.pop(page.prefix_hash),
     "state": lambda tier, page: setattr(page, "state", State.DOOMED),
 }

@@ -12,6 +12,7 @@ import pytest
 from kvstore.checksum import checksum, key_seed
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.inventory import Inventory
 from node.server import Node
 
 PAGE = 64 << 10
@@ -48,7 +49,7 @@ def commit(*checksums: bytes) -> pb.PutFrame:
 
 
 def stored(node: Node, space: Any) -> int:
-    return len(node.tier.list_pages(space.namespace.digest, b"", b"", 1000)[0])
+    return len(Inventory(node.tier).list_pages(space.namespace.digest, b"", b"", 1000)[0])
 
 
 BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {

@@ -21,9 +21,9 @@ MIB = 1 << 20
         ({"KVSTORE_NODE_PORT": "http"}, r"KVSTORE_NODE_PORT='http' is no number in 0\.\.65535"),
         ({"KVSTORE_NODE_PORT": "7440.5"}, "KVSTORE_NODE_PORT='7440.5'"),
         ({"KVSTORE_NODE_PORT": "-1"}, r"port=-1 is outside 0\.\.65535"),
-        ({"KVSTORE_NODE_RAM_NBYTES": "lots"}, "KVSTORE_NODE_RAM_NBYTES='lots'"),
-        ({"KVSTORE_NODE_RAM_NBYTES": "infg"}, "KVSTORE_NODE_RAM_NBYTES='infg'"),
-        ({"KVSTORE_NODE_RAM_NBYTES": "1KiB"}, r"ram_nbytes=1024 is outside 4096\.\."),
+        ({"KVSTORE_NODE_RAM_BYTES": "lots"}, "KVSTORE_NODE_RAM_BYTES='lots'"),
+        ({"KVSTORE_NODE_RAM_BYTES": "infg"}, "KVSTORE_NODE_RAM_BYTES='infg'"),
+        ({"KVSTORE_NODE_RAM_BYTES": "1KiB"}, r"ram_nbytes=1024 is outside 4096\.\."),
         ({"KVSTORE_NODE_STALL_S": "nan"}, r"stall_s=nan is outside 0.05\.\.3600"),
         ({"KVSTORE_NODE_LOG_LEVEL": "LOUD"}, "log_level='LOUD' must be one of DEBUG, INFO"),
     ],
@@ -71,11 +71,11 @@ def run_node(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     ("flags", "environ", "named"),
     [
         (["--port", "http"], {}, "port='http' is no number in 0..65535"),
-        (["--ram-nbytes", "100TiB"], {}, "ram_nbytes=109951162777600 is outside 4096..70368744177664"),
-        (["--extent-nbytes", "5000"], {}, "extent_nbytes=5000 must be a multiple of 4096"),
+        (["--ram-bytes", "100TiB"], {}, "ram_nbytes=109951162777600 is outside 4096..70368744177664"),
+        (["--extent-bytes", "5000"], {}, "extent_nbytes=5000 must be a multiple of 4096"),
         ([], {"KVSTORE_NODE_STALL_S": "-1"}, "stall_s=-1.0 is outside 0.05..3600.0"),
         ([], {"KVSTORE_NODE_SESSIONS_MAX": "many"}, "KVSTORE_NODE_SESSIONS_MAX='many' is no number in 1..16384"),
-        (["--ram-nbytes", "60TiB"], {}, "bytes of memory available here"),
+        (["--ram-bytes", "60TiB"], {}, "bytes of memory available here"),
     ],
 )
 def test_a_bad_setting_ends_the_command_with_status_2(flags: list[str], environ: dict[str, str], named: str) -> None:
@@ -96,14 +96,14 @@ def test_help_names_every_setting_with_its_range() -> None:
     done = run_node("--help")
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
-    assert "--ram-nbytes" in text
+    assert "--ram-bytes" in text
     assert "; 1..16384)" in text
     assert "examples:" in text
 
 
 def test_a_second_node_on_the_same_port_is_refused(shared_node: NodeProcess) -> None:
     port = shared_node.address.rpartition(":")[2]
-    host = ["--host", "127.0.0.1", "--ram-nbytes", "16MiB"]
+    host = ["--host", "127.0.0.1", "--ram-bytes", "16MiB"]
     grpc = run_node(*host, "--port", port, "--bulk-port", "0", "--metrics-port", "0")
     bulk = run_node(*host, "--port", "0", "--bulk-port", str(shared_node.bulk_port), "--metrics-port", "0")
     metrics = run_node(*host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(shared_node.metrics_port))

@@ -136,7 +136,7 @@ class Simulation:
     def unpin(self) -> None:
         name, keys = self.batch()
         self.expire()
-        self.box.tier.stat(self.spaces[name].namespace.digest, keys)  # lets the tier see the clock too
+        self.box.stat(self.spaces[name], keys)  # lets the tier see the clock too
         unpinned = self.box.tier.unpin(self.spaces[name].namespace.digest, keys)
         assert unpinned == [self.model.pinned.pop((name, key), None) is not None for key in keys]
 
@@ -162,7 +162,7 @@ class Simulation:
             assert page.offset == offset, "a held page moved"
             assert box.intact(self.spaces[name], page), "the bytes of a held page changed"
         for (name, key), expiry_ms in model.pinned.items():
-            (info,) = box.tier.stat(self.spaces[name].namespace.digest, [key])
+            (info,) = box.stat(self.spaces[name], [key])
             assert info.pin_ttl_ms == expiry_ms - box.now_ms
         assert box.tier.pinned_count == len(model.pinned)
         assert box.tier.writing_count == len(model.writing)

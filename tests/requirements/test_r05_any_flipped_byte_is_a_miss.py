@@ -12,7 +12,7 @@ from node.server import Node
 
 def page_of(node: Node, chain: Any, key: bytes) -> Page:
     """The page's record, with which its bytes in the arena can be found."""
-    (page,) = node.tier.inspect(chain.namespace.digest, [key])
+    (page,) = node.tier.inspect(chain.namespace.digest, [key]).pages
     assert page is not None
     node.tier.release([page])
     return page

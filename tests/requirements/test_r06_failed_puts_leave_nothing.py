@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import KVStoreError
+from node.inventory import Inventory
 from node.server import Node
 
 
@@ -85,7 +86,7 @@ def test_r06_listing_goes_on_past_pages_being_written(
         request_limit = 7
         pieces, token = [], b""
         while True:
-            infos, token = node.tier.list_pages(chain.namespace.digest, b"", token, request_limit)
+            infos, token = Inventory(node.tier).list_pages(chain.namespace.digest, b"", token, request_limit)
             pieces += [info.prefix_hash for info in infos]
             if not token:
                 break

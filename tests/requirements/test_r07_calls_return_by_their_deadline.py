@@ -38,7 +38,7 @@ def hung_address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def node_process() -> Iterator[NodeProcess]:
-    with NodeProcess("--ram-nbytes", "1MiB") as process:
+    with NodeProcess("--ram-bytes", "1MiB") as process:
         yield process
 
 

@@ -36,7 +36,7 @@ def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
 
 def test_r13_the_process_does_not_grow_with_the_traffic(connect: Any, make_chain: Callable[..., Any]) -> None:
     """Private memory after much traffic is what it was after some; sessions, pins and misses included."""
-    with NodeProcess("--ram-nbytes", "4MiB", "--extent-nbytes", "1MiB") as process:
+    with NodeProcess("--ram-bytes", "4MiB", "--extent-bytes", "1MiB") as process:
         client = connect(process.address)
         chain = make_chain("traffic")
 

@@ -15,8 +15,8 @@ SLOTS = 64
 
 @pytest.fixture
 def node() -> Iterator[NodeProcess]:
-    flags = ("--ram-nbytes", str(SLOTS * PAGE), "--extent-nbytes", str(SLOTS * PAGE))
-    with NodeProcess(*flags, "--batch-nbytes-max", str(SLOTS * PAGE), "--batch-keys-max", "8") as node:
+    flags = ("--ram-bytes", str(SLOTS * PAGE), "--extent-bytes", str(SLOTS * PAGE))
+    with NodeProcess(*flags, "--batch-bytes-max", str(SLOTS * PAGE), "--batch-keys-max", "8") as node:
         yield node
 
 

@@ -1,0 +1,73 @@
+"""Where a benchmark writes: a directory of its own on a real disk, removed at the end."""
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+TMPFS = frozenset(("tmpfs", "ramfs", "devtmpfs"))
+
+
+def add_dir(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--dir", type=Path, default=Path("."), help="write under this directory (%(default)s)")
+
+
+@contextlib.contextmanager
+def workplace(directory: Path, needed_nbytes: int = 0) -> Iterator[Path]:
+    """A new directory under `directory`. Ends the benchmark with a message if that is memory instead of
+    a disk or has not `needed_nbytes` free."""
+    kind = file_system(directory)
+    if kind in TMPFS:
+        raise SystemExit(f"{directory} is in memory ({kind}); name a directory on a disk with --dir")
+    free = shutil.disk_usage(directory).free
+    if free < needed_nbytes:
+        raise SystemExit(f"{directory} has {free >> 20} MiB free, {needed_nbytes >> 20} are needed; see --dir, --help")
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=directory) as name:
+        yield Path(name)
+
+
+def file_system(directory: Path) -> str:
+    """Its kind, as the mount table tells: 'ext4', 'xfs', 'overlay', ..."""
+    resolved = directory.resolve()
+    found, kind = -1, "?"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        mount, mounted_kind = line.split()[1:3]
+        point = Path(mount.encode().decode("unicode_escape"))  # blanks are written as \040
+        if resolved.is_relative_to(point) and len(point.parts) >= found:
+            found, kind = len(point.parts), mounted_kind
+    return kind
+
+
+def direct_works(directory: Path) -> bool:
+    """Whether the file system takes `O_DIRECT`."""
+    try:
+        os.close(os.open(directory / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def written_nbytes() -> int:
+    """Bytes that this process sent to storage since it began, as the kernel counts them: direct writes,
+    and pages of the page cache when they become dirty. The file system's journal is not in it."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("write_bytes:"):
+            return int(line.split()[1])
+    return 0
+
+
+def private_nbytes(pid: int) -> int:
+    """Resident bytes of a process outside shared memory, that is outside a node's arena."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of user and system time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

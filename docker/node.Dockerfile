@@ -1,0 +1,53 @@
+# A storage node. Build from the repository's root; needs BuildKit, which Docker before 23 must be told:
+#
+#   DOCKER_BUILDKIT=1 docker build -f docker/node.Dockerfile -t kvstore-node .
+#
+# Another base with Python >= 3.10 and pip:  --build-arg BASE=registry.example/python:3.11
+# A package index behind a private CA:       --secret id=ca,src=/path/to/bundle.crt
+#
+# Run it with docker/compose.yaml, or by hand:
+#
+#   docker run -d --name kvstore-node --read-only --memory 3g --stop-timeout 30 \
+#       -p 127.0.0.1:7440-7442:7440-7442 -v kvstore-data:/data kvstore-node \
+#       --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB
+#
+# Without --data-dir it is a node with RAM only, and /data stays empty.
+#
+# Memory: pages live in an anonymous shared-memory file (memfd), all of it touched at the start. The
+# size of /dev/shm does not bound it, so --shm-size is not needed; the container's memory limit does.
+# Give it ram_nbytes + ram_nbytes/64 + 512 MiB; the arithmetic is in docker/compose.yaml.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY kvstore kvstore
+COPY node node
+COPY gpu_agent gpu_agent
+# pip installs into the environment from outside, so that the image gets no second pip. The CA is a
+# secret and not an argument: nothing of it stays in a layer.
+RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,target=/root/.cache/pip \
+    if [ -s /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
+    && python3 -m venv --without-pip /opt/kvstore \
+    && python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
+        install --constraint constraints.txt '.[node,cli]'
+
+FROM ${BASE}
+# A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
+# the owner of /data from here; a bind mount must be given to this user by hand.
+RUN install -d -o 10001 -g 10001 -m 0750 /data
+COPY --from=build /opt/kvstore /opt/kvstore
+COPY docker/health.py /opt/kvstore/health.py
+# The root may be read-only: the node writes nothing outside /data, and Python no byte code.
+ENV PATH=/opt/kvstore/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /data
+VOLUME /data
+# gRPC, bulk TCP, Prometheus metrics
+EXPOSE 7440 7441 7442
+# The start period is what touching a large RAM tier may take: 1 s per 2 GiB, and 20 times that where
+# a hypervisor finds the memory only then. It delays nothing: the first check that succeeds ends it.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s --retries=3 \
+    CMD ["/opt/kvstore/bin/python", "/opt/kvstore/health.py"]
+# Exec form: the node is process 1 and gets SIGTERM itself, which drains it.
+ENTRYPOINT ["/opt/kvstore/bin/kvstore-node"]

@@ -1,0 +1,214 @@
+#!/usr/bin/env bash
+# Builds the node's image, runs docker/compose.yaml with it and checks what they promise: healthy, user
+# 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, a second
+# container kept off the volume, SIGTERM drains. `make docker-test` runs it; half a minute, two
+# minutes where no registry is reachable. Leaves behind what apt-get installed and, in a Docker that
+# was there, the base image that it pulled and the build cache.
+#
+# Uses the Docker that is there, or as root on Debian one of its own (docker/daemon.sh).
+#   BASE           base image; without a registry one is made with debootstrap
+#   PIP_CERT       CA bundle of the package index, given to the build as a secret
+#   DEBIAN_MIRROR  for debootstrap
+#   KVSTORE        a `kvstore` command on this host, to try the published ports
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec </dev/null
+
+# Not /tmp: it may be small, or forbid the device nodes that debootstrap makes.
+WORK=$(mktemp -d /var/tmp/kvstore-docker-test.XXXXXX)
+IMAGE=kvstore-node:test-$$
+BASE=${BASE:-python:3.11-slim-bookworm}
+KVSTORE=${KVSTORE:-.venv/bin/kvstore}
+RAM_MIB=256
+PAGE_NBYTES=$((4 << 20))
+DOCKER="" COMPOSE=() NODE="" PUBLISHED="published ports,"
+
+step() { printf 'docker-test %4ds  %s\n' "$SECONDS" "$*"; }
+
+fail() {
+    printf 'docker-test: %s\n' "$*" >&2
+    exit 1
+}
+
+# shellcheck source=docker/daemon.sh
+. docker/daemon.sh
+
+clean_up() {
+    local status=$?
+    trap - EXIT
+    trap '' INT TERM
+    if [[ $status != 0 && -n $NODE ]]; then
+        echo "docker-test: the node said:" >&2
+        "$DOCKER" logs --tail 30 "$NODE" >&2 || true
+    fi
+    if [[ ${#COMPOSE[@]} -gt 0 ]]; then
+        compose down --volumes --remove-orphans >/dev/null 2>&1 || true
+        "$DOCKER" image rm --force "$IMAGE" "$IMAGE-base" >/dev/null 2>&1 || true
+    fi
+    daemon_stop
+    # Never delete through a mount that a daemon may have left behind.
+    if grep -q " $WORK/" /proc/mounts 2>/dev/null; then
+        echo "docker-test: there are mounts below $WORK; it stays" >&2
+    else
+        rm -rf "$WORK"
+    fi
+    [[ $status == 0 ]] || echo "docker-test: FAILED" >&2
+    exit "$status"
+}
+
+compose() { "${COMPOSE[@]}" --project-name "kvstore-test-$$" --file docker/compose.yaml "$@"; }
+
+in_node() { "$DOCKER" exec --interactive "$NODE" "$@"; }
+
+field() { "$DOCKER" inspect --format "$1" "$NODE"; }
+
+megabytes() { echo $(($("$DOCKER" image inspect --format '{{.Size}}' "$1") / 1000000)); }
+
+build() {
+    local base secret=() started
+    base=$(daemon_base "$BASE" "$IMAGE-base")
+    started=$SECONDS
+    [[ -z ${PIP_CERT:-} ]] || secret=(--secret "id=ca,src=$PIP_CERT")
+    step "building on $base"
+    DOCKER_BUILDKIT=1 "$DOCKER" build ${BUILD_FLAGS[@]+"${BUILD_FLAGS[@]}"} ${secret[@]+"${secret[@]}"} \
+        --build-arg "BASE=$base" --file docker/node.Dockerfile --tag "$IMAGE" . >"$WORK/build.log" 2>&1 \
+        || fail "the image does not build: $(tail -n 25 "$WORK/build.log")"
+    step "built in $((SECONDS - started)) s: $(megabytes "$IMAGE") MB, $(megabytes "$base") MB of them base"
+}
+
+# Other ports than the default ones: a node may run on this host. RAM is more than /dev/shm has (64 MB),
+# and the memory limit is as tight as docker/compose.yaml allows.
+start() {
+    local ports
+    read -ra ports < <(python3 -c 'import socket
+sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*(s.getsockname()[1] for s in sockets))')
+    export KVSTORE_IMAGE=$IMAGE KVSTORE_NODE_DISK_BYTES=1GiB
+    export KVSTORE_NODE_RAM_BYTES=${RAM_MIB}MiB KVSTORE_MEMORY_LIMIT=$((RAM_MIB + RAM_MIB / 64 + 512))m
+    export KVSTORE_NODE_PORT=${ports[0]} KVSTORE_NODE_BULK_PORT=${ports[1]} KVSTORE_NODE_METRICS_PORT=${ports[2]}
+    compose up --detach --no-build >"$WORK/up.log" 2>&1 || fail "compose up: $(tail -n 5 "$WORK/up.log")"
+    NODE=$(compose ps --quiet node)
+    [[ -n $NODE ]] || fail "compose started no container: $(cat "$WORK/up.log")"
+}
+
+# Docker's verdict, once: it asks every 10 s only.
+await_healthy() {
+    local tries
+    for ((tries = 0; tries < 240; tries++)); do
+        case $(field '{{.State.Status}} {{.State.Health.Status}}') in
+            "running healthy") return ;;
+            exited* | dead* | restarting*) break ;;
+        esac
+        sleep 0.25
+    done
+    fail "not healthy: $(field '{{.State.Status}}, out of memory: {{.State.OOMKilled}}, {{json .State.Health}}')"
+}
+
+await_serving() {
+    local tries
+    for ((tries = 0; tries < 60; tries++)); do
+        if in_node python /opt/kvstore/health.py 2>"$WORK/health.log"; then return; fi
+        sleep 0.25
+    done
+    fail "does not serve: $(cat "$WORK/health.log")"
+}
+
+# put NAME [FLAG...]: one page of random bytes, in a namespace of that name.
+put() {
+    head -c $PAGE_NBYTES /dev/urandom >"$WORK/$1"
+    in_node kvstore put - --create-opaque "$1" --tokens 1 "${@:2}" <"$WORK/$1" >/dev/null || fail "put $* failed"
+}
+
+# same NAME WHEN: reads the page and compares it with what was put.
+same() {
+    in_node kvstore get --model "$1" --tokens 1 >"$WORK/back" || fail "get $1 failed $2"
+    cmp "$WORK/$1" "$WORK/back" || fail "$1 came back with other bytes $2"
+    step "page '$1': same bytes $2"
+}
+
+# disk FIELD: a number out of `kvstore status`.
+disk() {
+    in_node kvstore status --json | python3 -c 'import json, sys
+print(json.load(sys.stdin)["disk"][sys.argv[1]])' "$1"
+}
+
+check_confinement() {
+    [[ $(in_node id -u) == 10001 ]] || fail "the node runs as user $(in_node id -u)"
+    if "$DOCKER" exec --user 0 "$NODE" touch /probe 2>/dev/null; then fail "the root file system can be written"; fi
+    in_node touch /data/probe || fail "/data can not be written"
+    in_node rm /data/probe
+    step "user 10001, root file system read-only, /data writable"
+}
+
+check_published() {
+    if [[ ! -x $KVSTORE ]]; then
+        step "LEFT OUT: published ports; there is no $KVSTORE on this host (make setup)"
+        PUBLISHED=""
+        return
+    fi
+    KVSTORE_WIRE=bulk "$KVSTORE" --address "127.0.0.1:$KVSTORE_NODE_PORT" get --model durable --tokens 1 \
+        --output "$WORK/host" || fail "get through the published ports failed"
+    cmp "$WORK/durable" "$WORK/host" || fail "the host read other bytes"
+    step "page 'durable': same bytes through the published gRPC and bulk ports"
+}
+
+# SIGKILL right after the acknowledgement of the durable put; nothing of it was flushed.
+check_kill() {
+    local pages
+    put flushed
+    in_node kvstore flush >/dev/null || fail "flush failed"
+    put durable --durable
+    "$DOCKER" kill "$NODE" >/dev/null
+    "$DOCKER" wait "$NODE" >/dev/null
+    [[ $(field '{{.State.ExitCode}}') == 137 ]] || fail "docker kill: exit status $(field '{{.State.ExitCode}}')"
+    "$DOCKER" start "$NODE" >/dev/null
+    await_serving
+    pages=$(disk page_count)
+    [[ $pages == 2 ]] || fail "kvstore status tells of $pages pages on disk after docker kill, not of 2"
+    step "docker kill, start: serves, and kvstore status tells of 2 pages on disk"
+    same durable "after docker kill"
+    same flushed "after docker kill"
+    [[ $(disk pages_read) == 2 ]] || fail "the pages did not come from the disk"
+    in_node kvstore status | sed -n '/^disk /s/^/    /p'
+}
+
+# The volume has one node at a time; the first one does not notice the attempt.
+check_second() {
+    local said status=0
+    said=$("$DOCKER" run --rm --network none --read-only --volumes-from "$NODE" "$IMAGE" --data-dir /data 2>&1) \
+        || status=$?
+    [[ $status == 2 && $said == *"/data is in use by another node"* ]] \
+        || fail "a second container on the same volume: exit status $status: $said"
+    step "a second container on the volume: exit status 2, '$said'"
+    same durable "after that"
+}
+
+# SIGKILL after the grace period would give 137, and nothing but a drain gives 0.
+check_stop() {
+    local started
+    put drained
+    started=${EPOCHREALTIME/[.,]/}
+    "$DOCKER" stop -t 30 "$NODE" >/dev/null
+    [[ $(field '{{.State.ExitCode}}') == 0 ]] || fail "docker stop: exit status $(field '{{.State.ExitCode}}')"
+    step "docker stop: drained, exit status 0 after $(((${EPOCHREALTIME/[.,]/} - started) / 1000)) ms"
+    "$DOCKER" start "$NODE" >/dev/null
+    await_serving
+    same drained "after docker stop"
+}
+
+trap clean_up EXIT
+trap 'exit 130' INT TERM
+daemon_find
+step "Docker $("$DOCKER" version --format '{{.Server.Version}}') through $DOCKER," \
+    "${COMPOSE[*]} $("${COMPOSE[@]}" version --short)"
+build
+start
+await_healthy
+step "healthy, with $RAM_MIB MiB of RAM tier in $KVSTORE_MEMORY_LIMIT of memory"
+check_confinement
+check_kill
+check_published
+check_second
+check_stop
+step "passed: build, health, confinement, durable and flushed pages after SIGKILL," \
+    "$PUBLISHED second node refused, drain"

@@ -1,0 +1,52 @@
+"""Short numbers for namespaces on disk: rows and records carry 2 bytes instead of a description."""
+
+import itertools
+from collections import Counter
+
+from kvstore.keys import Namespace
+from kvstore.messages import namespace_message
+
+# Numbers have 16 bits, and a salt per request makes many namespaces: beyond this many, the numbers
+# of those without pages are used again.
+KEPT = 1 << 15
+
+
+class NumberedSpaces:
+    """Not thread-safe; the disk tier's lock guards it. 0 is no number.
+
+    `counts`: pages on disk by number. `new`: descriptions that are not in the rows yet.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, Namespace] = {}
+        self.counts: Counter[int] = Counter()
+        self.new: dict[int, bytes] = {}
+        self._numbers: dict[bytes, int] = {}
+
+    def known(self, digest: bytes) -> int:
+        return self._numbers.get(digest, 0)
+
+    def restore(self, value: Namespace, number: int) -> None:
+        """A namespace that is in the rows."""
+        self._numbers[value.digest], self.values[number] = number, value
+
+    def number(self, value: Namespace) -> int:
+        """The namespace's number; that of a new one has to be written with the next rows."""
+        number = self.known(value.digest)
+        if not number:
+            number = next(free for free in itertools.count(1) if free not in self.values)
+            self.restore(value, number)
+            self.new[number] = namespace_message(value).SerializeToString()
+        return number
+
+    def take_new(self) -> dict[int, bytes]:
+        new, self.new = self.new, {}
+        return new
+
+    def drop_empty(self) -> None:
+        """Forgets namespaces without pages once there are many."""
+        if len(self.values) < KEPT:
+            return
+        for number in [number for number in self.values if not self.counts[number]]:
+            del self._numbers[self.values.pop(number).digest]
+            self.new.pop(number, None)

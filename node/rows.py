@@ -1,0 +1,141 @@
+"""The truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
+
+    "F"                                   format version, extent bytes: "1 16777216"
+    "N" u16be number                      a Namespace message
+    "P" u16be number, prefix hash[:8]     offset u64, slot nbytes u64, stored s u32, used s u32,
+                                          expiry s u32, page checksum 16, rest of the prefix hash,
+                                          xxh3_64 of key and value before it u64
+
+A page counts as stored only when its row is there. Rows of one batch appear together. All calls
+but `pages` come from the disk tier's writer thread: they hold the GIL, but rows are small.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
+
+from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
+from kvstore.errors import ConfigError
+
+FORMAT_VERSION = 1
+_HEAD = struct.Struct("<QQIII16s")
+_SUM_NBYTES = 8
+
+
+class PageRow(NamedTuple):
+    """A page on disk. Times in seconds since the epoch; `expiry_s` 0: it has no time to live."""
+
+    namespace: int
+    prefix_hash: bytes
+    offset: int
+    slot_nbytes: int
+    stored_s: int
+    used_s: int
+    expiry_s: int
+    checksum: bytes
+
+    @property
+    def key(self) -> bytes:
+        return page_key(self.namespace, self.prefix_hash[:8])
+
+    def value(self) -> bytes:
+        assert len(self.checksum) == CHECKSUM_NBYTES
+        head = _HEAD.pack(self.offset, self.slot_nbytes, self.stored_s, self.used_s, self.expiry_s, self.checksum)
+        body = head + self.prefix_hash[8:]
+        return body + row_checksum(self.key + body)
+
+
+def page_key(namespace: int, hash_start: bytes) -> bytes:
+    return b"P" + namespace.to_bytes(2, "big") + hash_start
+
+
+def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
+    """None for a row that is damaged."""
+    body, mark = value[:-_SUM_NBYTES], value[-_SUM_NBYTES:]
+    if len(key) != 11 or len(body) < _HEAD.size or row_checksum(key + body) != mark:
+        return None
+    offset, slot_nbytes, stored_s, used_s, expiry_s, checksum = _HEAD.unpack_from(body)
+    prefix_hash = key[3:] + body[_HEAD.size :]
+    namespace = int.from_bytes(key[1:3], "big")
+    return PageRow(namespace, prefix_hash, offset, slot_nbytes, stored_s, used_s, expiry_s, checksum)
+
+
+class Rows:
+    """An open row database. Raises OSError where the disk fails.
+
+    `extent_nbytes`: of the extents that the rows are about.
+    """
+
+    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False) -> None:
+        """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of another
+        size. Raises ConfigError if they are otherwise, or were written in another format."""
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_compression_type(DBCompressionType.none())
+        options.set_write_buffer_size(16 << 20)
+        options.set_max_open_files(64)
+        options.set_keep_log_file_num(2)
+        with _DiskErrors():
+            self._db = Rdict(str(directory), options)
+            ours = f"{FORMAT_VERSION} {extent_nbytes}".encode()
+            found = self._db.get(b"F")
+            if found is None:
+                found = self._db[b"F"] = ours
+        version, _, nbytes = found.decode(errors="replace").partition(" ")
+        self.extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else extent_nbytes
+        if version != str(FORMAT_VERSION) or nbytes != str(self.extent_nbytes):
+            self._db.close()
+            raise ConfigError(
+                f"data_dir was written with format and extents {found.decode(errors='replace')!r}, this node wants "
+                f"{ours.decode()!r}; use the same disk_extent_nbytes and version, or another directory"
+            )
+
+    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
+        """All or nothing: new namespaces, removed page keys, new pages."""
+        batch = WriteBatch(raw_mode=True)
+        for number, message in namespaces.items():
+            batch.put(b"N" + number.to_bytes(2, "big"), message)
+        for key in gone:
+            batch.delete(key)
+        for row in pages:
+            batch.put(row.key, row.value())
+        if batch.len():
+            with _DiskErrors():
+                self._db.write(batch)
+
+    def sync(self) -> None:
+        """Everything written before survives power loss when this returns."""
+        with _DiskErrors():
+            self._db.flush_wal(True)
+
+    def namespaces(self) -> Iterator[tuple[int, bytes]]:
+        for key, value in self._range(b"N"):
+            yield int.from_bytes(key[1:], "big"), value
+
+    def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
+        """(key, value) of page rows from the key `start` on; see `parse_page_row`."""
+        return self._range(b"P", start)
+
+    def _range(self, kind: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+        with _DiskErrors():
+            for key, value in cast(Iterator[tuple[bytes, bytes]], self._db.items(from_key=start or kind)):
+                if not key.startswith(kind):
+                    return
+                yield key, value
+
+    def close(self) -> None:
+        with _DiskErrors():
+            self._db.close()
+
+
+class _DiskErrors:
+    """RocksDB raises plain Exceptions; the tier handles OSError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None and kind.__module__ in ("builtins", "rocksdict") and type(error) is Exception:
+            raise OSError(f"rows: {error}") from error

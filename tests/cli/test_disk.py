@@ -1,0 +1,96 @@
+"""Commands about the disk tier, against a node with a data directory."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.node_process import NodeProcess
+
+Kvstore = Callable[..., Any]
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def node(data_dir: Path) -> Iterator[NodeProcess]:
+    flags = ("--ram-bytes", "16MiB", "--data-dir", str(data_dir), "--disk-bytes", "64MiB")
+    with NodeProcess(*flags, "--disk-extent-bytes", "16MiB", "--scrub-bytes-per-s", "0") as node:
+        yield node
+
+
+@pytest.fixture
+def on_disk(node: NodeProcess, kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kvstore:
+    """Runs commands on a node that has one durable page of 8 KiB of model `m`, tokens 1."""
+    monkeypatch.setenv("KVSTORE_ADDRESS", node.address)
+    page = tmp_path / "page"
+    page.write_bytes(bytes(range(256)) * 32)
+    assert kvstore("put", str(page), "--create-opaque", "m", "--tokens", "1", "--durable").code == 0
+    return kvstore
+
+
+def test_flush_scrub_and_recover_tell_what_they_did(on_disk: Kvstore) -> None:
+    assert on_disk("flush", "--json").json == {"pages_on_disk": 1}
+    assert on_disk("scrub", "--json").json == {"intact": 1, "damaged": 0, "nbytes": 8192}
+    assert on_disk("recover", "--json").json == {"recovered": True}
+    assert "1 pages are on disk" in on_disk("flush").stdout
+    assert "1 pages intact, 0 damaged" in on_disk("scrub").stdout
+    assert on_disk("recover").code == 0
+
+
+def test_status_and_listings_say_where_pages_are(on_disk: Kvstore, data_dir: Path) -> None:
+    status = on_disk("status").stdout
+    assert "disk 8.0 KiB of 64.0 MiB" in status
+    assert str(data_dir) in status
+    assert "ram+disk" in on_disk("ls", "--model", "m").stdout
+    stat = on_disk("stat", "--model", "m", "--tokens", "1", "--json").json
+    page = stat["pages"][0] if isinstance(stat, dict) else stat[0]
+    assert (page["in_ram"], page["on_disk"]) == (True, True)
+
+
+def test_scrub_finds_a_flipped_bit_and_exits_5(on_disk: Kvstore, data_dir: Path) -> None:
+    extent = next(path for path in (data_dir / "extents").iterdir() if path.stat().st_blocks)
+    with extent.open("r+b") as file:
+        file.seek(4096 * 1 + 7)
+        file.write(b"\xff")
+    ran = on_disk("scrub", "--json")
+    assert (ran.code, ran.json["intact"], ran.json["damaged"]) == (5, 0, 1)
+    assert on_disk("status", "--json").json["disk"]["pages_corrupt"] == 1
+
+
+def test_a_ttl_is_shown(on_disk: Kvstore, tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    assert on_disk("put", str(page), "-m", "m", "--tokens", "2", "--ttl", "1h").code == 0
+    stat = on_disk("stat", "-m", "m", "--tokens", "2", "--json").json
+    page_stat = stat["pages"][0] if isinstance(stat, dict) else stat[0]
+    assert 3_500_000 < page_stat["ttl_ms"] <= 3_600_000
+
+
+def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None:
+    for name in ("flush", "scrub", "recover"):
+        ran = kvstore(name)
+        assert ran.code == 2
+        assert "--data-dir" in ran.stderr
+
+
+def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, data_dir: Path, tmp_path: Path) -> None:
+    """The extents' directory is gone: a page of a new size needs an extent that can not be made."""
+    extents = data_dir / "extents"
+    extents.rename(data_dir / "taken away")
+    page = tmp_path / "larger"
+    page.write_bytes(bytes(64 << 10))
+    ran = on_disk("put", str(page), "--create-opaque", "larger", "--tokens", "1", "--durable")
+    assert ran.code == 4
+    assert "durable" in ran.stderr or "safe" in ran.stderr
+    assert on_disk("flush").code == 4
+    status = on_disk("status")
+    assert "DEGRADED" in status.stdout
+    assert "kvstore recover" in status.stdout
+    assert on_disk("recover").code == 4
+    (data_dir / "taken away").rename(extents)
+    assert on_disk("recover").code == 0
+    assert "SERVING" in on_disk("status").stdout

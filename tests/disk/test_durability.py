@@ -1,0 +1,189 @@
+"""What an acknowledgement of a durable put or a flush is worth when the disk fails in between."""
+
+import errno
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.errors import ConfigError, Exhausted
+from node.config import NodeConfig
+from node.rows import page_key
+
+STORED = PutOutcome.STORED
+
+
+def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if an operator's recover came between the failed write and the look at the tier's state."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    monkeypatch.setattr(node.disk, "poison", lambda reason: None)
+    layer.fail["sync"] = errno.EIO
+    with pytest.raises(Exhausted, match="before the pages were safe"):
+        pages.put(client, pages.keys(1), durable=True)
+
+
+def test_pages_of_a_failed_sync_count_as_stored_only_after_another(nodes: Any, layer: Any, pages: Any) -> None:
+    """A second fsync may succeed although the first one lost the bytes."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    safe, unsafe = pages.keys(*range(4)), pages.keys(*range(4, 8))
+    pages.put(client, safe, durable=True)
+    layer.fail["sync"] = errno.EIO
+    with pytest.raises(Exhausted):
+        pages.put(client, unsafe, durable=True)
+    layer.heal()
+    client.recover()
+    assert pages.on_disk(node, safe + unsafe) == [True] * 4 + [False] * 4
+    assert pages.put(client, unsafe, durable=True) == [PutOutcome.EXISTS] * 4
+    assert pages.on_disk(node, unsafe) == [True] * 4
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), safe + unsafe) == [True] * 8
+
+
+def test_pages_removed_since_the_last_sync_are_no_trouble_to_recover(nodes: Any, pages: Any, layer: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(*range(6)), durable=True)
+    layer.fail["sync"] = errno.EIO
+    with pytest.raises(Exhausted):
+        pages.put(client, pages.keys(*range(6, 10)), durable=True)
+    client.remove(pages.namespace, pages.keys(5, 6, 7))
+    layer.heal()
+    client.recover()
+    client.flush()
+    assert pages.on_disk(node, pages.keys(*range(10))) == [True] * 5 + [False] * 3 + [True] * 2
+
+
+def test_an_idle_writer_syncs_what_it_wrote(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1, 2))
+    end = time.monotonic() + 10.0
+    while not (pages.on_disk(node, pages.keys(1, 2)) == [True] * 2 and node.disk.unsynced_count == 0):
+        assert time.monotonic() < end, "nothing was synced"
+        threading.Event().wait(0.01)
+    assert layer.calls["sync"] >= 1
+
+
+def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(*range(4)))
+    layer.fail["write"] = errno.EIO
+    for number in range(20, 30):
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(number), durable=True)
+        assert pages.get(client, pages.keys(*range(4), number)) == [True] * 5
+    assert node.sessions.count <= 2
+
+
+def test_every_part_of_a_large_durable_put_must_be_safe(nodes: Any, layer: Any, pages: Any) -> None:
+    """A put that the client sends in parts fails if a later part does."""
+    node = nodes.start(batch_keys_max=4)
+    client = nodes.connect(node)
+    written = layer.calls["write"]
+    layer_write = layer.write
+
+    def fail_later(fd: int, view: memoryview, offset: int) -> int:
+        if layer.calls["write"] > written:
+            layer.fail["write"] = errno.EIO
+        return int(layer_write(fd, view, offset))
+
+    layer.write = fail_later
+    with pytest.raises(Exhausted):
+        pages.put(client, pages.keys(*range(8)), durable=True)
+
+
+def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(4))
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+
+    def fail(*_: object) -> bool:
+        raise RuntimeError("not an OSError")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk.files, "read", fail)
+        with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever the edge makes of it
+            pages.get(nodes.connect(node), keys)
+    assert pages.get(client, keys) == [True] * 4
+    assert node.tier.writing_count == 0
+
+
+def test_other_namespaces_are_served_while_a_large_one_is_removed(
+    nodes: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes in pieces; what is stored in it meanwhile may stay."""
+    monkeypatch.setattr("node.disk.FORGET_RECORDS", 3)
+    node = nodes.start()
+    client = nodes.connect(node)
+    other = make_pages("another model")
+    pages.put(client, pages.keys(*range(20)), durable=True)
+    other.put(client, other.keys(*range(20)), durable=True)
+    with ThreadPoolExecutor(1) as pool:
+        removal = pool.submit(client.remove_namespace, pages.namespace)
+        assert other.get(nodes.connect(node), other.keys(*range(20))) == [True] * 20
+        assert removal.result(10.0) >= 20
+    assert pages.on_disk(node, pages.keys(*range(20))) == [False] * 20
+    assert other.on_disk(node, other.keys(*range(20))) == [True] * 20
+
+
+def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    first, second = pages.keys(1, 2)
+    layer.writing.clear()
+    pages.put(client, [first])
+    assert layer.waiting.acquire(timeout=10.0)
+    pages.put(client, [second])
+    write = layer.write
+
+    def write_and_remove(fd: int, view: memoryview, offset: int) -> int:
+        if bytes(view) == pages.content(second):
+            assert node.tier.remove(pages.digest, [second]) == [True]
+        return int(write(fd, view, offset))
+
+    monkeypatch.setattr(layer, "write", write_and_remove)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(client.flush)
+        end = time.monotonic() + 10.0
+        while len(node.disk.writer._queue) < 2:  # so that page and barrier are one batch
+            assert time.monotonic() < end
+            threading.Event().wait(0.005)
+        layer.writing.set()
+        assert flushed.result(10.0) == 1
+    assert [key for key, _ in node.disk.rows.pages()] == [page_key(1, first[:8])]
+
+
+def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_grow(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk_writer.LATER_PAGES", 16)
+    node = nodes.start()
+    client = nodes.connect(node)
+    for start in range(0, 256, 64):
+        pages.put(client, pages.keys(*range(start, start + 64)), durable=True)
+    assert not node.disk.has_room(pages.nbytes)
+    layer.writing.clear()
+    for start in range(1000, 3000, 50):
+        pages.put(client, pages.keys(*range(start, start + 50)))
+    assert 0 < len(node.disk.writer._later) <= 2 * 128 + 16 + 50
+    layer.writing.set()
+    client.flush()
+
+
+def test_a_queue_larger_than_ram_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="disk_queue_nbytes"):
+        NodeConfig(ram_nbytes=1 << 20, extent_nbytes=1 << 16, disk_queue_nbytes=2 << 20, data_dir=str(tmp_path))

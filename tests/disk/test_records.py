@@ -1,0 +1,264 @@
+"""The records of pages on disk against a naive model of them."""
+
+import os
+import random
+import sys
+from array import array
+from typing import Any
+
+from kvstore.checksum import checksum, key_seed
+from node.records import Records
+from node.rows import PageRow
+
+EXTENT_NBYTES = 1 << 16
+SIZES = (4096, 8192, 12288)
+
+
+class Model:
+    """What Records promises, in dicts and lists: keys in order of use, exact LRU of each size."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[int, bytes], int] = {}
+        self.order: list[int] = []  # oldest first
+        self.used_s: dict[int, int] = {}
+        self.size: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+        self.uses: dict[int, int] = {}
+
+    def add(self, key: tuple[int, bytes], record: int, size: int, now_s: int) -> None:
+        self.by_key[key], self.size[record] = record, size
+        self.touch(record, now_s)
+
+    def touch(self, record: int, now_s: int) -> None:
+        if record in self.order:
+            self.order.remove(record)
+        self.order.append(record)
+        self.used_s[record] = now_s
+
+    def remove(self, record: int) -> None:
+        self.by_key = {key: known for key, known in self.by_key.items() if known != record}
+        self.order.remove(record)
+        self.pinned.pop(record, None)
+
+    def may_go(self, record: int, now_s: int) -> bool:
+        return not self.uses.get(record) and self.pinned.get(record, 0) <= now_s
+
+    def oldest(self, size: int, now_s: int) -> int:
+        """Of the pages of one size that may go; 0 if there is none."""
+        return next((r for r in self.order if self.size[r] == size and self.may_go(r, now_s)), 0)
+
+
+class Play:
+    """Random operations on records and model side by side."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.records = Records(1 << 20, EXTENT_NBYTES)
+        self.model = Model()
+        self.now_s = 1000
+        self.doomed: list[int] = []  # removed while in use
+        # Few distinct starts: keys of two namespaces share them, and so do keys of one.
+        starts = [self.rng.randbytes(8) for _ in range(120)]
+        self.keys = [
+            (number, start + self.rng.randbytes(8)) for number in (1, 2, 3) for start in starts for _ in range(2)
+        ]
+
+    def known(self, key: tuple[int, bytes]) -> int:
+        """By namespace and first 8 bytes."""
+        number, prefix_hash = key
+        matches = [r for (n, h), r in self.model.by_key.items() if n == number and h[:8] == prefix_hash[:8]]
+        assert len(matches) <= 1
+        return matches[0] if matches else 0
+
+    def step(self) -> None:
+        self.now_s += self.rng.randrange(2)
+        key = self.rng.choice(self.keys)
+        record = self.records.find(*key)
+        assert record == self.known(key)
+        choices: list[Any] = [self.touch, self.remove, self.pin, self.use] if record else [self.store] * 3
+        self.rng.choice([*choices, self.end_use])(key, record)
+
+    def store(self, key: tuple[int, bytes], _: int) -> None:
+        size = SIZES[key[0] - 1]
+        record = self.records.reserve(*key, size)
+        while not record:
+            victims = self.records.victims(size, self.now_s)
+            if not victims:
+                assert not self.model.oldest(size, self.now_s)
+                return
+            self.check_victims(victims, size)
+            for victim in victims:
+                self.records.remove(victim)
+                self.model.remove(victim)
+            record = self.records.reserve(*key, size)
+        assert self.records.find(*key) == 0, "reserved is not published"
+        assert self.records.busy(record)
+        if self.rng.random() < 0.1:
+            self.records.cancel(record)
+            return
+        self.records.publish(record, checksum(b"", key_seed(b"", key[1])), self.now_s, self.now_s + 5)
+        self.model.add(key, record, size, self.now_s)
+        assert self.records.expiry_s(record) == self.now_s + 5
+
+    def check_victims(self, victims: list[int], size: int) -> None:
+        """The oldest of our size, or all of an extent of a size whose oldest page is older than ours."""
+        model = self.model
+        assert all(model.may_go(victim, self.now_s) for victim in victims)
+        ours = model.oldest(size, self.now_s)
+        if model.size[victims[0]] == size:
+            assert victims == [ours]
+            return
+        other = model.size[victims[0]]
+        assert not ours or model.used_s[model.oldest(other, self.now_s)] < model.used_s[ours]
+        extent = self.records.extent_of(victims[0])
+        assert sorted(victims) == sorted(owner for owner in extent.owners if owner)
+
+    def touch(self, _: tuple[int, bytes], record: int) -> None:
+        self.records.touch(record, self.now_s)
+        self.model.touch(record, self.now_s)
+        assert self.records.used_s(record) == self.now_s
+
+    def remove(self, _: tuple[int, bytes], record: int) -> None:
+        if self.model.uses.get(record):
+            self.doomed.append(record)
+        self.records.remove(record)
+        self.model.remove(record)
+
+    def pin(self, _: tuple[int, bytes], record: int) -> None:
+        until_s = self.rng.choice([0, self.now_s + 30])
+        self.records.pin(record, until_s)
+        self.model.pinned[record] = until_s
+
+    def use(self, _: tuple[int, bytes], record: int) -> None:
+        self.records.begin_use(record)
+        self.model.uses[record] = self.model.uses.get(record, 0) + 1
+
+    def end_use(self, *_: object) -> None:
+        used = [record for record, count in self.model.uses.items() if count]
+        if used:
+            record = self.rng.choice(used)
+            self.records.end_use(record)
+            self.model.uses[record] -= 1
+            if not self.model.uses[record] and record in self.doomed:
+                self.doomed.remove(record)
+
+    def check(self) -> None:
+        records, model = self.records, self.model
+        assert records.check() == []
+        assert records.count == len(model.by_key)
+        for (number, prefix_hash), record in model.by_key.items():
+            assert records.key(record) == (number, int.from_bytes(prefix_hash[:8], "big"))
+            assert records.checksum(record) == checksum(b"", key_seed(b"", prefix_hash))
+        for size in SIZES:
+            ours = [record for record in records.records() if model.size[record] == size]
+            assert ours == [record for record in model.order if model.size[record] == size], "exact LRU"
+        doomed_nbytes = sum(records.extent_of(record).slot_nbytes for record in self.doomed)
+        assert records.slots.used_nbytes == sum(model.size[r] for r in model.order) + doomed_nbytes
+        places = [(records.offset(r), records.offset(r) + model.size[r]) for r in model.order]
+        assert all(end <= start for (_, end), (start, _) in zip(sorted(places), sorted(places)[1:], strict=False))
+
+
+def test_records_do_what_a_naive_model_does(seed: int) -> None:
+    play = Play(seed)
+    for _ in range(3000):
+        play.step()
+        play.check()
+    while play.doomed:
+        play.end_use()
+    play.check()
+
+
+def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read_ends() -> None:
+    records = Records(4096, 4096)
+    record = records.reserve(1, b"a" * 16, 4096)
+    records.publish(record, bytes(16), 5)
+    records.begin_use(record)
+    records.remove(record)
+    assert records.find(1, b"a" * 16) == 0
+    assert records.reserve(1, b"b" * 16, 4096) == 0
+    assert records.check() == []
+    records.end_use(record)
+    assert records.reserve(1, b"b" * 16, 4096)
+
+
+def test_pinned_and_busy_records_are_no_victims() -> None:
+    records = Records(3 * 4096, 4096 * 3)
+    hashes = [bytes([i]) * 16 for i in range(3)]
+    stored = [records.reserve(1, prefix_hash, 4096) for prefix_hash in hashes]
+    for record in stored:
+        records.publish(record, bytes(16), 5)
+    records.pin(stored[0], 100)
+    records.begin_use(stored[1])
+    assert records.victims(4096, 50) == [stored[2]]
+    assert records.victims(4096, 100) == [stored[0]], "its pin is over"
+    records.pin(stored[2], 100)
+    assert records.victims(4096, 50) == []
+    assert records.victims(8192, 50) == [], "an extent with a pinned page does not change its size"
+
+
+def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
+    records = Records(4 * 8192, 8192)
+    for i in range(8):
+        records.publish(records.reserve(1, bytes([i]) * 16, 4096), bytes(16), 10 + i)
+    victims = records.victims(8192, 50)
+    assert [records.used_s(record) for record in victims] == [10, 11]
+    for record in victims:
+        records.remove(record)
+    assert records.reserve(1, b"x" * 16, 8192)
+    assert records.check() == []
+
+
+def restored_row(namespace: int, prefix_hash: bytes, slot_nbytes: int, offset: int, used_s: int = 5) -> PageRow:
+    return PageRow(namespace, prefix_hash, offset, slot_nbytes, 0, used_s, 0, bytes(16))
+
+
+def test_restore_refuses_a_slot_that_is_taken_or_outside() -> None:
+    records = Records(4 * 8192, 8192)
+    assert records.restore(restored_row(1, b"a" * 16, 4096, 4096))
+    assert not records.restore(restored_row(1, b"b" * 16, 4096, 4096)), "the slot is taken"
+    assert not records.restore(restored_row(1, b"b" * 16, 8192, 0)), "the extent has another slot size"
+    assert not records.restore(restored_row(1, b"b" * 16, 4096, 8192 + 100)), "no slot starts there"
+    assert not records.restore(restored_row(1, b"b" * 16, 4096, 4 * 8192)), "beyond the region"
+    assert records.restore(restored_row(2, b"a" * 16, 8192, 3 * 8192))
+    records.restored()
+    assert records.check() == []
+    assert records.offset(records.find(2, b"a" * 16)) == 3 * 8192
+    assert not records.find(1, b"b" * 16)
+
+
+def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
+    records = Records(1 << 20, 1 << 16)
+    for slot, used_s in enumerate((30, 10, 20)):
+        assert records.restore(restored_row(1, bytes([slot]) * 16, 4096, slot * 4096, used_s))
+    records.restored()
+    assert [records.used_s(record) for record in records.records()] == [10, 20, 30]
+    assert records.check() == []
+
+
+def test_a_record_takes_about_64_bytes() -> None:
+    """Whether the table has just grown or is nearly full; slots and their owners included."""
+    records = Records(1 << 30, 1 << 22)
+    rng = random.Random(7)
+    for count in range(1, 200_001):
+        records.publish(records.reserve(1, rng.randbytes(16), 4096), bytes(16), 5)
+        if count % 10_000 == 0 and count >= 150_000:
+            arrays = [value for value in vars(records).values() if isinstance(value, array)]
+            arrays += [values for extent in records.slots.extents() for values in (extent.owners, extent.free)]
+            assert sum(map(sys.getsizeof, arrays)) <= 65 * count, f"{count} records"
+
+
+def test_hundred_thousand_records_come_and_go_without_growth() -> None:
+    """The table keeps no tombstones, and numbers are used again."""
+    records = Records(1 << 24, 1 << 20)
+    stored = []
+    for i in range(4096):
+        stored.append(records.reserve(1, os.urandom(16), 4096))
+        records.publish(stored[-1], bytes(16), i)
+    table_count = len(records._table)
+    for _ in range(20_000):
+        victim = records.victims(4096, 1 << 20)
+        records.remove(victim[0])
+        records.publish(records.reserve(1, os.urandom(16), 4096), bytes(16), 5000)
+    assert len(records._table) == table_count
+    assert max(records.records()) <= 4096 + 4096
+    assert records.check() == []

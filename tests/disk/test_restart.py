@@ -1,0 +1,146 @@
+"""What is on disk after a node stopped, was interrupted or got other limits."""
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.errors import ConfigError, Exhausted, InvalidRequest
+
+STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
+
+
+# ---- start and stop ------------------------------------------------------------------------
+
+
+def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start(disk_queue_nbytes=64 << 10)
+    client = nodes.connect(node)
+    layer.writing.clear()
+    keys = pages.keys(*range(40))
+    pages.put(client, keys)
+    assert client.node_status().disk.pages_refused > 0
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), keys) == [True] * 40
+
+
+def test_a_write_that_was_interrupted_leaves_free_space(nodes: Any, layer: Any, pages: Any) -> None:
+    """The bytes are in the file, the row is not: as if the process had been killed in between."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    kept, cut = pages.keys(1, 2), pages.keys(3, 4)
+    pages.put(client, kept, durable=True)
+    node.disk.store = lambda batch: node.disk.poison("killed")
+    pages.put(client, cut)
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    disk = client.node_status().disk
+    assert (disk.page_count, disk.used_nbytes, disk.rows_damaged) == (2, 2 * 8192, 0)
+    assert pages.get(client, kept + cut) == [True, True, False, False]
+
+
+def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_nbytes=2 << 20)
+    client = nodes.connect(node)
+    keys = pages.keys(*range(200))
+    for start in range(0, 200, 20):
+        pages.put(client, keys[start : start + 20], durable=True)
+    node = nodes.restart(node, disk_nbytes=1 << 20)
+    client = nodes.connect(node)
+    count = client.node_status().disk.page_count
+    assert 0 < count <= 128
+    assert pages.get(client, keys).count(True) == count
+    assert sum(path.stat().st_size for path in (nodes.data_dir / "extents").iterdir()) <= 1 << 20
+
+
+def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it(
+    nodes: Any, pages: Any, make_pages: Any
+) -> None:
+    node = nodes.start()
+    large = make_pages("large", 65_536)
+    client = nodes.connect(node)
+    large.put(client, large.keys(1), durable=True)
+    pages.put(client, pages.keys(1), durable=True)
+    node = nodes.restart(node, extent_nbytes=32 << 10)
+    client = nodes.connect(node)
+    assert pages.get(client, pages.keys(1)) == [True]
+    with pytest.raises(InvalidRequest, match="at most 32768"):
+        large.get(client, large.keys(1))
+    node = nodes.restart(node)
+    assert large.get(nodes.connect(node), large.keys(1)) == [True]
+
+
+def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.numbers.KEPT", 4)
+    node = nodes.start()
+    client = nodes.connect(node)
+    for number in range(12):
+        pages = make_pages("salted", salt=str(number))
+        pages.put(client, pages.keys(1), durable=True)
+        if number > 1:
+            client.remove_namespace(pages.namespace)
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    for number in range(12):
+        pages = make_pages("salted", salt=str(number))
+        assert pages.get(client, pages.keys(1)) == [number <= 1], number
+    assert max(number for number, _ in node.disk.rows.namespaces()) <= 5
+
+
+def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(nodes: Any, pages: Any) -> None:
+    """By default extents on disk follow those of RAM, but a directory that has some keeps their size."""
+    sizes = {"disk_extent_nbytes": 0, "disk_nbytes": 128 << 20}
+    node = nodes.start(**sizes)
+    keys = pages.keys(*range(8))
+    pages.put(nodes.connect(node), keys, durable=True)
+    extent_nbytes = node.disk.records.slots.extent_nbytes
+    assert extent_nbytes == 64 << 20
+    node = nodes.restart(node, **sizes, ram_nbytes=128 << 20, extent_nbytes=128 << 20)
+    assert node.disk.records.slots.extent_nbytes == extent_nbytes
+    assert pages.get(nodes.connect(node), keys) == [True] * 8
+
+
+def test_a_disk_smaller_than_an_extent_is_refused(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
+    pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    nodes.stop(node)
+    with pytest.raises(ConfigError, match="disk_nbytes=33554432 is less than one extent of 67108864"):
+        nodes.start(disk_extent_nbytes=0, disk_nbytes=32 << 20)
+    node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
+    assert pages.get(nodes.connect(node), pages.keys(1)) == [True]
+
+
+def test_more_extents_than_the_process_may_open_are_refused(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.data_dir.resource.getrlimit", lambda which: (256, 512))
+    with pytest.raises(ConfigError, match=r"32 extents on disk need 544 open files, 512 are allowed"):
+        nodes.start()
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr("node.data_dir.resource.getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr("node.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits))
+    nodes.start()
+    assert raised == [(544, 4096)]
+
+
+def test_an_extent_that_found_too_little_space_gives_it_back(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(fd: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, 0, nbytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    node = nodes.start()
+    client = nodes.connect(node)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "allocate", run_out)
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(1), durable=True)
+    assert [path.stat().st_blocks for path in (nodes.data_dir / "extents").iterdir()] == [0]
+    client.recover()
+    client.flush()
+    assert pages.on_disk(node, pages.keys(1)) == [True]

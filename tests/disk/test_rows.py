@@ -1,0 +1,178 @@
+"""The row database: what a row says, and what a damaged, foreign or interrupted one does."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from node.data_dir import open_data_dir
+from node.rows import PageRow, Rows, parse_page_row
+
+EXTENT_NBYTES = 1 << 20
+
+
+def row(number: int, namespace: int = 1, nbytes: int = 32) -> PageRow:
+    prefix_hash = number.to_bytes(8, "big") * (nbytes // 8)
+    return PageRow(namespace, prefix_hash, number * 4096, 4096, 1_000_000, 1_000_001, 0, bytes([number % 256]) * 16)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Iterator[Rows]:
+    rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    yield rows
+    rows.close()
+
+
+@pytest.mark.parametrize("nbytes", [16, 32, 64])
+def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
+    ours = row(7, 65535, nbytes)._replace(offset=(1 << 44) - 4096, used_s=(1 << 32) - 1, expiry_s=(1 << 32) - 1)
+    assert parse_page_row(ours.key, ours.value()) == ours
+
+
+def test_a_row_with_any_byte_changed_or_missing_is_no_row() -> None:
+    ours = row(7)
+    key, value = ours.key, ours.value()
+    for i in range(len(key)):
+        changed = key[:i] + bytes([key[i] ^ 0x10]) + key[i + 1 :]
+        assert parse_page_row(changed, value) is None, f"key byte {i}"
+    for i in range(len(value)):
+        changed = value[:i] + bytes([value[i] ^ 0x10]) + value[i + 1 :]
+        assert parse_page_row(key, changed) is None, f"value byte {i}"
+        assert parse_page_row(key, value[:i]) is None, f"cut to {i} bytes"
+    assert parse_page_row(key, value + b"\0") is None
+    assert parse_page_row(key[:-1], value) is None
+
+
+def test_rows_are_kept_in_the_order_of_namespace_and_hash(rows: Rows) -> None:
+    wanted = [row(1), row(2), row(300), row(1, namespace=2), row(5, namespace=256)]
+    rows.write({2: b"two", 256: b"more"}, reversed(wanted), [])
+    assert [parse_page_row(*pair) for pair in rows.pages()] == wanted
+    assert [parse_page_row(*pair) for pair in rows.pages(row(300).key)] == wanted[2:]
+    assert list(rows.namespaces()) == [(2, b"two"), (256, b"more")]
+
+
+def test_a_key_that_is_removed_and_stored_in_one_batch_is_stored(rows: Rows) -> None:
+    rows.write({}, [row(1), row(2)], [])
+    renewed = row(1)._replace(offset=8192)
+    rows.write({}, [renewed], [row(1).key, row(2).key])
+    assert [parse_page_row(*pair) for pair in rows.pages()] == [renewed]
+
+
+def test_rows_survive_closing_and_opening(tmp_path: Path) -> None:
+    for number in range(3):
+        rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+        assert len(list(rows.pages())) == number
+        rows.write({number + 1: b"n"}, [row(number)], [])
+        rows.close()
+
+
+def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
+    """The log of the database is cut at many places, as a crash would."""
+    rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    rows.write({1: b"n"}, [row(number) for number in range(10)], [])
+    rows.write({}, [row(number) for number in range(10, 30)], [row(number).key for number in range(5)])
+    rows.sync()
+    (log,) = [path for path in (tmp_path / "rows").glob("*.log") if path.stat().st_size]
+    length, seen = log.stat().st_size, set()
+    for cut in range(0, length, length // 12):
+        copy = tmp_path / f"cut{cut}"
+        shutil.copytree(tmp_path / "rows", copy)
+        with open(copy / log.name, "r+b") as file:
+            file.truncate(length - cut)
+        shortened = Rows(copy, EXTENT_NBYTES)
+        seen.add(len(list(shortened.pages())))
+        shortened.close()
+    rows.close()
+    assert seen == {0, 10, 25}
+
+
+def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path) -> None:
+    """RocksDB refuses the file, or the row's own checksum does; what is read is what was written."""
+    rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    wanted = [row(number) for number in range(50)]
+    rows.write({1: b"n"}, wanted, [])
+    rows.close()
+    (log,) = [path for path in (tmp_path / "rows").glob("*") if path.suffix in (".log", ".sst") and path.stat().st_size]
+    refused = fewer = 0
+    for place in range(40, log.stat().st_size, log.stat().st_size // 10):
+        copy = tmp_path / f"flip{place}"
+        shutil.copytree(tmp_path / "rows", copy)
+        with open(copy / log.name, "r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ 1]))
+        try:
+            damaged = Rows(copy, EXTENT_NBYTES)
+        except OSError:
+            refused += 1
+            continue
+        try:
+            found = [parse_page_row(*pair) for pair in damaged.pages()]
+        except OSError:
+            refused += 1
+        else:
+            assert {r for r in found if r is not None} <= set(wanted)
+            fewer += len(found) < len(wanted)
+        damaged.close()
+    assert refused + fewer > 0, "no flip was noticed"
+
+
+def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
+    Rows(tmp_path / "rows", EXTENT_NBYTES).close()
+    with pytest.raises(ConfigError, match=r"1 1048576.*1 2097152.*disk_extent_nbytes"):
+        Rows(tmp_path / "rows", 2 * EXTENT_NBYTES)
+    Rows(tmp_path / "rows", EXTENT_NBYTES).close()
+
+
+def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Rows(tmp_path / "rows", EXTENT_NBYTES).close()
+    monkeypatch.setattr("node.rows.FORMAT_VERSION", 2)
+    with pytest.raises(ConfigError, match="version"):
+        Rows(tmp_path / "rows", EXTENT_NBYTES)
+
+
+def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path: Path) -> None:
+    def open_dir(extent_nbytes: int) -> None:
+        disk, lock = open_data_dir(
+            tmp_path, 1 << 22, extent_nbytes, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
+        )
+        disk.close()
+        os.close(lock)
+
+    opened = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    opened.close()
+    (tmp_path / "extents").mkdir()
+    (tmp_path / "extents" / "000003").write_bytes(b"page")
+    with pytest.raises(ConfigError, match="another directory"):
+        open_dir(2 * EXTENT_NBYTES)
+    assert (tmp_path / "extents" / "000003").read_bytes() == b"page"
+    open_dir(EXTENT_NBYTES)
+
+
+def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_path: Path) -> None:
+    disk, lock = open_data_dir(
+        tmp_path, 1 << 22, EXTENT_NBYTES, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
+    )
+    ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "1MiB")
+    sizes = ("--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", str(EXTENT_NBYTES))
+    command = [sys.executable, "-m", "node.main", *ports, *sizes, "--data-dir", str(tmp_path)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert second.returncode == 2
+    assert f"data_dir={tmp_path} is in use by another node" in second.stderr
+    assert "Traceback" not in second.stderr
+    disk.close()
+    os.close(lock)
+
+
+def test_a_data_dir_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can not be used"):
+        open_data_dir(
+            tmp_path / "file", 1 << 22, EXTENT_NBYTES, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
+        )

@@ -1,0 +1,356 @@
+"""What both tiers together promise about a page's life: removal, eviction, time to live, pins,
+promotion, listing, restart."""
+
+import threading
+import time
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.layout import ByteRange
+
+STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
+
+
+# ---- promotion and reads -------------------------------------------------------------------
+
+
+def test_several_readers_of_one_page_on_disk_load_it_once(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(3))
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    layer.reading.clear()
+    with ThreadPoolExecutor(6) as pool:
+        reads = [pool.submit(pages.get, client, keys) for _ in range(6)]
+        assert layer.waiting.acquire(timeout=10.0)
+        wait_until(lambda: node.tier.held_count == 3 and node.sessions.count >= 6)
+        layer.reading.set()
+        assert [read.result(20.0) for read in reads] == [[True] * 3] * 6
+    assert layer.calls["read"] == 3
+    assert client.node_status().disk.pages_read == 3
+    assert client.stat(pages.namespace, keys)[0].in_ram
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("waited in vain")
+
+
+def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1, 2)
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    assert pages.get(client, [*keys, *keys]) == [True] * 4
+    assert layer.calls["read"] == 2
+
+
+def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Any, pages: Any) -> None:
+    """And so it is an error of nobody; when the pins are gone it is a hit."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys, pinned = pages.keys(*range(4)), pages.keys(*range(100, 228))
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    pages.put(client, pinned, durable=True)  # 128 x 8 KiB: all of RAM
+    assert all(client.pin(pages.namespace, pinned, 1000.0))
+    assert client.lookup(pages.namespace, keys).present == (True,) * 4
+    assert pages.get(client, keys) == [False] * 4
+    assert client.node_status().disk.pages_corrupt == 0
+    client.unpin(pages.namespace, pinned)
+    assert pages.get(client, keys) == [True] * 4
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Any, pages: Any, wire: str) -> None:
+    node = nodes.start()
+    client = nodes.connect(node, wire)
+    keys = pages.keys(1, 2)
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    buffers = [bytearray(30) for _ in range(3)]
+    ranges = [ByteRange(10, 10), ByteRange(8000, 20)]
+    assert client.get_ranges(pages.namespace, [*keys, *pages.keys(3)], ranges, buffers) == [True, True, False]
+    for key, buffer in zip(keys, buffers, strict=False):
+        content = pages.content(key)
+        assert buffer == content[10:20] + content[8000:8020]
+
+
+def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_nbytes=4 << 20)
+    client = nodes.connect(node)
+    keys = pages.keys(*range(256))  # twice the RAM
+    for start in range(0, 256, 32):
+        pages.put(client, keys[start : start + 32], durable=True)
+    for _ in range(2):
+        assert all(pages.get(client, keys))
+    assert client.node_status().disk.pages_evicted == 0
+
+
+def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(nodes: Any, pages: Any, make_pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys, others = pages.keys(*range(40)), make_pages("other")
+    pages.put(client, keys[:30], durable=True)
+    others.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    pages.put(client, keys[25:35])
+    assert client.lookup(pages.namespace, keys).prefix_pages == 35
+    stats = client.stat(pages.namespace, keys)
+    assert [stat.present for stat in stats] == [True] * 35 + [False] * 5
+    assert [(s.on_disk, s.in_ram) for s in stats[:25]] == [(True, False)] * 25
+    assert all(stat.nbytes == 8192 and len(stat.checksum) == 16 for stat in stats[:35])
+    wanted = sorted(keys[:35])
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == wanted
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, limit=7)] == wanted[:7]
+    prefix = wanted[3][:1]
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, key_prefix=prefix)] == [
+        key for key in wanted if key.startswith(prefix)
+    ]
+    paged: list[bytes] = []
+    after, rest = b"", True
+    while rest:
+        infos, after = node.service._inventory.list_pages(pages.digest, b"", after, 6)
+        paged += [info.prefix_hash for info in infos]
+        rest = bool(after)
+    assert paged == wanted
+
+
+def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(4))
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    assert pages.put(client, pages.keys(*range(5)), durable=True) == [EXISTS] * 4 + [STORED]
+    assert client.node_status().ram.page_count == 1
+    assert pages.on_disk(node, pages.keys(*range(5))) == [True] * 5
+
+
+def test_hashes_that_start_alike_never_yield_each_others_bytes(nodes: Any, pages: Any) -> None:
+    """Only one of them can be on disk; the others live in RAM."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = [b"same 8 b" + bytes([i]) * 24 for i in range(4)]
+    assert pages.put(client, keys) == [STORED] * 4
+    client.flush()
+    assert client.node_status().disk.page_count == 1
+    assert pages.get(client, keys) == [True] * 4
+    pages.drop_from_ram(node)
+    assert pages.get(client, keys).count(True) <= 1  # the read compares the bytes
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), keys).count(True) <= 1
+
+
+# ---- removal -------------------------------------------------------------------------------
+
+
+def test_a_page_removed_while_it_waits_or_is_written_does_not_come_back(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(6))
+    layer.writing.clear()
+    pages.put(client, keys[:1])
+    assert layer.waiting.acquire(timeout=10.0)  # the first is being written, the others wait
+    pages.put(client, keys[1:])
+    assert client.remove(pages.namespace, keys[:3]) == [True] * 3
+    layer.writing.set()
+    client.flush()
+    wanted = [False] * 3 + [True] * 3
+    assert pages.on_disk(node, keys) == wanted
+    assert pages.get(client, keys) == wanted
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(keys[3:])
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), keys) == wanted
+
+
+def test_a_page_stored_again_after_its_removal_is_there_after_a_restart(nodes: Any, layer: Any, pages: Any) -> None:
+    """Once with the removed one waiting in the same batch, once with it being written."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1, 2)
+    layer.writing.clear()
+    pages.put(client, keys[:1])
+    assert layer.waiting.acquire(timeout=10.0)
+    pages.put(client, keys[1:])
+    for _ in range(3):
+        client.remove(pages.namespace, keys)
+        assert pages.put(client, keys) == [STORED] * 2
+    layer.writing.set()
+    assert client.flush() == 2
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), keys) == [True, True]
+
+
+def test_a_page_removed_while_it_is_loaded_is_gone_for_later_readers(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1)
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    layer.reading.clear()
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pages.get, client, keys)
+        assert layer.waiting.acquire(timeout=10.0)
+        assert client.remove(pages.namespace, keys) == [True]
+        assert pages.get(client, keys) == [False]
+        layer.reading.set()
+        read.result(20.0)  # whatever it was, its bytes were compared
+    assert pages.get(client, keys) == [False]
+    assert client.lookup(pages.namespace, keys).present == (False,)
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), keys) == [False]
+
+
+def test_removing_a_namespace_frees_its_space_in_both_tiers(nodes: Any, pages: Any, make_pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    other = make_pages("other", 20_000)
+    keys = pages.keys(*range(20))
+    pages.put(client, keys, durable=True)
+    other.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    pages.get(client, keys[:5])
+    assert client.remove_namespace(pages.namespace) == 20
+    client.flush()
+    status = client.node_status()
+    assert status.disk.used_nbytes == status.ram.used_nbytes == 20 * 20480
+    assert pages.get(client, keys) == [False] * 20
+    assert other.get(client, keys) == [True] * 20
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    assert client.node_status().disk.page_count == 20
+    assert pages.get(client, keys) == [False] * 20
+
+
+# ---- eviction and pins ---------------------------------------------------------------------
+
+
+def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_nbytes=1 << 20)  # 128 pages
+    client = nodes.connect(node)
+    keys = pages.keys(*range(160))
+    for start in range(0, 128, 32):
+        pages.put(client, keys[start : start + 32], durable=True)
+    client.lookup(pages.namespace, keys[:16], touch=True)
+    pages.put(client, keys[128:], durable=True)
+    pages.drop_from_ram(node)
+    wanted = [True] * 16 + [False] * 32 + [True] * 112
+    assert list(client.lookup(pages.namespace, keys).present) == wanted
+    disk = client.node_status().disk
+    assert (disk.page_count, disk.pages_evicted, disk.used_nbytes) == (128, 32, 1 << 20)
+    node = nodes.restart(node, disk_nbytes=1 << 20)
+    client = nodes.connect(node)
+    assert client.node_status().disk.page_count == 128
+    assert pages.get(client, keys) == wanted
+
+
+def test_capacity_follows_a_change_of_page_size(nodes: Any, pages: Any, make_pages: Any, clock: Any) -> None:
+    node = nodes.start(disk_nbytes=1 << 20)
+    clock.govern(node)
+    client = nodes.connect(node)
+    for start in range(0, 128, 32):
+        pages.put(client, pages.keys(*range(start, start + 32)), durable=True)
+    large = make_pages("large", 65_536)
+    clock.now_s += 1  # use is told apart by seconds
+    for number in range(16):
+        assert large.put(client, large.keys(number), durable=True) == [STORED]
+    large.drop_from_ram(node)
+    assert large.get(client, large.keys(*range(10, 16))) == [True] * 6
+    assert client.node_status().disk.used_nbytes <= 1 << 20
+
+
+def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=2 << 20)
+    client = nodes.connect(node)
+    keys, more = pages.keys(*range(128)), pages.keys(*range(200, 208))
+    pages.put(client, keys, durable=True)
+    assert all(client.pin(pages.namespace, keys, 1000.0))
+    with pytest.raises(Exhausted, match="8 pages are not on disk"):
+        pages.put(client, more, durable=True)
+    assert pages.get(client, more) == [True] * 8, "visible all the same"
+    with pytest.raises(Exhausted, match="8 pages are not on disk"):
+        client.flush()
+    pages.drop_from_ram(node)
+    assert pages.get(client, keys) == [True] * 128
+    client.unpin(pages.namespace, keys)
+    assert pages.put(client, more, durable=True) == [STORED] * 8
+    assert pages.on_disk(node, more) == [True] * 8
+
+
+def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1, 2)
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    assert client.pin(pages.namespace, [*keys, *pages.keys(3)], 1000.0) == [True, True, False]
+    assert [stat.pin_ttl_ms > 0 for stat in client.stat(pages.namespace, keys)] == [True, True]
+    assert client.unpin(pages.namespace, keys[:1]) == [True]
+    assert [stat.pin_ttl_ms > 0 for stat in client.stat(pages.namespace, keys)] == [False, True]
+
+
+# ---- time to live --------------------------------------------------------------------------
+
+
+def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(nodes: Any, pages: Any, clock: Any) -> None:
+    node = nodes.start()
+    clock.govern(node)
+    client = nodes.connect(node)
+    mortal, eternal = pages.keys(*range(3)), pages.keys(*range(3, 6))
+    pages.put(client, mortal, durable=True, ttl_s=10)
+    pages.put(client, eternal, durable=True)
+    pages.drop_from_ram(node)
+    assert pages.get(client, mortal[:2]) == [True] * 2  # these two are in RAM again
+    clock.now_s += 9
+    assert pages.get(client, mortal[:1]) == [True]
+    assert [stat.ttl_ms for stat in client.stat(pages.namespace, mortal + eternal[:1])] == [1000] * 3 + [0]
+    clock.now_s += 1
+    assert pages.get(client, mortal) == [False] * 3
+    assert client.lookup(pages.namespace, mortal + eternal).present == (False,) * 3 + (True,) * 3
+    assert len(list(client.list_pages(pages.namespace))) == 3
+    assert client.flush() == 3
+    assert pages.put(client, mortal) == [STORED] * 3
+
+
+def test_a_time_to_live_goes_on_over_a_restart(
+    nodes: Any, pages: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1, 2)
+    pages.put(client, keys[:1], durable=True, ttl_s=100)
+    pages.put(client, keys[1:], durable=True, ttl_s=1 << 33)  # longer than a clock of 32 bits
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    assert 0 < client.stat(pages.namespace, keys)[0].ttl_ms <= 100_000
+    assert client.stat(pages.namespace, keys)[1].ttl_ms > 1000 * 3600 * 24 * 365
+    nodes.stop(node)
+    clock.now_s = 2_500_000_000
+    for module in ("node.disk", "node.ram"):  # not time.time itself: gRPC waits by it
+        monkeypatch.setattr(f"{module}.time", types.SimpleNamespace(time=clock, monotonic=time.monotonic))
+    node = nodes.start()
+    client = nodes.connect(node)
+    assert pages.get(client, keys[:1]) == [False]
+    assert client.node_status().disk.page_count == 0
+
+
+def test_a_node_without_a_disk_refuses_durable_puts_and_flush(nodes: Any, pages: Any) -> None:
+    client = nodes.connect(nodes.start(data_dir=""))
+    with pytest.raises(InvalidRequest, match="--data-dir"):
+        pages.put(client, pages.keys(1), durable=True)
+    with pytest.raises(InvalidRequest, match="--data-dir"):
+        client.flush()
+    assert pages.put(client, pages.keys(1)) == [STORED]
+    assert not client.node_status().HasField("disk")

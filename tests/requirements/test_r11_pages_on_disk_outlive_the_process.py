@@ -1,0 +1,96 @@
+"""R11: after `kill -9` and a restart the pages on disk hit again, and clients reconnect by themselves."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import KVStoreError
+from kvstore.client import Keep
+from kvstore.node_process import NodeProcess
+
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(64)]
+
+
+class Restartable:
+    """A node on a data directory that comes back on the ports it had."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._flags = ("--ram-bytes", "4MiB", "--data-dir", str(data_dir), "--disk-bytes", "128MiB")
+        self.process = NodeProcess(*self._flags)
+        self.address = self.process.address
+
+    def kill_and_restart(self) -> None:
+        bulk, metrics = str(self.process.bulk_port), str(self.process.metrics_port)
+        port = self.address.rpartition(":")[2]
+        self.process.kill()
+        self.process = NodeProcess(*self._flags, "--port", port, "--bulk-port", bulk, "--metrics-port", metrics)
+
+
+@pytest.fixture
+def restartable(tmp_path: Path) -> Iterator[Restartable]:
+    node = Restartable(tmp_path / "data")
+    yield node
+    node.process.kill()
+
+
+def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
+    restartable: Restartable, connect: Any, make_chain: Any, wire: str
+) -> None:
+    client = connect(restartable.address, wire)
+    small, large = make_chain("small"), make_chain("large", 100_000)
+    for chain in (small, large):
+        pages = [chain.content(key) for key in KEYS[:32]]
+        client.put(chain.namespace, KEYS[:32], pages, Keep(durable=True))
+    restartable.kill_and_restart()
+    # The very next calls, with no error in between.
+    assert client.lookup(small.namespace, KEYS).prefix_pages == 32
+    assert small.get(client, KEYS) == [True] * 32 + [False] * 32
+    assert large.get(client, KEYS[:32]) == [True] * 32
+    assert client.node_status().disk.pages_read == 64
+    assert client.stats.failures == 0
+
+
+def test_r11_what_flush_acknowledged_survives_every_one_of_several_kills(
+    restartable: Restartable, connect: Any, make_chain: Any
+) -> None:
+    client = connect(restartable.address)
+    chain = make_chain("chain")
+    for count in range(16, 65, 16):
+        chain.put(client, KEYS[:count])
+        assert client.flush() == count
+        restartable.kill_and_restart()
+        assert chain.get(client, KEYS) == [True] * count + [False] * (64 - count)
+
+
+def test_r11_readers_under_way_see_misses_or_errors_and_then_hits(
+    restartable: Restartable, connect: Any, make_chain: Any
+) -> None:
+    """The node dies under a reader that goes on asking; every byte it ever gets is right."""
+    client = connect(restartable.address, backoff_s_max=0.2)
+    chain = make_chain("chain")
+    client.put(chain.namespace, KEYS, [chain.content(key) for key in KEYS], Keep(durable=True))
+    stop, hits = threading.Event(), [0]
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                hits[0] += chain.get(client, KEYS).count(True)
+            except KVStoreError:
+                stop.wait(0.01)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    restartable.kill_and_restart()
+    before = hits[0]
+    for _ in range(1000):
+        if hits[0] >= before + 128 or not reader.is_alive():
+            break
+        stop.wait(0.01)
+    stop.set()
+    reader.join()
+    assert hits[0] >= before + 128, "it did not come back by itself"
+    assert client.stats.corrupt_pages == 0

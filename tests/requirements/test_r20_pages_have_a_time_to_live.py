@@ -1,0 +1,95 @@
+"""R20: a page that was put with a time to live is not found after it, wherever it lies."""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.client import Keep
+from kvstore.node_process import NodeProcess
+
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(6)]
+
+
+class Clock:
+    """Seconds since the epoch, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 2_000_000_000
+
+    def __call__(self) -> int:
+        return self.now_s
+
+
+def put(client: Any, chain: Any, keys: list[bytes], ttl_s: float) -> list[PutOutcome]:
+    outcomes: list[PutOutcome] = client.put(chain.namespace, keys, [chain.content(key) for key in keys], Keep(ttl_s))
+    return outcomes
+
+
+@pytest.mark.parametrize("tiers", ["ram", "ram and disk"])
+def test_r20_each_key_has_its_own_time_to_live(
+    tmp_path: Path, start_node: Any, connect: Any, chain: Any, wire: str, tiers: str
+) -> None:
+    disk = {"data_dir": str(tmp_path), "disk_nbytes": 1 << 20, "disk_extent_nbytes": 64 << 10}
+    node = start_node(**(disk if tiers != "ram" else {}))
+    clock = Clock()
+    node.tier.clock_s = clock
+    if node.disk:
+        node.disk._clock_s = clock
+    client = connect(node, wire)
+    put(client, chain, KEYS[:2], 60.0)
+    put(client, chain, KEYS[2:4], 120.0)
+    put(client, chain, KEYS[4:], 0.0)
+    if node.disk:
+        client.flush()
+    for after_s, alive in ((59, 6), (60, 4), (119, 4), (120, 2), (1 << 24, 2)):
+        clock.now_s = 2_000_000_000 + after_s
+        wanted = [False] * (6 - alive) + [True] * alive
+        assert list(client.lookup(chain.namespace, KEYS).present) == wanted, after_s
+        assert chain.get(client, KEYS) == wanted, after_s
+        assert [stat.present for stat in client.stat(chain.namespace, KEYS)] == wanted
+        assert len(list(client.list_pages(chain.namespace))) == alive
+    counters = client.node_status().totals
+    assert counters.miss_expired > 0
+    assert put(client, chain, KEYS[:2], 60.0) == [PutOutcome.STORED] * 2, "its key is free again"
+    assert chain.get(client, KEYS[:2]) == [True] * 2
+
+
+def test_r20_a_use_does_not_lengthen_it_and_a_pin_does_not_outlast_it(
+    start_node: Any, connect: Any, chain: Any
+) -> None:
+    node = start_node()
+    node.tier.clock_s = clock = Clock()
+    client = connect(node)
+    put(client, chain, KEYS, 10.0)
+    client.pin(chain.namespace, KEYS, 1000.0)
+    clock.now_s += 9
+    assert all(chain.get(client, KEYS))
+    assert put(client, chain, KEYS, 10.0) == [PutOutcome.EXISTS] * 6
+    clock.now_s += 1
+    assert not any(chain.get(client, KEYS))
+    assert client.node_status().ram.used_nbytes == 0
+
+
+def test_r20_it_holds_across_kill_9_by_the_clock_on_the_wall(tmp_path: Path, connect: Any, chain: Any) -> None:
+    flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
+    process = NodeProcess(*flags)
+    client = connect(process.address)
+    client.put(chain.namespace, KEYS[:3], [chain.content(key) for key in KEYS[:3]], Keep(2.0, durable=True))
+    client.put(chain.namespace, KEYS[3:], [chain.content(key) for key in KEYS[3:]], Keep(1000.0, durable=True))
+    acknowledged = time.time()
+    process.kill()
+    with NodeProcess(*flags) as process:
+        client = connect(process.address)
+        for _ in range(40):  # it may be over already; when it must be over, it is
+            is_over = time.time() >= acknowledged + 2.0
+            hits = chain.get(client, KEYS)
+            assert hits[3:] == [True] * 3
+            if is_over:
+                break
+            time.sleep(0.1)
+        assert is_over
+        assert hits[:3] == [False] * 3
