@@ -17,7 +17,10 @@ def run_deferred(body: Body) -> None:
 
 
 def press_ctrl_c() -> None:
+    """Python runs the handler at one of the next jumps; a second signal before that would be lost."""
     signal.raise_signal(signal.SIGINT)
+    for _ in range(1000):
+        pass
 
 
 def test_ctrl_c_waits_for_the_safe_point() -> None:
