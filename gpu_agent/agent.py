@@ -175,7 +175,7 @@ class Agent:
                 if self._saves.stopping.is_set():
                     reason = "the agent is closed"
                     break
-                pages = buffer[: len(chunk)]
+                pages = list(buffer[: len(chunk)])
                 self._transfer.gather(job.pool, job.table.select(chunk), pages, job.fence)
                 if chunk is chunks[-1]:
                     gathered.set_result(None)
@@ -194,9 +194,9 @@ class Agent:
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
 
-    def _put(self, job: _Job, chunk: Sequence[int], pages: torch.Tensor) -> list[PutOutcome]:
+    def _put(self, job: _Job, chunk: Sequence[int], pages: Sequence[torch.Tensor]) -> list[PutOutcome]:
         hashes = [job.prefix_hashes[page] for page in chunk]
-        return self._client.put(self.namespace, hashes, list(pages), timeout_s=job.deadline.remaining())
+        return self._client.put(self.namespace, hashes, pages, timeout_s=job.deadline.remaining())
 
     def _load(self, job: _Job, buffer: torch.Tensor, skip_tokens: int) -> LoadResult:
         page_tokens = self.namespace.layout.page_tokens
@@ -208,10 +208,11 @@ class Agent:
                     error = "the agent is closed"
                     break
                 hashes = job.prefix_hashes[start : start + self._chunk_pages]
+                pages = list(buffer[: len(hashes)])
                 hits = self._client.get(
                     self.namespace,
                     hashes,
-                    list(buffer[: len(hashes)]),
+                    pages,
                     prefix=True,
                     timeout_s=job.deadline.remaining(),
                 )
@@ -219,7 +220,7 @@ class Agent:
                 if run:
                     table = job.table.select(slice(start, start + run))
                     skip = max(0, skip_tokens - start * page_tokens)  # less than a page, in the first one
-                    self._transfer.scatter(job.pool, table, buffer[:run], job.fence, skip)
+                    self._transfer.scatter(job.pool, table, pages[:run], job.fence, skip)
                 in_place = start + run
                 if run < len(hashes):
                     break

@@ -1,5 +1,10 @@
-"""CUDA transfer: the place of the `.cu` files and of their typed launcher.
+"""The staged pipeline and its CUDA kernels: `gpu_agent.transfer.Transfer` at the speed of the link.
 
-The launcher implements `gpu_agent.transfer.Transfer` like `TorchTransfer`, which is its oracle:
-same arguments, same bytes. It is the only code of this project that imports cupy.
+    cuda.py         CudaTransfer: what users make. With host_memory.py the only importers of cupy
+    staged.py       the pipeline, behind an interface of a device; simulated.py is a device for tests
+    plan.py         a pool as tables; transfer.cu reads them
+    batch.py        many copies in one call of the driver
+    host_memory.py  page-locking of mapped memory
+
+`TorchTransfer` is the oracle: same arguments, same bytes.
 """
