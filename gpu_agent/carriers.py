@@ -9,18 +9,19 @@ Both save and load the same bytes. A chunk is loaded in order and only as far as
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from gpu_agent.pool import KVPool
-from gpu_agent.transfer import Fence, Placed, Transfer
+from gpu_agent.transfer import Fence, Gathered, Placed, Transfer
 from gpu_agent.units import UnitTable
+from kvstore import PutOutcome
 from kvstore.arena_map import ArenaMap
 from kvstore.checksum import checksum, key_seed
-from kvstore.client import Client, PutOutcome
+from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
@@ -48,7 +49,7 @@ class Chunk:
 class Carrier(Protocol):
     """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return."""
 
-    def save(self, chunk: Chunk, gathered: Callable[[], None]) -> list[PutOutcome]:
+    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         """`gathered` is called when the slots have been read; not if no page is wanted."""
 
     def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
@@ -63,12 +64,10 @@ class BufferCarrier:
         self._transfer = transfer
         self._buffer = buffer
 
-    def save(self, chunk: Chunk, gathered: Callable[[], None]) -> list[PutOutcome]:
+    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         pages = list(self._buffer[: len(chunk.prefix_hashes)])
         self._transfer.gather(chunk.pool, chunk.table, pages, chunk.fence, gathered)
-        return self._client.put(
-            chunk.namespace, chunk.prefix_hashes, pages, timeout_s=chunk.deadline.remaining()
-        )
+        return self._client.put(chunk.namespace, chunk.prefix_hashes, pages, timeout_s=chunk.deadline.remaining())
 
     def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
         pages = list(self._buffer[: len(chunk.prefix_hashes)])
@@ -90,7 +89,7 @@ class ArenaCarrier:
         self._transfer = transfer
         self._hashers = hashers
 
-    def save(self, chunk: Chunk, gathered: Callable[[], None]) -> list[PutOutcome]:
+    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         timeout_s = chunk.deadline.remaining()
         with self._client.open_put(chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s) as slots:
             outcomes = [PutOutcome(verdict) for verdict in slots.verdicts]
@@ -181,7 +180,9 @@ class _Hashes:
         self._pages = pages
         self._seeds = seeds
         self._step = max(1, HASHED_NBYTES // pages[0].nbytes) if pages else 1
-        self._found: dict[int, tuple[int, concurrent.futures.Future[list[bytes]]]] = {}  # page -> (its group's first, ..)
+        self._found: dict[
+            int, tuple[int, concurrent.futures.Future[list[bytes]]]
+        ] = {}  # page -> (its group's first, ..)
 
     def begin(self, pages: range) -> None:
         """These pages are complete in memory."""

@@ -16,6 +16,7 @@ class AgentConfig:
 
     workers: int = setting(2, "threads for saves, and as many for loads", 1, 64)
     staging_nbytes: int = setting(32 << 20, "page buffer of one thread; at least one page", 4096, 4 << 30)
+    hashers: int = setting(8, "threads for checksums of pages in a node's mapped memory", 1, 256)
     pending_nbytes_max: int = setting(
         2 << 30, "page bytes of saves (and of loads) accepted and not done; more are refused", 4096, 1 << 40
     )

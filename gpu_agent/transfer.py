@@ -24,6 +24,8 @@ Gathered: TypeAlias = Callable[[], None]
 Landed: TypeAlias = Callable[[range], None]
 # Called by `scatter`: this layer is in its slots once the event has happened (None: it is there now).
 Placed: TypeAlias = Callable[[int, Fence], None]
+# Called by `scatter` before it reads these pages.
+Ready: TypeAlias = Callable[[range], None]
 
 
 class Transfer(Protocol):
@@ -59,13 +61,21 @@ class Transfer(Protocol):
         fence: Fence,
         skip_tokens: int = 0,
         placed: Placed | None = None,
+        ready: Ready | None = None,
     ) -> None:
         """Fills the slots from `pages`, without those of the first `skip_tokens` tokens: the
         engine has these already, and other requests may share their slots.
 
         With `placed` the layers go one after the other, ascending, and it is called for each as soon
         as its writes are enqueued: a stream that waits for the event may compute that layer while
-        later ones travel."""
+        later ones travel.
+
+        `ready` is called for runs of pages before they are read, in order, each page once, while earlier
+        ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`."""
+
+    def host_memory(self, memory: memoryview) -> None:
+        """Says that pages are going to lie in `memory`, so that what makes copies to and from it fast can
+        be done once. Returns at once, can not fail; until then, and without it, moves are only slower."""
 
 
 class TorchTransfer:
@@ -107,8 +117,11 @@ class TorchTransfer:
         fence: Fence,
         skip_tokens: int = 0,
         placed: Placed | None = None,
+        ready: Ready | None = None,
     ) -> None:
         check_pages(pool, units, pages)
+        if ready and units.page_count:
+            ready(range(units.page_count))
         pool.check_skip(skip_tokens, units.page_count)
         with _ordered(pool.device, fence) as stream:
             indices = {space: units.flat(space).to(pool.device) for space in pool.spaces}
@@ -124,6 +137,9 @@ class TorchTransfer:
                     plane.bits[indices[plane.space][skip:]] = values[skip:]
                 if placed:
                     placed(layer, stream.record_event() if stream else None)
+
+    def host_memory(self, memory: memoryview) -> None:
+        """Nothing to do: the CPU copies."""
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer, UnitTable
-from gpu_agent.transfer import Fence
+from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Chunk
 from kvstore import (
     Client,
     ClientConfig,
@@ -50,6 +50,12 @@ def pages_at(pool: KVPool, units: torch.Tensor) -> torch.Tensor:
     pages = torch.empty((count, pool.layout.page_nbytes), dtype=torch.uint8)
     TorchTransfer().gather(pool, pool.unit_table(units, count), pages, None)
     return pages
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, too, four pages travel at a time."""
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 4096)
 
 
 @pytest.fixture
@@ -183,10 +189,8 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(token_pool: KVPool
     ):
 
         class Killing(TorchTransfer):
-            def scatter(
-                self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence, skip_tokens: int = 0
-            ) -> None:
-                super().scatter(pool, units, pages, fence, skip_tokens)
+            def scatter(self, *arguments: Any, **named: Any) -> None:
+                super().scatter(*arguments, **named)
                 node.kill()
 
         with Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=4096), Killing()) as agent:
@@ -270,11 +274,12 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
 def test_a_full_node_stops_a_save_and_is_named(client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def full_after_two(namespace: Namespace, keys: list[bytes], pages: list[object], timeout_s: float) -> object:
-        calls.append(len(keys))
-        return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(keys) - 2)
+    def full_after_two(carrier: object, chunk: Chunk, gathered: object) -> object:
+        calls.append(len(chunk.prefix_hashes))
+        return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(chunk.prefix_hashes) - 2)
 
-    monkeypatch.setattr(client, "put", full_after_two)
+    monkeypatch.setattr(BufferCarrier, "save", full_after_two)
+    monkeypatch.setattr(ArenaCarrier, "save", full_after_two)
     job = agent.save(hashes(), torch.arange(48))
     result = job.done.result(WAIT_S)
     job.gathered.result(WAIT_S)
