@@ -2,17 +2,19 @@
 the check of their bytes."""
 
 import mmap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from gpu_agent import KVPool, TorchTransfer, UnitTable
-from kvstore import LayerGroup, PageLayout, Plane
+from gpu_agent import KVPool, TorchTransfer, Transfer, UnitTable
+from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane
 
 PAGE_TOKENS = 64
 SLOT_ALIGN_NBYTES = 4096  # where an arena's slots begin
 POISON = 0xA5
+LOCK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,13 @@ def random_bytes(nbytes: int, device: str | torch.device) -> torch.Tensor:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def wait_locked(client: Client, namespace: Namespace, stored: list[bytes], transfer: Transfer) -> None:
+    """Until the node's arena is page-locked, for which an agent's first jobs do not wait."""
+    end = time.monotonic() + LOCK_S
+    with client.open_get(namespace, stored[:1]) as slots:
+        while not transfer.host_memory(slots.arena.memory):
+            if time.monotonic() > end:
+                raise SystemExit(f"the arena was not page-locked in {LOCK_S:g} s")
+            time.sleep(0.05)

@@ -24,6 +24,7 @@ import torch
 from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Chunk
 from gpu_agent.config import AgentConfig, agent_config
 from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+from gpu_agent.kernels.available import transfer_for
 from gpu_agent.lane import Lane
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
@@ -63,7 +64,8 @@ class Agent:
     """Thread-safe. One per GPU; `client` may be shared and is not closed here.
 
     `pool`: the engine's own, for calls that name none. Engines whose cache tensors come and go
-    (Hugging Face transformers) pass None and name a pool in each call.
+    (Hugging Face transformers) pass None and name a pool in each call. `transfer`: by default the
+    fastest for the pool's device; without a pool plain torch.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Agent:
         self.stats = AgentStats()
         self._client = client
         self._pool = pool
-        self._transfer = transfer or TorchTransfer()
+        self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
         self._lock = threading.Lock()  # stats and _outage
         self._outage = False
         if pool is not None:

@@ -73,9 +73,10 @@ class Transfer(Protocol):
         `ready` is called for runs of pages before they are read, in order, each page once, while earlier
         ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`."""
 
-    def host_memory(self, memory: memoryview) -> None:
-        """Says that pages are going to lie in `memory`, so that what makes copies to and from it fast can
-        be done once. Returns at once, can not fail; until then, and without it, moves are only slower."""
+    def host_memory(self, memory: memoryview) -> bool:
+        """Says that pages are going to lie in `memory`, all of one mapping, so that what makes copies to
+        and from it fast can be done once, in the background. Whether it is done; until then, or if it
+        can not be, moves are only slower."""
 
 
 class TorchTransfer:
@@ -138,8 +139,9 @@ class TorchTransfer:
                 if placed:
                     placed(layer, stream.record_event() if stream else None)
 
-    def host_memory(self, memory: memoryview) -> None:
-        """Nothing to do: the CPU copies."""
+    def host_memory(self, memory: memoryview) -> bool:
+        """The CPU copies: nothing to do."""
+        return True
 
 
 @contextlib.contextmanager
