@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -176,9 +177,8 @@ class Agent:
                     reason = "the agent is closed"
                     break
                 pages = list(buffer[: len(chunk)])
-                self._transfer.gather(job.pool, job.table.select(chunk), pages, job.fence)
-                if chunk is chunks[-1]:
-                    gathered.set_result(None)
+                read = partial(gathered.set_result, None) if chunk is chunks[-1] else None
+                self._transfer.gather(job.pool, job.table.select(chunk), pages, job.fence, read)
                 outcomes = self._put(job, chunk, pages)
                 stored += outcomes.count(PutOutcome.STORED)
                 existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)

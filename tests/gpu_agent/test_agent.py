@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ class GatedTransfer(TorchTransfer):
     def __init__(self) -> None:
         self.entered, self.gate = threading.Event(), threading.Event()
 
-    def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
+    def gather(self, *arguments: Any) -> None:
         self.entered.set()
         assert self.gate.wait(WAIT_S)
-        super().gather(pool, units, pages, fence)
+        super().gather(*arguments)
 
 
 def hashes(count: int = PAGES, salt: int = 0) -> list[bytes]:
@@ -98,9 +99,9 @@ def test_a_second_save_gathers_only_what_is_missing(
     gathered = []
 
     class Spy(TorchTransfer):
-        def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
+        def gather(self, pool: KVPool, units: UnitTable, *arguments: Any) -> None:
             gathered.append(units.flat("token").tolist())
-            super().gather(pool, units, pages, fence)
+            super().gather(pool, units, *arguments)
 
     with Agent(client, namespace, token_pool, agent.config, Spy()) as second:
         result = second.save(hashes(), torch.arange(48)).done.result(WAIT_S)
@@ -323,7 +324,7 @@ def test_a_job_that_breaks_answers_and_gives_its_buffer_back(
     client: Client, namespace: Namespace, token_pool: KVPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(TorchTransfer):
-        def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
+        def gather(self, *arguments: Any) -> None:
             raise RuntimeError("illegal memory access")
 
     with Agent(client, namespace, token_pool, AgentConfig(workers=1), Broken()) as agent:
