@@ -5,6 +5,7 @@ events around what the GPU did. Ours runs on streams of its own, so its device n
 """
 
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,34 +14,50 @@ import torch
 from gpu_work import Work
 
 from gpu_agent.kernels.cuda import CudaDevice
+from gpu_agent.kernels.device import Launch
 from gpu_agent.kernels.host_memory import HostMemory
 from gpu_agent.kernels.plan import Plan
-from gpu_agent.kernels.staged import Launch, StagedTransfer
+from gpu_agent.kernels.staged import StagedTransfer
 
 DIRECT_BLOCKS = 8
 HOST = HostMemory()  # the arenas of all works
 
 
+class NotedEvent(cupy.cuda.Event):
+    """The pipeline's own event, with its time; the device knows which was recorded last."""
+
+    def __init__(self, device: "TimedDevice") -> None:
+        super().__init__(block=True)
+        self._device = device
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self._device.last = self
+
+
 class TimedDevice(CudaDevice):
-    """Notes a CUDA event before the first operation since `restart` and one behind each."""
+    """Knows when the first operation since `restart` began, at the price of one event, and when the last
+    one ended: the pipeline records an event behind each chunk."""
+
+    first: Any = None
+    last: Any = None
 
     def restart(self) -> None:
-        self.first: Any = None
-        self.last = cupy.cuda.Event()
+        self.first = None
 
     def seconds(self) -> float:
-        self.last.synchronize()
         return cupy.cuda.get_elapsed_time(self.first, self.last) / 1e3
 
-    def _copy(self, targets: Any, sources: Any, nbytes: int, stream: Any, host: Any) -> None:
+    def event(self) -> Any:
+        return NotedEvent(self)
+
+    def copy(self, targets: Any, sources: Any, nbytes: int, stream: Any, locked: bool) -> None:
         self._note(stream)
-        super()._copy(targets, sources, nbytes, stream, host)
-        self.last.record(stream)
+        super().copy(targets, sources, nbytes, stream, locked)
 
     def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
         self._note(stream)
         super().launch(kernel, launch, stream)
-        self.last.record(stream)
 
     def _note(self, stream: Any) -> None:
         if self.first is None:
@@ -53,6 +70,7 @@ class Strategy:
 
     name = ""
     checked = True  # False: moves no pool
+    jobs = 1  # of each direction in flight when both run at once
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -89,6 +107,7 @@ class Strategy:
 
 class Staged(Strategy):
     name = "staged pipeline"
+    jobs = 2  # the agent's workers
 
     def prepare(self) -> None:
         self.device = TimedDevice(torch.device("cuda"))
@@ -189,7 +208,7 @@ class Fragments(Strategy):
 
     def _copy(self, targets: list[int], sources: list[int]) -> None:
         if not self.device.batch.available or not self.device.batch.copy(
-            targets, sources, self.nbytes, self.stream.cuda_stream
+            array("Q", targets), array("Q", sources), self.nbytes, self.stream.cuda_stream
         ):
             raise RuntimeError("this driver has no cuMemcpyBatchAsync")
 
@@ -213,6 +232,20 @@ class Direct(Strategy):
 
     def scatter(self) -> None:
         self.device.launch("scatter", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream))
+
+
+class DirectFromHost(Direct):
+    """With the indices where a caller has them."""
+
+    name = f"direct kernel ({DIRECT_BLOCKS} blocks), indices uploaded"
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.slots = self.units.pin_memory()
+
+    def scatter(self) -> None:
+        self.tables[2].copy_(self.slots, non_blocking=True)
+        super().scatter()
 
 
 class Limit(Strategy):
@@ -241,6 +274,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     Fragments,
     Direct,
 )
+TINY: tuple[type[Strategy], ...] = (Staged, DirectFromHost)
 BACKGROUND: tuple[type[Strategy], ...] = (Staged, CopyPerPage, Direct)
 
 

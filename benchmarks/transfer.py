@@ -4,7 +4,8 @@
     python benchmarks/transfer.py --cpu           the reference on the CPU, small: proves the script
 
 Every strategy's bytes are checked with fresh random data and poisoned destinations before it is
-timed. GB/s = payload / median of CUDA-event times; `of limit` compares with one big copy in the same run.
+timed. GB/s = payload / median of CUDA-event times, from the first operation on the GPU to the end of the
+last; `of limit` compares with one big copy in the same run.
 Wall GB/s counts from the call to the return. Page-locked memory is a registered shared mapping.
 """
 
@@ -87,32 +88,39 @@ def work_rows(gpu: Any, work: Work, runs: int) -> Iterator[dict[str, Any]]:
         both = attempt(f"{work.name}: {kind.name}: both ways", partial(both_ways, kind, work))
         if both:
             limits.setdefault("both", both)
-            yield row(work.name, kind.name, "both at once", both, None, limits["both"])
+            direction = "both at once" if kind.jobs == 1 else f"both at once, {kind.jobs} jobs each"
+            yield row(work.name, kind.name, direction, both, None, limits["both"])
 
 
 def speeds(strategy: Any, direction: str, runs: int) -> tuple[float, float]:
-    """GB/s by CUDA events and by the wall clock, after the check of the bytes."""
+    """GB/s by CUDA events and by the wall clock."""
+    by_events, by_wall = seconds_of(strategy, direction, runs)
+    return strategy.work.nbytes / by_events / 1e9, strategy.work.nbytes / by_wall / 1e9
+
+
+def seconds_of(strategy: Any, direction: str, runs: int) -> tuple[float, float]:
+    """Median seconds of a move by CUDA events and by the wall clock, after the check of the bytes."""
     work, move = strategy.work, getattr(strategy, direction)
     if strategy.checked:
         getattr(work, f"check_{direction}")(lambda: strategy.run(move), strategy.units)
     times = [strategy.timed(move) for _ in range(WARMUPS + runs)][WARMUPS:]
     by_events, by_wall = (median(seconds) for seconds in zip(*times, strict=True))
-    return work.nbytes / by_events / 1e9, work.nbytes / by_wall / 1e9
+    return by_events, by_wall
 
 
 def both_ways(kind: Any, work: Work) -> float:
     """GB/s of both directions together, by the wall clock over many moves."""
     strategies = {direction: kind(work) for direction in DIRECTIONS}
-    barrier = threading.Barrier(3)
+    barrier = threading.Barrier(2 * kind.jobs + 1)
 
     def loop(direction: str) -> None:
         strategy = strategies[direction]
         strategy.run(getattr(strategy, direction))
         barrier.wait(BARRIER_S)
-        for _ in range(BOTH_WAYS_MOVES):
+        for _ in range(BOTH_WAYS_MOVES // kind.jobs):
             strategy.run(getattr(strategy, direction))
 
-    threads = [threading.Thread(target=loop, args=(direction,)) for direction in DIRECTIONS]
+    threads = [threading.Thread(target=loop, args=(direction,)) for direction in DIRECTIONS * kind.jobs]
     for thread in threads:
         thread.start()
     barrier.wait(BARRIER_S)
@@ -120,6 +128,26 @@ def both_ways(kind: Any, work: Work) -> float:
     for thread in threads:
         thread.join()
     return 2 * BOTH_WAYS_MOVES * work.nbytes / (time.perf_counter() - begun) / 1e9
+
+
+def tiny_rows(runs: int) -> Iterator[dict[str, Any]]:
+    """Latency of a load of one page."""
+    import gpu_strategies as gpu
+
+    work = Work(next(shape for shape in SHAPES if shape.name == "tp8"), "cuda", 1)
+    gpu.HOST.register(work.arena.data_ptr(), work.arena.nbytes)
+    for kind in gpu.TINY:
+        found = attempt(f"tiny load: {kind.name}", lambda kind=kind: seconds_of(kind(work), "scatter", runs))
+        if found:
+            yield {
+                "work": "tiny load: 1 page of tp8",
+                "strategy": kind.name,
+                "direction": "H2D",
+                "us on the GPU": f"{found[0] * 1e6:.0f}",
+                "us to the return": f"{found[1] * 1e6:.0f}",
+            }
+    torch.cuda.synchronize()
+    gpu.HOST.unregister(work.arena.data_ptr())
 
 
 def slowdown_rows(nbytes: int) -> Iterator[dict[str, Any]]:
@@ -212,7 +240,9 @@ def main() -> None:
         reports[0].notes.append(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
         reports[0].notes.append(f"{nbytes} bytes a move, random token slots, median of {arguments.runs}")
         reports.append(Report("Other work on the GPU while transfers run back to back", command))
-        for report, rows in ((reports[0], gpu_rows(nbytes, arguments.runs)), (reports[1], slowdown_rows(nbytes))):
+        reports.append(Report("Latency of a tiny load", command))
+        sources = gpu_rows(nbytes, arguments.runs), slowdown_rows(nbytes), tiny_rows(arguments.runs)
+        for report, rows in zip(reports, sources, strict=True):
             attempt(report.title, lambda report=report, rows=rows: report.rows.extend(rows))
     for report in reports:
         if report.rows:

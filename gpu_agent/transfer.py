@@ -68,7 +68,7 @@ class Transfer(Protocol):
 
         With `placed` the layers go one after the other, ascending, and it is called for each as soon
         as its writes are enqueued: a stream that waits for the event may compute that layer while
-        later ones travel.
+        later ones travel. Small layers may go together and share an event.
 
         `ready` is called for runs of pages before they are read, in order, each page once, while earlier
         ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`."""
@@ -161,15 +161,18 @@ def _ordered(device: torch.device, fence: Fence) -> Iterator[torch.cuda.Stream |
 
 
 def check_pages(pool: KVPool, units: UnitTable, pages: Sequence[torch.Tensor]) -> None:
-    """Raises InvalidRequest unless there is one fitting buffer for each page of `units`."""
+    """Raises InvalidRequest unless there is one fitting buffer for each page of `units`.
+
+    A job may have hundreds: only what reads quickly is read, about 0.2 us a page."""
     if len(pages) != units.page_count:
         raise InvalidRequest(f"{len(pages)} page buffers for {units.page_count} pages")
     nbytes = pool.layout.page_nbytes
     for number, page in enumerate(pages):
         if (
-            page.dtype != torch.uint8
-            or page.device.type != "cpu"
-            or tuple(page.shape) != (nbytes,)
+            page.nbytes != nbytes
+            or page.dtype != torch.uint8
+            or page.ndim != 1
+            or not page.is_cpu
             or not page.is_contiguous()
         ):
             raise InvalidRequest(

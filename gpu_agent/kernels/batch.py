@@ -5,8 +5,10 @@ more than the copies take (16,384 entries: 43 ms on the H200's host), hence BATC
 """
 
 import ctypes
-from collections.abc import Sequence
+from array import array
 from typing import Any
+
+from gpu_agent.kernels.device import Addresses
 
 BATCH_MAX = 256
 _CUDA_VERSION = 12080  # asked for by version, the function has one signature, whatever the driver's
@@ -58,18 +60,17 @@ class BatchCopy:
         """Whether `copy` may be called. Can turn False at the first call: some GPUs refuse."""
         return self._function is not None
 
-    def copy(self, targets: Sequence[int], sources: Sequence[int], nbytes: int, stream: int) -> bool:
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
         """Enqueues copies of `nbytes` each on a stream's handle; False if this GPU can not, and nothing
         was enqueued. Raises RuntimeError."""
+        sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)
         for start in range(0, len(targets), BATCH_MAX):
-            count = len(targets[start : start + BATCH_MAX])
-            addresses = ctypes.c_uint64 * count
             failed_at = ctypes.c_size_t(0)
             code = self._function(
-                addresses(*targets[start : start + count]),
-                addresses(*sources[start : start + count]),
-                (ctypes.c_size_t * count)(*[nbytes] * count),
-                count,
+                targets.buffer_info()[0] + start * targets.itemsize,
+                sources.buffer_info()[0] + start * sources.itemsize,
+                sizes.buffer_info()[0],
+                min(BATCH_MAX, len(targets) - start),
                 ctypes.byref(self._attributes),
                 ctypes.byref(self._first),
                 1,

@@ -5,6 +5,7 @@ A mapping of shared memory that is registered here is as fast as memory from CUD
 
 import bisect
 import threading
+from collections.abc import Sequence
 
 from cupy.cuda import runtime
 
@@ -23,14 +24,19 @@ class HostMemory:
 
     def register(self, address: int, nbytes: int) -> None:
         """Locks the pages of `address .. address + nbytes`, for all GPUs of this process. Takes about as
-        long as writing them once. Raises ConfigError if CUDA refuses: registered already, not mapped,
-        or over the limit of locked memory."""
-        try:
-            runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
-        except runtime.CUDARuntimeError as error:
-            raise ConfigError(f"can not page-lock {nbytes} bytes at {address:#x}: {error}") from error
+        long as writing them once. Raises ConfigError for memory that is registered here already, or if
+        CUDA refuses: not mapped, or over the limit of locked memory."""
         with self._lock:
-            index = bisect.bisect(self._starts, address)
+            index = bisect.bisect_left(self._starts, address + nbytes)
+            if index and self._ends[index - 1] > address:
+                raise ConfigError(
+                    f"can not page-lock {nbytes} bytes at {address:#x}: "
+                    f"{self._starts[index - 1]:#x}..{self._ends[index - 1]:#x} is registered already"
+                )
+            try:
+                runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
+            except runtime.CUDARuntimeError as error:
+                raise ConfigError(f"can not page-lock {nbytes} bytes at {address:#x}: {error}") from error
             self._starts.insert(index, address)
             self._ends.insert(index, address + nbytes)
 
@@ -47,11 +53,19 @@ class HostMemory:
         except runtime.CUDARuntimeError as error:
             raise ConfigError(f"can not unlock the memory at {address:#x}: {error}") from error
 
-    def locked(self, address: int, nbytes: int) -> bool:
-        """Whether a copy may use these bytes without the driver's staging: both ends decide."""
+    def locked(self, addresses: Sequence[int], nbytes: int) -> bool:
+        """Whether copies of `nbytes` at each address may go without the driver's staging. One question
+        for all that lie in one registered range, as an arena's pages do; else both ends of each decide."""
+        if self._registered(min(addresses), max(addresses) + nbytes):
+            return True
+        return all(self._registered(address, address + nbytes) or _locked(address, nbytes) for address in addresses)
+
+    def _registered(self, start: int, end: int) -> bool:
         with self._lock:
-            index = bisect.bisect(self._starts, address) - 1
-            if index >= 0 and address + nbytes <= self._ends[index]:
-                return True
-        ends = (address, address + nbytes - 1)
-        return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)
+            index = bisect.bisect(self._starts, start) - 1
+            return index >= 0 and end <= self._ends[index]
+
+
+def _locked(address: int, nbytes: int) -> bool:
+    ends = (address, address + nbytes - 1)
+    return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)

@@ -12,7 +12,7 @@ All tables are int64 or int32 CPU tensors; `transfer.cu` reads the same rows.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,12 +24,17 @@ from kvstore.layout import PageLayout
 
 OUTER_MAX = 8  # a unit has at most eight dimensions
 WARP_THREADS = 32
-# Bytes of a word -> words that each thread of a warp has in flight. The switch in transfer.cu.
-LOADS = {16: 4, 8: 4, 4: 8, 2: 8, 1: 8}
+# Bytes of a word -> words that each thread of a warp has in flight; more would not fit its registers. The
+# switch in transfer.cu.
+LOADS = {16: 4, 8: 4, 4: 14, 2: 8, 1: 8}
 ROW_WORDS_MAX = 1 << 30  # with a tile's words added still below 2^31, the bound of `divisor`
 ROWS_MAX = 1 << 31
 PLANE_FIELDS = 14 + 4 * OUTER_MAX
 TILE_FIELDS = 4
+TILE_NBYTES = 4 * TILE_FIELDS
+# Layers travel together until each of a page's copies has this much: below it a copy's fixed cost of about
+# 1 us shows (H200: 21 GB/s with 32 KiB, 52 with 256 KiB).
+FRAGMENT_NBYTES_MIN = 128 << 10
 # Page byte b lies in a staging row at an address that equals b modulo this, so that a span that starts
 # anywhere keeps the alignment that words were chosen by.
 ROW_ALIGN_NBYTES = 256
@@ -96,13 +101,13 @@ class Span(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What one buffer takes: a span of consecutive pages of a job. `ends`: the layer that is complete
-    with it, or None."""
+    """What one buffer takes: a span of consecutive pages of a job. `layers`: those that are complete
+    with it, when a job goes layer by layer."""
 
     page_first: int
     page_count: int
     span: Span
-    ends: int | None = None
+    layers: tuple[int, ...] = ()
 
 
 class Plan:
@@ -131,23 +136,48 @@ class Plan:
         self.planes = torch.tensor(rows, dtype=torch.int64)
         self.tiles = torch.cat(tiles)
         self._offsets = [*torch.cat(offsets).tolist(), self.layout.page_nbytes]  # page byte of each tile, and the end
+        self.whole = self._span(0, len(self.tiles))
+        self.layers = tuple(self._layers())
 
-    @property
-    def whole(self) -> Span:
-        """All of the page."""
-        return self._span(0, len(self.tiles))
+    def gather_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
+        """Whole pages, as many as a buffer takes; a page that is larger than one, piece by piece. Nothing
+        travels before the first chunk is gathered: that is a quarter of a buffer, the next a half."""
+        page, row = 0, self.whole.row_nbytes
+        if page_count * row > buffer_nbytes:
+            if row > buffer_nbytes // 4:
+                yield from self._split(0, bisect_left(self._offsets, buffer_nbytes // 4), buffer_nbytes)
+                page = 1
+            else:
+                for nbytes in (buffer_nbytes // 4, buffer_nbytes // 2):
+                    pages = min(nbytes // row, page_count - page)
+                    yield Chunk(page, pages, self.whole)
+                    page += pages
+        yield from self._chunks(self.whole, page, page_count, buffer_nbytes)
 
-    def layer(self, layer: int) -> list[Span]:
-        """One span for each run of slices of a layer: one per group that has it."""
-        spans: list[Span] = []
-        for number, piece in enumerate(self.layout.slices):
-            if piece.layer != layer:
-                continue
-            first, end = self._slice_tiles[number], self._slice_tiles[number + 1]
-            if spans and spans[-1].tile_first + spans[-1].tile_count == first:
-                first = spans.pop().tile_first
-            spans.append(self._span(first, end))
-        return spans
+    def scatter_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
+        """The same, but the last chunk is a quarter: nothing travels while that is scattered."""
+        row, small = self.whole.row_nbytes, buffer_nbytes // 4
+        if page_count * row <= buffer_nbytes:
+            yield from self._chunks(self.whole, 0, page_count, buffer_nbytes)
+        elif row > small:
+            yield from self._chunks(self.whole, 0, page_count - 1, buffer_nbytes)
+            tile = bisect_left(self._offsets, self.layout.page_nbytes - small)
+            yield from self._split(page_count - 1, tile, buffer_nbytes)
+        else:
+            yield from self._chunks(self.whole, 0, page_count - small // row, buffer_nbytes)
+            yield Chunk(page_count - small // row, small // row, self.whole)
+
+    def layer_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
+        """Layers in ascending order, each of all pages; small ones together with the next."""
+        for layers, spans in self.layers:
+            last = None
+            for span in spans:
+                for chunk in self._chunks(span, 0, page_count, buffer_nbytes):
+                    if last:
+                        yield last
+                    last = chunk
+            if last:
+                yield last._replace(layers=layers)
 
     def cut(self, span: Span, nbytes_max: int) -> Iterator[Span]:
         """The span in pieces whose staging row has at most `nbytes_max` bytes (4 KiB or more)."""
@@ -159,26 +189,37 @@ class Plan:
             yield self._span(first, stop)
             first = stop
 
-    def chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """Whole pages, as many as a buffer takes; a page that is larger than one, piece by piece."""
-        return self._chunks([self.whole], page_count, buffer_nbytes, None)
+    def _chunks(self, span: Span, page_first: int, page_end: int, buffer_nbytes: int) -> Iterator[Chunk]:
+        pages = max(1, buffer_nbytes // span.row_nbytes)
+        pieces = [span] if span.row_nbytes <= buffer_nbytes else list(self.cut(span, buffer_nbytes))
+        for page in range(page_first, page_end, pages):
+            for piece in pieces:
+                yield Chunk(page, min(pages, page_end - page), piece)
 
-    def layer_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """Layer after layer in ascending order, each of all pages."""
+    def _split(self, page: int, tile: int, buffer_nbytes: int) -> Iterator[Chunk]:
+        """One page, with a cut in front of a tile (not the first; behind the last there is no cut)."""
+        for first, end in ((0, tile), (tile, len(self.tiles))):
+            if first < end:
+                yield from self._chunks(self._span(first, end), page, page + 1, buffer_nbytes)
+
+    def _layers(self) -> Iterator[tuple[tuple[int, ...], list[Span]]]:
+        """Consecutive layers, and the spans that hold them: one for each run of their slices."""
+        group: list[int] = []
         for layer in self.layout.layers:
-            yield from self._chunks(self.layer(layer), page_count, buffer_nbytes, layer)
+            group.append(layer)
+            spans = self._spans(group)
+            mean = sum(span.nbytes for span in spans) // len(spans)
+            if mean >= FRAGMENT_NBYTES_MIN or layer == self.layout.layers[-1]:
+                yield tuple(group), spans
+                group = []
 
-    def _chunks(self, spans: list[Span], page_count: int, buffer_nbytes: int, layer: int | None) -> Iterator[Chunk]:
-        last = None
-        for span in spans:
-            pages = max(1, buffer_nbytes // span.row_nbytes)
-            for page in range(0, page_count, pages):
-                for piece in [span] if span.row_nbytes <= buffer_nbytes else self.cut(span, buffer_nbytes):
-                    if last:
-                        yield last
-                    last = Chunk(page, min(pages, page_count - page), piece)
-        if last:
-            yield last._replace(ends=layer)
+    def _spans(self, layers: list[int]) -> list[Span]:
+        runs: list[tuple[int, int]] = []
+        for number, piece in enumerate(self.layout.slices):
+            first, end = self._slice_tiles[number], self._slice_tiles[number + 1]
+            if piece.layer in layers:
+                runs.append((runs.pop()[0] if runs and runs[-1][1] == first else first, end))
+        return [self._span(first, end) for first, end in runs]
 
     def _span(self, first: int, end: int) -> Span:
         return Span(first, end - first, self._offsets[first], self._offsets[end] - self._offsets[first])
@@ -213,7 +254,9 @@ def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int
 
 def _tiles(plane: int, nbytes: int, word: int, row_words: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of a slice of `nbytes` (plane, row, column, words), and the byte of the slice where each starts."""
-    words, tile_words = nbytes // word, WARP_THREADS * LOADS[word]
+    words = nbytes // word
+    count = -(-words // (WARP_THREADS * LOADS[word]))
+    tile_words = -(-words // (count * WARP_THREADS)) * WARP_THREADS  # about equal: the longest sets the pace
     first = torch.arange(0, words, tile_words, dtype=torch.int64)
     fields = (
         torch.full_like(first, plane),

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from gpu_agent.kernels.device import Addresses, Launch
 from gpu_agent.kernels.plan import LOADS, PLANE_FIELDS, TILE_FIELDS, WARP_THREADS, Divisor
-from gpu_agent.kernels.staged import Launch
 from gpu_agent.transfer import Fence
 
 Step = Callable[[], bool]  # False: it can not run yet
+SWITCH_SHARE = 0.2  # of steps, behind which another stream may come first
 
 
 def quotient(n: int, by: Divisor) -> int:
@@ -124,7 +125,7 @@ class Memory:
 
 
 class SimulatedDevice:
-    """`gpu_agent.kernels.staged.Device` on the CPU. `kernel` replaces the kernels' arithmetic."""
+    """`gpu_agent.kernels.device.Device` on the CPU. `kernel` replaces the kernels' arithmetic."""
 
     def __init__(self, seed: int, kernel: Callable[[str, Launch], None] = run_kernel) -> None:
         self.device = torch.device("cpu")
@@ -165,7 +166,10 @@ class SimulatedDevice:
         event.record(stream)
         return event
 
-    def to_gpu(self, targets: Sequence[int], sources: Sequence[int], nbytes: int, stream: Stream) -> None:
+    def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
+        return True
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool) -> None:
         self.copies += 1
 
         def step() -> bool:
@@ -174,8 +178,6 @@ class SimulatedDevice:
             return True
 
         stream.steps.append(step)
-
-    to_host = to_gpu
 
     def launch(self, kernel: str, launch: Launch, stream: Stream) -> None:
         self.launches += 1
@@ -199,8 +201,10 @@ class SimulatedDevice:
                 self._step()
 
     def _step(self) -> bool:
-        """The next step of some stream that can go on."""
-        for stream in self._draw.sample(self._streams, len(self._streams)):
+        """The next step of some stream that can go on; often the same as before, so that one is far ahead."""
+        if self._draw.random() < SWITCH_SHARE:
+            self._draw.shuffle(self._streams)
+        for stream in self._streams:
             if stream.steps and stream.steps[0]():
                 stream.steps.popleft()
                 return True

@@ -120,7 +120,7 @@ __device__ inline void move(const Plane* planes, const Tile* tiles, const i64* s
     switch (plane.word) {
       case 16: move_tile<uint4, 4, GATHER>(plane, tile, page, indices, unit_first); break;
       case 8: move_tile<u64, 4, GATHER>(plane, tile, page, indices, unit_first); break;
-      case 4: move_tile<u32, 8, GATHER>(plane, tile, page, indices, unit_first); break;
+      case 4: move_tile<u32, 14, GATHER>(plane, tile, page, indices, unit_first); break;
       case 2: move_tile<unsigned short, 8, GATHER>(plane, tile, page, indices, unit_first); break;
       default: move_tile<unsigned char, 8, GATHER>(plane, tile, page, indices, unit_first); break;
     }

@@ -1,13 +1,12 @@
-"""The kernels' tables, their source, and the pipeline around them: against `TorchTransfer`, without a GPU.
+"""The kernels' tables and their source: against `TorchTransfer`, without a GPU.
 
-What needs a GPU is in test_kernels_cuda.py.
+The order of the work is in test_kernels_pipeline.py, what needs a GPU in test_kernels_cuda.py.
 """
 
 import ctypes
 import random
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,11 @@ import torch
 
 from gpu_agent import KVPool, TorchTransfer
 from gpu_agent.kernels import plan as plans
+from gpu_agent.kernels.device import Launch
 from gpu_agent.kernels.plan import Plan, divisor, merged
 from gpu_agent.kernels.simulated import SimulatedDevice, quotient, run_kernel
-from gpu_agent.kernels.staged import CHUNKS_AHEAD, Launch, StagedTransfer
-from kvstore import ConfigError, InvalidRequest, LayerGroup, PageLayout, Plane
+from gpu_agent.kernels.staged import StagedTransfer
+from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
 
 SOURCE = Path(plans.__file__).with_name("transfer.cu")
 DTYPES = ("uint8", "bfloat16", "float32", "int64", "float8_e4m3fn")
@@ -106,7 +106,7 @@ extern "C" void run(int is_gather, const long long* a) {
     run = ctypes.CDLL(str(library)).run
 
     def kernel(name: str, launch: Launch) -> None:
-        run(int(name == "gather"), (ctypes.c_int64 * len(launch))(*launch))
+        run(int(name == "gather"), ctypes.byref(launch))
 
     return kernel
 
@@ -177,16 +177,49 @@ def test_tiles_cover_the_page_once_and_spans_and_chunks_too(seed: int) -> None:
         start = offset + (row * row_words + column) * word
         covered.append(range(start, start + count * word))
     assert [byte for tile in covered for byte in tile] == list(range(layout.page_nbytes))
-    for layer in layout.layers:
-        assert [(s.offset, s.nbytes) for s in plan.layer(layer)] == [tuple(r) for r in layout.layer_ranges(layer)]
+    together = [byte for _, spans in plan.layers for s in spans for byte in range(s.offset, s.offset + s.nbytes)]
+    assert sorted(together) == list(range(layout.page_nbytes))
     for buffer_nbytes in (4096, 1 << 20):
-        for chunks in (plan.chunks(5, buffer_nbytes), plan.layer_chunks(5, buffer_nbytes)):
+        for cut in (plan.gather_chunks, plan.scatter_chunks, plan.layer_chunks):
+            chunks = list(cut(5, buffer_nbytes))
             left = {(page, byte) for page in range(5) for byte in range(layout.page_nbytes)}
             for chunk in chunks:
                 assert chunk.page_count * chunk.span.row_nbytes <= buffer_nbytes
                 for page in range(chunk.page_first, chunk.page_first + chunk.page_count):
                     left -= {(page, chunk.span.offset + byte) for byte in range(chunk.span.nbytes)}
             assert not left
+
+
+def plan_of(page_tokens: int, layers: int, plane: Plane) -> Plan:
+    layout = PageLayout(page_tokens, (LayerGroup("g", tuple(range(layers)), (plane,)),))
+    tensors = {
+        ("g", i, plane.name): torch.empty(page_tokens, *plane.unit_shape, dtype=torch.uint8) for i in range(layers)
+    }
+    return Plan(KVPool(layout, tensors))
+
+
+def test_the_link_waits_for_a_small_chunk_only() -> None:
+    """The first of a gather, the last of a scatter; a job that fits a buffer is one chunk."""
+    small, large = plan_of(1, 1, Plane("x", "uint8", (1024,))), plan_of(1, 1, Plane("x", "uint8", (6144,)))
+    assert [c.page_count for c in small.gather_chunks(20, 8192)] == [2, 4, 8, 6]
+    assert [c.page_count for c in small.scatter_chunks(20, 8192)] == [8, 8, 2, 2]
+    assert [c.page_count for c in small.gather_chunks(8, 8192)] == [8]
+    assert [c.page_count for c in small.scatter_chunks(8, 8192)] == [8]
+    sizes = [(c.page_first, c.span.nbytes) for c in large.gather_chunks(3, 8192)]
+    assert sizes == [(0, 2048), (0, 4096), (1, 6144), (2, 6144)]
+    sizes = [(c.page_first, c.span.nbytes) for c in large.scatter_chunks(3, 8192)]
+    assert sizes == [(0, 6144), (1, 6144), (2, 4096), (2, 2048)]
+    one_tile = plan_of(1, 1, Plane("x", "uint8", (1600,)))
+    assert [c.span.nbytes for c in one_tile.gather_chunks(4, 4096)] == [1600, 1600, 1600]
+
+
+def test_small_layers_travel_together() -> None:
+    tp8 = plan_of(64, 10, Plane("kv", "uint8", (512,)))  # 32 KiB a layer
+    assert [layers for layers, _ in tp8.layers] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    assert [[span.nbytes for span in spans] for _, spans in tp8.layers] == [[128 << 10], [128 << 10], [64 << 10]]
+    assert [c.layers for c in tp8.layer_chunks(2, 128 << 10)] == [(), (0, 1, 2, 3), (), (4, 5, 6, 7), (8, 9)]
+    llama = plan_of(64, 3, Plane("kv", "uint8", (4096,)))
+    assert [layers for layers, _ in llama.layers] == [(0,), (1,), (2,)]
 
 
 def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
@@ -200,7 +233,8 @@ def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_layout_moves_as_the_reference_moves_it(seed: int, kernel: Kernel) -> None:
+def test_any_layout_moves_as_the_reference_moves_it(seed: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "FRAGMENT_NBYTES_MIN", (1, 2000, plans.FRAGMENT_NBYTES_MIN)[seed % 3])
     pool, other = random_pool(seed), random_pool(seed)
     transfer = StagedTransfer(SimulatedDevice(seed, kernel), buffer_nbytes=4096)
     table, skip = pool.unit_table(random_units(pool, 5), 5), random.Random(seed).choice((0, 4, 12))
@@ -250,59 +284,6 @@ def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
     back = [torch.zeros(4 * 1152, dtype=torch.uint8)]
     StagedTransfer(SimulatedDevice(0, kernel)).gather(pool, pool.unit_table(far, 1), back, None)
     assert torch.equal(back[0], fresh[0])
-
-
-# ---- pipeline ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_jobs_of_many_chunks_in_several_threads(seed: int, token_pool: KVPool, compiled: Kernel) -> None:
-    """More chunks than may be ahead, both directions and more jobs than tickets at once."""
-    count = CHUNKS_AHEAD * 4 + 9  # four pages to a buffer of 4 KiB
-    transfer = StagedTransfer(SimulatedDevice(seed, compiled), buffer_nbytes=4096)
-    source, target = torch.randint(0, 48, (count * 8,)), torch.randint(48, 96, (8,))
-    _, wanted = slab(count, 1024)
-    TorchTransfer().gather(token_pool, token_pool.unit_table(source, count), wanted, None)
-    wrong: list[object] = []
-
-    def save() -> None:
-        _, pages = slab(count, 1024)
-        landed: list[int] = []
-        transfer.gather(token_pool, token_pool.unit_table(source, count), pages, None, landed=landed.extend)
-        wrong.extend(page for page in range(count) if not torch.equal(pages[page], wanted[page]))
-        wrong.extend([] if landed == list(range(count)) else [landed])
-
-    def load() -> None:
-        table = token_pool.unit_table(target, 1)
-        for _ in range(10):
-            transfer.scatter(token_pool, table, wanted[:1], None)
-
-    threads = [threading.Thread(target=work) for work in [save, load] * 3]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    _, back = slab(1, 1024)
-    TorchTransfer().gather(token_pool, token_pool.unit_table(target, 1), back, None)
-    assert torch.equal(back[0], wanted[0])
-
-
-def test_whole_pages_travel_in_one_call_per_buffer(token_pool: KVPool) -> None:
-    device = SimulatedDevice(0)
-    transfer = StagedTransfer(device, buffer_nbytes=8192)
-    _, pages = slab(12, 1024)
-    transfer.gather(token_pool, token_pool.unit_table(torch.arange(96), 12), pages, None)
-    assert (device.launches, device.copies) == (2, 2 + 1)  # and the indices
-
-
-def test_a_transfer_refuses_what_it_can_not_serve(token_pool: KVPool) -> None:
-    with pytest.raises(ConfigError, match="buffer_nbytes=100 must be at least 4096"):
-        StagedTransfer(SimulatedDevice(0), buffer_nbytes=100)
-    layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (4,)),)),))
-    elsewhere = KVPool(layout, {("g", 0, "x"): torch.empty((8, 4), dtype=torch.uint8, device="meta")})
-    with pytest.raises(InvalidRequest, match="the pool is on meta, this transfer serves cpu"):
-        StagedTransfer(SimulatedDevice(0)).gather(elsewhere, elsewhere.unit_table(torch.arange(0), 0), [], None)
 
 
 # ---- compilation -------------------------------------------------------------------------

@@ -179,11 +179,28 @@ def test_what_can_not_be_served_is_refused_by_name() -> None:
         cuda.CudaTransfer("cpu")
     with pytest.raises(ConfigError, match=r"blocks=0 must be in 1\.\.1024"):
         cuda.CudaTransfer(blocks=0)
-    memory = mmap.mmap(-1, 1 << 20)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    transfer.register_host(address, 1 << 20)
-    with pytest.raises(ConfigError, match="can not page-lock 1048576 bytes at 0x"):
-        transfer.register_host(address, 1 << 20)
-    transfer.unregister_host(address)
+
+
+def test_memory_is_registered_once_and_known_by_its_range() -> None:
+    """What we know ourselves CUDA is not asked for: a refused call of the runtime is an error to its tools."""
+    host, whole = cuda.CudaTransfer(buffer_nbytes=64 << 10).device.host, mmap.mmap(-1, 1 << 20)
+    address = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
+    start, half = address + (1 << 18), 1 << 19
+    assert not host.locked([start, start + 4096], 4096)
+    host.register(start, half)
+    for first, nbytes in ((start, half), (address, 1 << 20), (start + 4096, 4096), (address, (1 << 18) + 1)):
+        with pytest.raises(ConfigError, match=f"can not page-lock {nbytes} bytes at 0x.* is registered already"):
+            host.register(first, nbytes)
+    pinned = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
+    assert host.locked([start + half - 4096, start], 4096)
+    assert host.locked([start, pinned.data_ptr()], 4096)
+    assert not host.locked([start, address], 4096)
+    assert not host.locked([start + half - 4095], 4096)
+    host.unregister(start)
+    assert not host.locked([start], 4096)
+    host.register(start + 8192, 4096)  # beside it, and where it was
+    host.register(start, 4096)
+    for first in (start + 8192, start):
+        host.unregister(first)
     with pytest.raises(ConfigError, match="no memory is registered at 0x"):
-        transfer.unregister_host(address)
+        host.unregister(start)

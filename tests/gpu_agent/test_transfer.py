@@ -2,6 +2,7 @@
 every layout of the engines, at random slots, pages anywhere in memory, and nothing beside them. The
 staged pipeline runs on a simulated device everywhere, and on a GPU where there is one."""
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from gpu_agent import KVPool, TorchTransfer, Transfer
+from gpu_agent.kernels import plan
 from gpu_agent.kernels.simulated import SimulatedDevice
 from gpu_agent.kernels.staged import StagedTransfer
 from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
@@ -291,7 +293,7 @@ def test_skipped_tokens_keep_their_slots(
 def test_pages_come_back_as_they_were(mixed_pool: KVPool, transfer: Transfer) -> None:
     source = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
     target = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
-    first, again = Pages(3, mixed_pool.layout.page_nbytes), Pages(3, mixed_pool.layout.page_nbytes)
+    first, again = (Pages(3, mixed_pool.layout.page_nbytes) for _ in range(2))
     transfer.gather(mixed_pool, source, first.rows, None)
     transfer.scatter(mixed_pool, target, first.rows, None)
     transfer.gather(mixed_pool, target, again.rows, None)
@@ -320,17 +322,14 @@ def test_gather_tells_when_slots_are_free_and_which_pages_are_there(token_pool: 
     assert torch.equal(pages.slab, expected.slab)
 
 
-def test_layers_are_placed_in_order_and_complete_at_their_event(mixed_pool: KVPool, transfer: Transfer) -> None:
+def test_layers_are_placed_in_order_and_complete_at_their_event(
+    mixed_pool: KVPool, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "FRAGMENT_NBYTES_MIN", 1)  # each layer by itself
     table = mixed_pool.unit_table({"token": torch.randperm(40), "block": torch.randperm(10)}, 5)
     nbytes = mixed_pool.layout.page_nbytes
     pages = Pages(5, nbytes).fill(torch.randint(0, 256, (5, nbytes), dtype=torch.uint8))
-    expected = KVPool(
-        mixed_pool.layout,
-        {
-            (p.piece.group, p.piece.layer, p.piece.plane.name): p.bits.clone().view(getattr(torch, p.piece.plane.dtype))
-            for p in mixed_pool.planes
-        },
-    )
+    expected = copy.deepcopy(mixed_pool)
     TorchTransfer().scatter(expected, table, pages.rows, None)
     placed: list[int] = []
 
