@@ -6,7 +6,8 @@
     device.py       what both need of a GPU; simulated.py is one for tests
     plan.py         a pool as tables; transfer.cu reads them
     batch.py        many copies in one call of the driver
-    host_memory.py  page-locking of mapped memory
+    host_memory.py  page-locking of mapped memory; arena_lock.py: of which, and until when
+    available.py    which transfer serves a device
 
 `TorchTransfer` is the oracle: same arguments, same bytes.
 """

@@ -91,6 +91,12 @@ class CudaDevice:
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
         return self.host.locked(addresses, nbytes)
 
+    def register(self, address: int, nbytes: int) -> None:
+        self.host.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self.host.unregister(address)
+
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool) -> None:
         """One call for up to 256 copies where the host's memory is page-locked, else one call each, which
         returns only when the driver has staged the bytes."""

@@ -57,6 +57,12 @@ class Device(Protocol):
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
         """Whether `nbytes` from each address on are host memory that the copy engine reaches by itself."""
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Makes mapped host memory page-locked. Raises ConfigError. May take seconds."""
+
+    def unregister(self, address: int) -> None:
+        """The reverse. No copy may be under way there, and it must still be mapped. Raises ConfigError."""
+
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         """A copy in GPU memory, complete on return."""
 

@@ -33,10 +33,12 @@ class HostMemory:
                     f"can not page-lock {nbytes} bytes at {address:#x}: "
                     f"{self._starts[index - 1]:#x}..{self._ends[index - 1]:#x} is registered already"
                 )
-            try:
-                runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
-            except runtime.CUDARuntimeError as error:
-                raise ConfigError(f"can not page-lock {nbytes} bytes at {address:#x}: {error}") from error
+        try:  # without our lock: a large arena takes seconds, and copies ask `locked` meanwhile
+            runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
+        except runtime.CUDARuntimeError as error:
+            raise ConfigError(f"can not page-lock {nbytes} bytes at {address:#x}: {error}") from error
+        with self._lock:
+            index = bisect.bisect_left(self._starts, address)
             self._starts.insert(index, address)
             self._ends.insert(index, address + nbytes)
 

@@ -12,11 +12,12 @@ streams. The copy of one lane is enqueued long before the other lane's copy ends
 finds its next work at once.
 """
 
+import contextlib
 import ctypes
 import queue
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +39,16 @@ class Job:
     """`slots`: contiguous int64 CPU tensors, put into GPU memory one after the other. `fill` and `drain`
     enqueue the halves of a chunk.
 
-    Hooks, on the job's own thread: `all_filled` when the last fill has happened; `queued(chunk, drained)`
-    when a chunk is enqueued, with the event behind its drain; `drained(chunk)` when that has happened.
-    The last two are called in the order of the chunks.
+    Hooks, on the job's own thread: `before(chunk)` before a chunk is enqueued; `all_filled` when the last
+    fill has happened; `queued(chunk, drained)` when a chunk is enqueued, with the event behind its
+    drain; `drained(chunk)` when that has happened. All but `all_filled` are called in the order of the chunks.
     """
 
     slots: Sequence[torch.Tensor]
     chunks: Sequence[Chunk]
     fill: Half
     drain: Half
+    before: Callable[[Chunk], None] | None = None
     all_filled: Callable[[], None] | None = None
     queued: Callable[[Chunk, Any], None] | None = None
     drained: Callable[[Chunk], None] | None = None
@@ -117,6 +119,8 @@ class Pipeline:
             for number, chunk in enumerate(job.chunks):
                 if number - done == CHUNKS_AHEAD:
                     done = self._drained(job, ticket, done)
+                if job.before:
+                    job.before(chunk)
                 newest[self._enqueue(job, ticket, number, newest)] = number
                 if job.queued:
                     job.queued(chunk, ticket.drained(number))
@@ -129,6 +133,18 @@ class Pipeline:
             raise
         finally:
             self._tickets.put(ticket)
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Within it no job runs; new ones wait."""
+        tickets: list[_Ticket] = []
+        try:
+            while len(tickets) < JOBS_MAX:
+                tickets.append(self._tickets.get())
+            yield
+        finally:
+            for ticket in tickets:
+                self._tickets.put(ticket)
 
     def _enqueue(self, job: Job, ticket: _Ticket, number: int, newest: dict[int, int]) -> int:
         """The lane that took the chunk: the next one, whoever had the one before."""

@@ -130,6 +130,7 @@ class SimulatedDevice:
     def __init__(self, seed: int, kernel: Callable[[str, Launch], None] = run_kernel) -> None:
         self.device = torch.device("cpu")
         self.copies = self.launches = 0
+        self.registered: list[tuple[int, int]] = []
         self._kernel = kernel
         self._draw = random.Random(seed)
         self._streams: list[Stream] = []
@@ -168,6 +169,12 @@ class SimulatedDevice:
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
         return True
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered.append((address, nbytes))
+
+    def unregister(self, address: int) -> None:
+        self.registered = [entry for entry in self.registered if entry[0] != address]
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool) -> None:
         self.copies += 1

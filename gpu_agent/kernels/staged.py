@@ -5,6 +5,7 @@ GPU 1.5 to 21 times (H200); the copy engine does not. What a GPU can do is behin
 order of the work is in pipeline.py: both are tested without a GPU.
 """
 
+import contextlib
 import threading
 import weakref
 from array import array
@@ -14,11 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from gpu_agent.kernels.arena_lock import ArenaLock
 from gpu_agent.kernels.device import Addresses, Device, Launch
 from gpu_agent.kernels.pipeline import Job, Pipeline
 from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan
 from gpu_agent.pool import KVPool
-from gpu_agent.transfer import Fence, Gathered, Landed, Placed, check_pages
+from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, check_pages
 from gpu_agent.units import UnitTable
 from kvstore.errors import ConfigError, InvalidRequest
 
@@ -116,6 +118,7 @@ class StagedTransfer:
                 raise ConfigError(f"no room for 4 x {buffer_nbytes} bytes on {device.device}: {error}") from error
             # Waits for drains of both lanes, which must not wait for each other. Concurrent jobs share it.
             self._placed = device.stream()
+        self._arena = ArenaLock(device, self._idle)
 
     def fence(self, pool: KVPool) -> Fence:
         self._check_device(pool)
@@ -138,7 +141,8 @@ class StagedTransfer:
                 move = _Move(self._device, tables, pages, "gather", 0)
                 chunks = tables.chunks(tables.plan.gather_chunks, units.page_count)
                 drained = partial(_land, landed, pool.layout.page_nbytes) if landed else None
-                self._out.run(Job(_slots(pool, units), chunks, move.kernel, move.to_pages, gathered, drained=drained))
+                job = Job(_slots(pool, units), chunks, move.kernel, move.to_pages, all_filled=gathered, drained=drained)
+                self._out.run(job)
             elif gathered:
                 gathered()
 
@@ -150,6 +154,7 @@ class StagedTransfer:
         fence: Fence,
         skip_tokens: int = 0,
         placed: Placed | None = None,
+        ready: Ready | None = None,
     ) -> None:
         check_pages(pool, units, pages)
         pool.check_skip(skip_tokens, units.page_count)
@@ -160,10 +165,19 @@ class StagedTransfer:
                 cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
                 chunks = tables.chunks(cut, units.page_count)
                 queued = partial(self._place, placed) if placed else None
-                self._in.run(Job(_slots(pool, units), chunks, move.to_buffer, move.kernel, queued=queued))
+                before = partial(_await, ready) if ready else None
+                self._in.run(Job(_slots(pool, units), chunks, move.to_buffer, move.kernel, before, queued=queued))
             elif placed:
                 for layer in pool.layout.layers:
                     placed(layer, None)
+
+    def host_memory(self, memory: memoryview) -> bool:
+        return self._arena.use(memory)
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        with self._out.idle(), self._in.idle():
+            yield
 
     def _place(self, placed: Placed, chunk: Chunk, drained: Any) -> None:
         self._placed.wait_event(drained)
@@ -196,6 +210,11 @@ def _slots(pool: KVPool, units: UnitTable) -> list[torch.Tensor]:
 def _land(landed: Landed, page_nbytes: int, chunk: Chunk) -> None:
     if chunk.span.offset + chunk.span.nbytes == page_nbytes:
         landed(range(chunk.page_first, chunk.page_first + chunk.page_count))
+
+
+def _await(ready: Ready, chunk: Chunk) -> None:
+    if not chunk.span.offset:  # a page that is cut comes piece by piece, its first byte once
+        ready(range(chunk.page_first, chunk.page_first + chunk.page_count))
 
 
 def _rows(chunk: Chunk, buffer: int) -> Addresses:
