@@ -123,7 +123,7 @@ class CudaDevice:
 class CudaTransfer(StagedTransfer):
     """`StagedTransfer` on a GPU.
 
-    One per GPU and process is enough: it is thread-safe, and a second one costs 64 MiB more.
+    One per GPU and process is enough: it is thread-safe, and a second one costs 128 MiB more.
     """
 
     def __init__(

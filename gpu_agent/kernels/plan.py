@@ -11,6 +11,7 @@
 All tables are int64 or int32 CPU tensors; `transfer.cu` reads the same rows.
 """
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -124,18 +125,11 @@ class Plan:
         for name, space in pool.spaces.items():
             before[name], count = count, count + self.layout.page_tokens // space.unit_tokens
         self.units_per_page = count  # indices per page, all spaces together
-        rows, tiles, offsets = list[list[int]](), list[torch.Tensor](), list[torch.Tensor]()
-        self._slice_tiles = [0]  # first tile of each slice, and the end
-        for number, plane in enumerate(pool.planes):
-            row = _plane_row(plane, before[plane.space], page_align)
-            rows.append(row)
-            cut, starts = _tiles(number, plane.piece.nbytes, row[3], row[7])
-            tiles.append(cut)
-            offsets.append(starts + plane.piece.offset)
-            self._slice_tiles.append(self._slice_tiles[-1] + len(cut))
+        rows = [_plane_row(plane, before[plane.space], page_align) for plane in pool.planes]
         self.planes = torch.tensor(rows, dtype=torch.int64)
-        self.tiles = torch.cat(tiles)
-        self._offsets = [*torch.cat(offsets).tolist(), self.layout.page_nbytes]  # page byte of each tile, and the end
+        pieces = [plane.piece for plane in pool.planes]
+        slices = ((piece.offset, piece.nbytes, row[3], row[7]) for piece, row in zip(pieces, rows, strict=True))
+        self.tiles, self._offsets, self._slice_tiles = _cut(tuple(slices))
         self.whole = self._span(0, len(self.tiles))
         self.layers = tuple(self._layers())
 
@@ -250,6 +244,20 @@ def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int
     for size, stride in unit.outer:
         fields += [*divisor(size), stride]
     return fields + [0] * (PLANE_FIELDS - len(fields))
+
+
+@functools.lru_cache(maxsize=64)
+def _cut(slices: tuple[tuple[int, int, int, int], ...]) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Tiles of all slices (offset in the page, bytes, word, words of a row); the page byte where each
+    starts, and the end; the first tile of each slice, and the end. Takes milliseconds, and pools that
+    come and go, as in Hugging Face transformers, are all cut alike."""
+    tiles, starts, slice_tiles = list[torch.Tensor](), list[torch.Tensor](), [0]
+    for number, (offset, nbytes, word, row_words) in enumerate(slices):
+        cut, start = _tiles(number, nbytes, word, row_words)
+        tiles.append(cut)
+        starts.append(start + offset)
+        slice_tiles.append(slice_tiles[-1] + len(cut))
+    return torch.cat(tiles), [*torch.cat(starts).tolist(), slices[-1][0] + slices[-1][1]], slice_tiles
 
 
 def _tiles(plane: int, nbytes: int, word: int, row_words: int) -> tuple[torch.Tensor, torch.Tensor]:
