@@ -54,9 +54,13 @@ class ShmWire:
 
     def connect(self, deadline: Deadline) -> None:
         """Makes sure that the arena is mapped. Raises Unavailable or ProtocolError."""
-        if not os.path.exists(self._path):
+        try:
+            os.stat(self._path)
+        except FileNotFoundError as error:
             self.elsewhere = True
-            raise Unavailable(f"the node's socket {self._path} does not exist here")
+            raise Unavailable(f"the node's socket {self._path} does not exist here") from error
+        except OSError as error:  # such as a folder that may not be entered
+            raise Unavailable(f"the node's socket {self._path} can not be reached: {error}") from error
         with self._pool.connection(deadline):
             pass
 
