@@ -24,7 +24,7 @@ HOST = HostMemory()  # the arenas of all works
 
 
 class NotedEvent(cupy.cuda.Event):
-    """The pipeline's own event, with its time; the device knows which was recorded last."""
+    """The pipeline's own event, with its time; the device knows the last one of each stream."""
 
     def __init__(self, device: "TimedDevice") -> None:
         super().__init__(block=True)
@@ -32,21 +32,21 @@ class NotedEvent(cupy.cuda.Event):
 
     def record(self, stream: Any = None) -> None:
         super().record(stream)
-        self._device.last = self
+        self._device.last[stream.ptr] = self
 
 
 class TimedDevice(CudaDevice):
     """Knows when the first operation since `restart` began, at the price of one event, and when the last
-    one ended: the pipeline records an event behind each chunk."""
+    one ended: the pipeline records an event behind each chunk, and its streams end in any order."""
 
     first: Any = None
-    last: Any = None
 
     def restart(self) -> None:
         self.first = None
+        self.last: dict[int, Any] = {}
 
     def seconds(self) -> float:
-        return cupy.cuda.get_elapsed_time(self.first, self.last) / 1e3
+        return max(cupy.cuda.get_elapsed_time(self.first, last) for last in self.last.values()) / 1e3
 
     def event(self) -> Any:
         return NotedEvent(self)
