@@ -22,7 +22,7 @@ _made: dict[torch.device, Transfer] = {}
 
 def transfer_for(device: torch.device) -> Transfer:
     """The fastest transfer for pools on `device`; all agents of a process share one per GPU, which
-    holds 128 MiB of its memory. Without CuPy, or without room, plain torch."""
+    holds 64 MiB of its memory. Without CuPy, or without room, plain torch."""
     if device.type != "cuda":
         return TorchTransfer()
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -24,9 +24,9 @@ from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, check_pag
 from gpu_agent.units import UnitTable
 from kvstore.errors import ConfigError, InvalidRequest
 
-# 8 MiB buffers starve beside kernels of 250 us (33 instead of 54 GB/s); 16 MiB reach 0.965 and 0.975 of the
-# link, 32 MiB 0.975 and 0.983 (H200).
-BUFFER_NBYTES = 32 << 20
+# 8 MiB buffers starve beside kernels of 250 us (33 instead of 54 GB/s); 16 MiB reach 0.97 and 0.98 of the link,
+# 32 MiB half a percent more, and slow other kernels by two percent more (H200).
+BUFFER_NBYTES = 16 << 20
 BUFFER_NBYTES_MIN = 4096
 CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
@@ -98,7 +98,7 @@ class _Move:
 class StagedTransfer:
     """`gpu_agent.transfer.Transfer` for pools on one GPU.
 
-    GPU memory held from the start: two buffers of `buffer_nbytes` in each direction, 128 MiB by default,
+    GPU memory held from the start: two buffers of `buffer_nbytes` in each direction, 64 MiB by default,
     and 8 bytes for each index of the largest job so far. Per pool, while it lives: about 1 % of a page
     for rows of 16-byte words, up to 6 % for words of one byte.
     Pages travel at full speed in page-locked memory only; elsewhere the driver stages them.
