@@ -55,9 +55,11 @@ class _Job:
     deadline: Deadline
 
     def chunk(self, namespace: Namespace, pages: list[int]) -> Chunk:
-        """Some of its pages, in that order."""
+        """Some of its pages, in ascending order."""
         hashes = [self.prefix_hashes[page] for page in pages]
-        return Chunk(namespace, hashes, self.pool, self.table.select(pages), self.fence, self.deadline)
+        together = pages[-1] - pages[0] == len(pages) - 1
+        table = self.table.select(slice(pages[0], pages[-1] + 1) if together else pages)
+        return Chunk(namespace, hashes, self.pool, table, self.fence, self.deadline)
 
 
 class Agent:

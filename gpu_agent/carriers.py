@@ -28,7 +28,10 @@ from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
 
-HASHED_NBYTES = 8 << 20  # hashed by one task: less costs more than it spreads (H200)
+# Hashed by one task: a job is cut into as many as keep all threads busy, but less than this costs more than
+# it spreads, and more than that ends late (H200).
+HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
+HASHED_TASKS = 16
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class ArenaCarrier:
             pages = self._tensors(slots.arena, slots.offsets, chunk)
             seeds = chunk.seeds()
             with _Hashes(self._hashers, slots.pages, [seeds[i] for i in wanted]) as hashes:
-                table = chunk.table.select(wanted)
+                table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
                 self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, hashes.begin)
                 checksums = [hashes.of(page) for page in range(len(wanted))]
             slots.commit(checksums)
@@ -179,7 +182,9 @@ class _Hashes:
         self._hashers = hashers
         self._pages = pages
         self._seeds = seeds
-        self._step = max(1, HASHED_NBYTES // pages[0].nbytes) if pages else 1
+        nbytes = sum(page.nbytes for page in pages)
+        wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
+        self._step = max(1, wanted * len(pages) // nbytes) if nbytes else 1
         self._found: dict[
             int, tuple[int, concurrent.futures.Future[list[bytes]]]
         ] = {}  # page -> (its group's first, ..)

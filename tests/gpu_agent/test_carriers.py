@@ -72,7 +72,7 @@ def test_pages_travel_without_a_buffer(
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
 
 
-@pytest.mark.parametrize("group_nbytes", [1, 2048, 1 << 20])
+@pytest.mark.parametrize("group_nbytes", [1, 3000, 1 << 20])
 def test_what_is_stored_in_place_is_what_other_wires_read(
     agent: Agent,
     shared_node: NodeProcess,
@@ -82,7 +82,8 @@ def test_what_is_stored_in_place_is_what_other_wires_read(
     group_nbytes: int,
 ) -> None:
     """Byte for byte and with the same checksums, however many pages one thread hashes."""
-    monkeypatch.setattr(gpu_agent.carriers, "HASHED_NBYTES", group_nbytes)
+    monkeypatch.setattr(gpu_agent.carriers, "HASHED_NBYTES_MIN", group_nbytes)
+    monkeypatch.setattr(gpu_agent.carriers, "HASHED_TASKS", 1 << 20)
     save(agent)
     pages = torch.empty((PAGES, namespace.layout.page_nbytes), dtype=torch.uint8)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
