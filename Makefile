@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 
 CYCLES ?= 300
 
-.PHONY: help setup demo test test-crash docker-test check format lint types proto bench clean
+.PHONY: help setup demo test test-crash docker-test gpu-test check format lint types proto bench clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
+	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make bench        all benchmarks; TRACE=path adds the hit rates, DIR=path puts the data on another disk"
 	@echo "                  (13 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
@@ -40,6 +41,17 @@ test-crash: $(READY)
 docker-test: $(READY)
 	KVSTORE=$(BIN)/kvstore docker/test.sh
 
+# On a machine whose python has torch for its GPU, CuPy, pytest and transformers; PYTHON names another one.
+gpu-test:
+	@$(PYTHON) -c 'import cupy, torch; assert torch.cuda.is_available()' || { echo "needs an NVIDIA GPU, torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in $(PYTHON)"; exit 1; }
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu_agent
+	@if command -v compute-sanitizer >/dev/null; then \
+		PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest tests/gpu_agent/test_kernels_cuda.py; \
+	else echo "compute-sanitizer (CUDA toolkit) is not here: no memcheck"; fi
+	PYTHONPATH=. $(PYTHON) benchmarks/transfer.py
+	PYTHONPATH=. $(PYTHON) benchmarks/agent.py
+	PYTHONPATH=. $(PYTHON) benchmarks/ttft.py
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,6 +74,7 @@ proto: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
 	$(BIN)/python benchmarks/bulk.py
+	$(BIN)/python benchmarks/shm.py
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/metadata.py
 	$(BIN)/python benchmarks/disk.py $(if $(DIR),--dir $(DIR))

@@ -8,10 +8,11 @@
 # Run it with docker/compose.yaml, or by hand:
 #
 #   docker run -d --name kvstore-node --read-only --memory 3g --stop-timeout 30 \
-#       -p 127.0.0.1:7440-7442:7440-7442 -v kvstore-data:/data kvstore-node \
-#       --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB
+#       -p 127.0.0.1:7440-7442:7440-7442 -v kvstore-data:/data -v kvstore_socket:/run/kvstore kvstore-node \
+#       --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB --shm-socket /run/kvstore/node.sock
 #
-# Without --data-dir it is a node with RAM only, and /data stays empty.
+# Without --data-dir it is a node with RAM only, and /data stays empty. Without --shm-socket nobody
+# shares its memory: other containers on this host take TCP. How they share it: docs/operations.md.
 #
 # Memory: pages live in an anonymous shared-memory file (memfd), all of it touched at the start. The
 # size of /dev/shm does not bound it, so --shm-size is not needed; the container's memory limit does.
@@ -34,11 +35,14 @@ RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,targ
 
 FROM ${BASE}
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
-# the owner of /data from here; a bind mount must be given to this user by hand.
-RUN install -d -o 10001 -g 10001 -m 0750 /data
+# owner and mode of its directory from here; a bind mount must be given to this user by hand. Others may look
+# into /run/kvstore, or they would be told that there is no socket; the socket itself lets nobody else in.
+RUN install -d -o 10001 -g 10001 -m 0750 /data \
+    && install -d -o 10001 -g 10001 -m 0755 /run/kvstore
 COPY --from=build /opt/kvstore /opt/kvstore
 COPY docker/health.py /opt/kvstore/health.py
-# The root may be read-only: the node writes nothing outside /data, and Python no byte code.
+# The root may be read-only: the node writes nothing outside /data and the socket's volume, and Python
+# no byte code.
 ENV PATH=/opt/kvstore/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /data

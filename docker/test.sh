@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds the node's image, runs docker/compose.yaml with it and checks what they promise: healthy, user
 # 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, a second
-# container kept off the volume, SIGTERM drains. `make docker-test` runs it; half a minute, two
-# minutes where no registry is reachable. Leaves behind what apt-get installed and, in a Docker that
+# container kept off the volume, SIGTERM drains, other containers share the node's memory if they may, and
+# leave nothing behind when they are killed. `make docker-test` runs it; a minute, two where no
+# registry is reachable. Leaves behind what apt-get installed and, in a Docker that
 # was there, the base image that it pulled and the build cache.
 #
 # Uses the Docker that is there, or as root on Debian one of its own (docker/daemon.sh).
@@ -16,6 +17,7 @@ exec </dev/null
 
 # Not /tmp: it may be small, or forbid the device nodes that debootstrap makes.
 WORK=$(mktemp -d /var/tmp/kvstore-docker-test.XXXXXX)
+PROJECT=kvstore-test-$$
 IMAGE=kvstore-node:test-$$
 BASE=${BASE:-python:3.11-slim-bookworm}
 KVSTORE=${KVSTORE:-.venv/bin/kvstore}
@@ -42,6 +44,8 @@ clean_up() {
         "$DOCKER" logs --tail 30 "$NODE" >&2 || true
     fi
     if [[ ${#COMPOSE[@]} -gt 0 ]]; then
+        "$DOCKER" ps --all --quiet --filter "label=$PROJECT" \
+            | xargs --no-run-if-empty "$DOCKER" rm --force >/dev/null 2>&1 || true
         compose down --volumes --remove-orphans >/dev/null 2>&1 || true
         "$DOCKER" image rm --force "$IMAGE" "$IMAGE-base" >/dev/null 2>&1 || true
     fi
@@ -56,7 +60,7 @@ clean_up() {
     exit "$status"
 }
 
-compose() { "${COMPOSE[@]}" --project-name "kvstore-test-$$" --file docker/compose.yaml "$@"; }
+compose() { "${COMPOSE[@]}" --project-name "$PROJECT" --file docker/compose.yaml "$@"; }
 
 in_node() { "$DOCKER" exec --interactive "$NODE" "$@"; }
 
@@ -126,11 +130,14 @@ same() {
     step "page '$1': same bytes $2"
 }
 
-# disk FIELD: a number out of `kvstore status`.
-disk() {
-    in_node kvstore status --json | python3 -c 'import json, sys
-print(json.load(sys.stdin)["disk"][sys.argv[1]])' "$1"
+# pick NAME...: the value of that name in the JSON on stdin, or of the second name in what the first one names.
+pick() {
+    python3 -c 'import functools, json, sys
+print(functools.reduce(lambda value, name: value[name], sys.argv[1:], json.load(sys.stdin)))' "$@"
 }
+
+# disk FIELD: a number out of `kvstore status`.
+disk() { in_node kvstore status --json | pick disk "$1"; }
 
 check_confinement() {
     [[ $(in_node id -u) == 10001 ]] || fail "the node runs as user $(in_node id -u)"
@@ -196,6 +203,73 @@ check_stop() {
     same drained "after docker stop"
 }
 
+# client FLAG... IMAGE COMMAND...: `kvstore COMMAND` in a container that has the network and the socket's
+# volume in common with the node's, and nothing else. Its memory limit is half of the arena that it maps, and
+# its seccomp profile is Docker's own.
+client() {
+    "$DOCKER" run --label "$PROJECT" --network "${PROJECT}_default" --volume "${PROJECT}_socket:/run/kvstore:ro" \
+        --read-only --memory $((RAM_MIB / 2))m --memory-swap $((RAM_MIB / 2))m \
+        --env "KVSTORE_ADDRESS=node:$KVSTORE_NODE_PORT" --entrypoint kvstore "$@"
+}
+
+# travels WANTED WIRE FLAG...: with --wire WANTED, pages of such a client go and come by WIRE.
+travels() {
+    local report wire
+    report=$(client --rm "${@:3}" "$IMAGE" bench --wire "$1" --seconds 1 --json 2>"$WORK/client.log") \
+        || fail "bench --wire $1 in a container with ${*:3}: $(cat "$WORK/client.log")"
+    wire=$(pick wire <<<"$report")
+    [[ $wire == "$2" ]] || fail "bench --wire $1 in a container with ${*:3} used $wire, not $2"
+    step "another container, ${*:3}, --wire $1: $wire," \
+        "put $(pick put gb_per_s <<<"$report"), get $(pick get gb_per_s <<<"$report") GB/s"
+}
+
+check_shared() {
+    local said status=0
+    travels auto shm --user 10001 --cap-drop ALL
+    travels shm shm --user 0 --env KVSTORE_SHM_DIR=/run/kvstore
+    travels auto bulk --user 20002
+    said=$(client --rm --user 20002 "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
+    [[ $status == 3 && $said == *"/run/kvstore/node.sock failed: "*"Permission denied"* ]] \
+        || fail "bench --wire shm as user 20002: exit status $status: $said"
+    step "another container, --user 20002, --wire shm: exit status 3, Permission denied"
+    client --rm --env KVSTORE_WIRE=shm "$IMAGE" get --model drained --tokens 1 >"$WORK/shared" \
+        2>"$WORK/client.log" || fail "get over shared memory failed: $(cat "$WORK/client.log")"
+    cmp "$WORK/drained" "$WORK/shared" || fail "another container read other bytes from shared memory"
+    step "page 'drained': same bytes in another container, from shared memory"
+}
+
+# What the node keeps for clients: pages being written, pages being read, connections, connections and
+# pages of those that went without a release.
+kept() {
+    in_node kvstore status --json | python3 -c 'import json, sys
+status = json.load(sys.stdin)
+ram, shm = status["ram"], status["shm"]
+print(ram["writing_count"], ram["held_count"], shm["client_count"], shm["orphan_count"], shm["orphan_page_count"])'
+}
+
+# Paused, the client stays in the middle of a put, and the kill surely hits it there.
+check_killed_client() {
+    local victim writing=0 tries after
+    victim=$(client --detach "$IMAGE" bench --wire shm --threads 2 --seconds 600 2>"$WORK/client.log") \
+        || fail "no client to kill: $(cat "$WORK/client.log")"
+    for ((tries = 0; tries < 60; tries++)); do
+        "$DOCKER" pause "$victim" >/dev/null || fail "the client ended: $("$DOCKER" logs "$victim" 2>&1)"
+        read -r writing _ < <(kept)
+        [[ $writing == 0 ]] || break
+        "$DOCKER" unpause "$victim" >/dev/null
+        sleep 0.1
+    done
+    [[ $writing -gt 0 ]] || fail "the client was never seen writing"
+    "$DOCKER" kill "$victim" >/dev/null
+    for ((tries = 0; tries < 20; tries++)); do
+        after=$(kept)
+        [[ $after != "0 0 0 0 0" ]] || break
+        sleep 0.25
+    done
+    [[ $after == "0 0 0 0 0" ]] || fail "after docker kill of a client the node keeps $after, in the order of kept()"
+    step "docker kill of a client that was writing $writing pages in shared memory: the node keeps none of them"
+}
+
 trap clean_up EXIT
 trap 'exit 130' INT TERM
 daemon_find
@@ -210,5 +284,7 @@ check_kill
 check_published
 check_second
 check_stop
+check_shared
+check_killed_client
 step "passed: build, health, confinement, durable and flushed pages after SIGKILL," \
-    "$PUBLISHED second node refused, drain"
+    "$PUBLISHED second node refused, drain, memory shared between containers"

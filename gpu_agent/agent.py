@@ -1,7 +1,9 @@
 """The agent: `lookup`, `save` and `load` for one GPU's shard of the KV cache.
 
-    save:  lookup(touch) -> [gather a buffer of missing pages -> put] ... -> touch the chain
-    load:  [get into a buffer, checksums verified -> scatter the leading hits] ... -> touch the chain
+    save:  lookup(touch) -> [gather a chunk of missing pages, store it] ... -> touch the chain
+    load:  [fetch a chunk, checksums verified, scatter its leading hits] ... -> touch the chain
+
+How a chunk travels is `carriers.py`'s business: through the node's mapped memory or a buffer.
 
 The engine is never slowed or broken: nothing here blocks it, every job ends by its deadline, and
 whatever goes wrong with the store is a smaller number in a result, never an exception. A caller's
@@ -14,22 +16,31 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
+from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Chunk
 from gpu_agent.config import AgentConfig, agent_config
 from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+from gpu_agent.kernels.available import transfer_for
 from gpu_agent.lane import Lane
 from gpu_agent.pool import KVPool
-from gpu_agent.transfer import Fence, TorchTransfer, Transfer
+from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
 from gpu_agent.units import Units, UnitTable
-from kvstore.client import PREFIX_HASHES_MAX, Client, PutOutcome
+from kvstore import PutOutcome
+from kvstore.client import PREFIX_HASHES_MAX, Client
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.keys import Namespace, check_prefix_hashes
 
 log = logging.getLogger(__name__)
+
+# Of one chunk that travels in place: each costs two round trips and the pipeline's start, about a
+# millisecond, and the node keeps its slots until it is done.
+IN_PLACE_NBYTES = 256 << 20
+
 Result = TypeVar("Result")
 
 
@@ -43,12 +54,20 @@ class _Job:
     fence: Fence
     deadline: Deadline
 
+    def chunk(self, namespace: Namespace, pages: list[int]) -> Chunk:
+        """Some of its pages, in ascending order."""
+        hashes = [self.prefix_hashes[page] for page in pages]
+        together = pages[-1] - pages[0] == len(pages) - 1
+        table = self.table.select(slice(pages[0], pages[-1] + 1) if together else pages)
+        return Chunk(namespace, hashes, self.pool, table, self.fence, self.deadline)
+
 
 class Agent:
     """Thread-safe. One per GPU; `client` may be shared and is not closed here.
 
     `pool`: the engine's own, for calls that name none. Engines whose cache tensors come and go
-    (Hugging Face transformers) pass None and name a pool in each call.
+    (Hugging Face transformers) pass None and name a pool in each call. `transfer`: by default the
+    fastest for the pool's device; without a pool plain torch.
     """
 
     def __init__(
@@ -64,16 +83,17 @@ class Agent:
         self.stats = AgentStats()
         self._client = client
         self._pool = pool
-        self._transfer = transfer or TorchTransfer()
+        self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
         self._lock = threading.Lock()  # stats and _outage
         self._outage = False
         if pool is not None:
             self._check_pool(pool)
         page_nbytes = namespace.layout.page_nbytes
-        self._chunk_pages = self.config.staging_nbytes // page_nbytes
-        if not self._chunk_pages:
+        self._buffer_pages = self.config.staging_nbytes // page_nbytes
+        if not self._buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
-        lanes = (self.config.workers, (self._chunk_pages, page_nbytes), self.config.pending_nbytes_max)
+        self._hashers = concurrent.futures.ThreadPoolExecutor(self.config.hashers, "kvstore-hash")
+        lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
         self._saves: Lane[SaveResult] = Lane("save", *lanes)
         self._loads: Lane[LoadResult] = Lane("load", *lanes)
 
@@ -119,13 +139,22 @@ class Agent:
         return SaveJob(gathered, done)
 
     def load(
-        self, prefix_hashes: Sequence[bytes], units: Units, skip_tokens: int = 0, pool: KVPool | None = None
+        self,
+        prefix_hashes: Sequence[bytes],
+        units: Units,
+        skip_tokens: int = 0,
+        pool: KVPool | None = None,
+        placed: Placed | None = None,
     ) -> LoadJob:
         """Puts the leading stored pages of a chain into the slots named by `units`.
 
         The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
         fetched, and their slots are not written. Only bytes that matched their checksum are written.
         Never waits. Raises InvalidRequest for what is wrong with the call itself.
+
+        With `placed` the layers travel one after the other: `placed(layer, event)` is called on a
+        worker's thread for each, ascending, and a stream that waits for the event may compute that layer.
+        It is not called, or not for all layers, if the load ends early: `done` tells.
         """
         job = self._job(prefix_hashes, units, pool, self.config.load_timeout_s)
         count = len(job.prefix_hashes)
@@ -137,7 +166,7 @@ class Agent:
         return LoadJob(
             self._loads.submit(
                 (count - skipped) * self.namespace.layout.page_nbytes,
-                lambda buffer: self._load(job, buffer, skip_tokens),
+                lambda buffer: self._load(job, buffer, skip_tokens, placed),
                 lambda reason: self._loaded(LoadResult(skipped, 0, reason)),
             )
         )
@@ -148,6 +177,7 @@ class Agent:
         end = time.monotonic() + timeout_s
         self._saves.close(timeout_s)
         self._loads.close(max(0.0, end - time.monotonic()))
+        self._hashers.shutdown()
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
@@ -170,16 +200,14 @@ class Agent:
             )
             missing = [page for page, present in enumerate(found.present) if not present]
             existing = len(job.prefix_hashes) - len(missing)
-            chunks = [missing[i : i + self._chunk_pages] for i in range(0, len(missing), self._chunk_pages)]
+            carrier, step = self._carrier(buffer, job.deadline)
+            chunks = [missing[i : i + step] for i in range(0, len(missing), step)]
             for chunk in chunks:
                 if self._saves.stopping.is_set():
                     reason = "the agent is closed"
                     break
-                pages = buffer[: len(chunk)]
-                self._transfer.gather(job.pool, job.table.select(chunk), pages, job.fence)
-                if chunk is chunks[-1]:
-                    gathered.set_result(None)
-                outcomes = self._put(job, chunk, pages)
+                read = partial(_release, gathered) if chunk is chunks[-1] else None
+                outcomes = carrier.save(job.chunk(self.namespace, chunk), read)
                 stored += outcomes.count(PutOutcome.STORED)
                 existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
                 if PutOutcome.FULL in outcomes:  # without its head the rest of a chain is of no use
@@ -194,36 +222,32 @@ class Agent:
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
 
-    def _put(self, job: _Job, chunk: Sequence[int], pages: torch.Tensor) -> list[PutOutcome]:
-        hashes = [job.prefix_hashes[page] for page in chunk]
-        return self._client.put(self.namespace, hashes, list(pages), timeout_s=job.deadline.remaining())
+    def _carrier(self, buffer: torch.Tensor, deadline: Deadline) -> tuple[Carrier, int]:
+        """How pages travel now, and how many at a time."""
+        if not self._client.maps_arena:
+            return BufferCarrier(self._client, self._transfer, buffer), self._buffer_pages
+        pages_max = self._client.batch_pages_max(self.namespace, deadline.remaining())
+        wanted = max(1, IN_PLACE_NBYTES // self.namespace.layout.page_nbytes)
+        return ArenaCarrier(self._client, self._transfer, self._hashers), min(pages_max, wanted)
 
-    def _load(self, job: _Job, buffer: torch.Tensor, skip_tokens: int) -> LoadResult:
-        page_tokens = self.namespace.layout.page_tokens
+    def _load(self, job: _Job, buffer: torch.Tensor, skip_tokens: int, placed: Placed | None) -> LoadResult:
+        page_tokens, count = self.namespace.layout.page_tokens, len(job.prefix_hashes)
         first = in_place = skip_tokens // page_tokens
         error = None
         try:
-            for start in range(first, len(job.prefix_hashes), self._chunk_pages):
+            self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
+            carrier, step = self._carrier(buffer, job.deadline)
+            for start in range(first, count, step):
                 if self._loads.stopping.is_set():
                     error = "the agent is closed"
                     break
-                hashes = job.prefix_hashes[start : start + self._chunk_pages]
-                hits = self._client.get(
-                    self.namespace,
-                    hashes,
-                    list(buffer[: len(hashes)]),
-                    prefix=True,
-                    timeout_s=job.deadline.remaining(),
-                )
-                run = [*hits, False].index(False)
-                if run:
-                    table = job.table.select(slice(start, start + run))
-                    skip = max(0, skip_tokens - start * page_tokens)  # less than a page, in the first one
-                    self._transfer.scatter(job.pool, table, buffer[:run], job.fence, skip)
-                in_place = start + run
-                if run < len(hashes):
+                chunk = list(range(start, min(start + step, count)))
+                skip = max(0, skip_tokens - start * page_tokens)  # less than a page, in the first one
+                by_layer = placed if chunk[-1] == count - 1 else None
+                in_place += carrier.load(job.chunk(self.namespace, chunk), skip, by_layer)
+                if in_place < start + len(chunk):
                     break
-            if in_place - first > self._chunk_pages:
+            if in_place - first > step:
                 self._touch(job, job.prefix_hashes[:in_place])
             self._report(None)
         except KVStoreError as failure:

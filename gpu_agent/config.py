@@ -1,5 +1,6 @@
 """Limits of one agent. Environment: KVSTORE_AGENT_WORKERS, KVSTORE_AGENT_LOAD_TIMEOUT_S, ..."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ class AgentConfig:
 
     workers: int = setting(2, "threads for saves, and as many for loads", 1, 64)
     staging_nbytes: int = setting(32 << 20, "page buffer of one thread; at least one page", 4096, 4 << 30)
+    hashers: int = setting(
+        0, "threads for checksums of pages in a node's mapped memory; 0: half of the CPUs, 2 to 16", 0, 256
+    )
     pending_nbytes_max: int = setting(
         2 << 30, "page bytes of saves (and of loads) accepted and not done; more are refused", 4096, 1 << 40
     )
@@ -25,6 +29,8 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if not self.hashers:
+            object.__setattr__(self, "hashers", min(max(2, (os.cpu_count() or 2) // 2), 16))
         if self.pending_nbytes_max < self.staging_nbytes:
             raise ConfigError(
                 f"pending_nbytes_max={self.pending_nbytes_max} is smaller than staging_nbytes={self.staging_nbytes}: "

@@ -4,11 +4,11 @@
     scatter   pages --> slots      written by load, only with pages whose checksum matched
 
 `TorchTransfer` is the CPU path and the oracle that every kernel is tested against. It also moves
-CUDA tensors, one staged copy per plane: correct, not fast.
+CUDA tensors, one staged copy per plane: correct, not fast. `gpu_agent.kernels.cuda` is the fast one.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -19,23 +19,64 @@ from kvstore.errors import InvalidRequest
 
 # What the engine had enqueued on its stream at some moment; None where there are no streams.
 Fence: TypeAlias = torch.cuda.Event | None
+# Called by `gather`: the slots have been read; these pages (positions in `pages`) are complete.
+Gathered: TypeAlias = Callable[[], None]
+Landed: TypeAlias = Callable[[range], None]
+# Called by `scatter`: this layer is in its slots once the event has happened (None: it is there now).
+Placed: TypeAlias = Callable[[int, Fence], None]
+# Called by `scatter` before it reads these pages.
+Ready: TypeAlias = Callable[[range], None]
 
 
 class Transfer(Protocol):
-    """Thread-safe. `pages`: uint8 CPU tensor `[units.page_count, layout.page_nbytes]`, rows
-    contiguous, in the byte order of `PageLayout`. Both moves have ended when they return, and both
-    begin after `fence`. A slot that `units` does not name is neither read nor written.
+    """Thread-safe. `pages`: one contiguous uint8 CPU tensor `[layout.page_nbytes]` for each page of
+    `units`, anywhere in memory, in the byte order of `PageLayout`. Both moves have ended when they
+    return, and both begin after `fence`. A slot that `units` does not name is neither read nor written.
+
+    Callbacks run on the calling thread, before the move returns. One that raises ends the move: what
+    was under way has stopped when the exception arrives.
     """
 
     def fence(self, pool: KVPool) -> Fence:
         """Called on the engine's thread: a mark behind all work enqueued there so far."""
 
-    def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
-        """Fills `pages` from the slots."""
+    def gather(
+        self,
+        pool: KVPool,
+        units: UnitTable,
+        pages: Sequence[torch.Tensor],
+        fence: Fence,
+        gathered: Gathered | None = None,
+        landed: Landed | None = None,
+    ) -> None:
+        """Fills `pages` from the slots. `gathered` is called once, as soon as all slots are read: they
+        may be reused, the last pages may still travel. `landed` is called for runs of pages that are
+        complete, in order, each page once, while later ones travel."""
 
-    def scatter(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence, skip_tokens: int = 0) -> None:
+    def scatter(
+        self,
+        pool: KVPool,
+        units: UnitTable,
+        pages: Sequence[torch.Tensor],
+        fence: Fence,
+        skip_tokens: int = 0,
+        placed: Placed | None = None,
+        ready: Ready | None = None,
+    ) -> None:
         """Fills the slots from `pages`, without those of the first `skip_tokens` tokens: the
-        engine has these already, and other requests may share their slots."""
+        engine has these already, and other requests may share their slots.
+
+        With `placed` the layers go one after the other, ascending, and it is called for each as soon
+        as its writes are enqueued: a stream that waits for the event may compute that layer while
+        later ones travel. Small layers may go together and share an event.
+
+        `ready` is called for runs of pages before they are read, in order, each page once, while earlier
+        ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`."""
+
+    def host_memory(self, memory: memoryview) -> bool:
+        """Says that pages are going to lie in `memory`, all of one mapping, so that what makes copies to
+        and from it fast can be done once, in the background. Whether it is done; until then, or if it
+        can not be, moves are only slower."""
 
 
 class TorchTransfer:
@@ -45,51 +86,96 @@ class TorchTransfer:
         return torch.cuda.current_stream(pool.device).record_event() if pool.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
-        _check_pages(pool, units, pages)
+    def gather(
+        self,
+        pool: KVPool,
+        units: UnitTable,
+        pages: Sequence[torch.Tensor],
+        fence: Fence,
+        gathered: Gathered | None = None,
+        landed: Landed | None = None,
+    ) -> None:
+        check_pages(pool, units, pages)
         with _ordered(pool.device, fence):
             indices = {space: units.flat(space).to(pool.device) for space in pool.spaces}
             for plane in pool.planes:
                 values = plane.bits[indices[plane.space]].contiguous()
                 start, nbytes = plane.piece.offset, plane.piece.nbytes
-                pages[:, start : start + nbytes].copy_(values.view(torch.uint8).view(units.page_count, nbytes))
+                rows = values.view(torch.uint8).view(units.page_count, nbytes).cpu()
+                for page, row in zip(pages, rows, strict=True):
+                    page[start : start + nbytes].copy_(row)
+        if gathered:
+            gathered()
+        if landed and units.page_count:
+            landed(range(units.page_count))
 
     @torch.inference_mode()
-    def scatter(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence, skip_tokens: int = 0) -> None:
-        _check_pages(pool, units, pages)
+    def scatter(
+        self,
+        pool: KVPool,
+        units: UnitTable,
+        pages: Sequence[torch.Tensor],
+        fence: Fence,
+        skip_tokens: int = 0,
+        placed: Placed | None = None,
+        ready: Ready | None = None,
+    ) -> None:
+        check_pages(pool, units, pages)
+        if ready and units.page_count:
+            ready(range(units.page_count))
         pool.check_skip(skip_tokens, units.page_count)
-        with _ordered(pool.device, fence):
+        with _ordered(pool.device, fence) as stream:
             indices = {space: units.flat(space).to(pool.device) for space in pool.spaces}
-            for plane in pool.planes:
-                skip = skip_tokens // plane.piece.plane.unit_tokens
-                start, nbytes = plane.piece.offset, plane.piece.nbytes
-                data = pages[:, start : start + nbytes].to(pool.device).contiguous()
-                # Aligned by itself: inside a page a plane may start at any byte, an int32 may not.
-                values = torch.empty(
-                    (len(pages) * plane.piece.units, *plane.bits.shape[1:]), dtype=plane.bits.dtype, device=pool.device
-                )
-                values.view(-1).view(torch.uint8).copy_(data.view(-1))
-                plane.bits[indices[plane.space][skip:]] = values[skip:]
+            for layer in pool.layout.layers:
+                for plane in pool.planes if units.page_count else ():
+                    if plane.piece.layer != layer:
+                        continue
+                    skip = skip_tokens // plane.piece.plane.unit_tokens
+                    start, nbytes = plane.piece.offset, plane.piece.nbytes
+                    # In memory of its own: inside a page a plane may start at any byte, an int32 may not.
+                    data = torch.stack([page[start : start + nbytes] for page in pages]).to(pool.device)
+                    values = data.view(-1).view(plane.bits.dtype).view(-1, *plane.bits.shape[1:])
+                    plane.bits[indices[plane.space][skip:]] = values[skip:]
+                if placed:
+                    placed(layer, stream.record_event() if stream else None)
+
+    def host_memory(self, memory: memoryview) -> bool:
+        """The CPU copies: nothing to do."""
+        return True
 
 
 @contextlib.contextmanager
-def _ordered(device: torch.device, fence: Fence) -> Iterator[None]:
+def _ordered(device: torch.device, fence: Fence) -> Iterator[torch.cuda.Stream | None]:
     """A stream of our own that starts after `fence` and is empty at the end."""
     if device.type != "cuda":
-        yield
+        yield None
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         if fence is not None:
             stream.wait_event(fence)
-        yield
-        stream.synchronize()
+        try:
+            yield stream
+        finally:
+            stream.synchronize()
 
 
-def _check_pages(pool: KVPool, units: UnitTable, pages: torch.Tensor) -> None:
-    shape = [units.page_count, pool.layout.page_nbytes]
-    if pages.dtype != torch.uint8 or pages.device.type != "cpu" or list(pages.shape) != shape:
-        raise InvalidRequest(
-            f"pages must be a uint8 CPU tensor of shape {shape}, "
-            f"not {pages.dtype} {list(pages.shape)} on {pages.device}"
-        )
+def check_pages(pool: KVPool, units: UnitTable, pages: Sequence[torch.Tensor]) -> None:
+    """Raises InvalidRequest unless there is one fitting buffer for each page of `units`.
+
+    A job may have hundreds: only what reads quickly is read, about 0.2 us a page."""
+    if len(pages) != units.page_count:
+        raise InvalidRequest(f"{len(pages)} page buffers for {units.page_count} pages")
+    nbytes = pool.layout.page_nbytes
+    for number, page in enumerate(pages):
+        if (
+            page.nbytes != nbytes
+            or page.dtype != torch.uint8
+            or page.ndim != 1
+            or not page.is_cpu
+            or not page.is_contiguous()
+        ):
+            raise InvalidRequest(
+                f"page buffer {number} must be a contiguous uint8 CPU tensor of shape [{nbytes}], not {page.dtype} "
+                f"{list(page.shape)} with strides {list(page.stride())} on {page.device}"
+            )

@@ -44,9 +44,9 @@ class UnitTable:
 
     def select(self, pages: slice | Sequence[int]) -> "UnitTable":
         """The table of some of the pages, in that order."""
-        chosen = list(range(self.page_count)[pages]) if isinstance(pages, slice) else list(pages)
-        picked = {space: rows[chosen] for space, rows in self._rows.items()}
-        return UnitTable(picked, len(chosen))
+        picked = {space: rows[pages if isinstance(pages, slice) else list(pages)] for space, rows in self._rows.items()}
+        count = len(range(self.page_count)[pages]) if isinstance(pages, slice) else len(pages)
+        return UnitTable(picked, count)
 
 
 def checked_rows(

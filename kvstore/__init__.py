@@ -1,6 +1,6 @@
 """kvstore: a distributed KV-cache store for LLM inference. This package is what clients need."""
 
-from kvstore.client import Client, Keep, LookupResult, PutOutcome
+from kvstore.client import Client
 from kvstore.config import ClientConfig, client_config
 from kvstore.errors import (
     ConfigError,
@@ -15,6 +15,7 @@ from kvstore.errors import (
 )
 from kvstore.keys import Namespace, prefix_hashes
 from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane, opaque_layout
+from kvstore.results import Keep, LookupResult, PutOutcome
 
 __version__ = "0.1.0"
 

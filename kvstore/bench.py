@@ -15,11 +15,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvstore.client import Client, PutOutcome
+from kvstore.client import Client
 from kvstore.content import page_content
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
+from kvstore.results import PutOutcome
 from kvstore.stopwatch import Stopwatch, latency_ms
 
 log = logging.getLogger(__name__)

@@ -1,79 +1,39 @@
 """The client: batched, thread-safe, every call under a deadline.
 
-    Client --- placement: which node? --- breaker: worth trying? --- wire: bulk TCP or gRPC --- node
+    Client --- placement: which node? --- breaker: worth trying? --- wire: shared memory, bulk TCP or gRPC --- node
 
-Page bytes move between the caller's buffers and the socket without a copy in between (bulk wire).
+Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in between.
 Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match its
 checksum, and a page that could not be stored are values; errors mean the node could not be asked.
 """
 
-import enum
+import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from kvstore.batches import batch_pages_max, batches, check_lengths, key_seeds, leading, look_up
 from kvstore.buffers import byte_views
-from kvstore.checksum import key_seed
-from kvstore.config import GET_PIECES_MAX, ClientConfig, client_config
+from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.link import Link, NodeLink
+from kvstore.mapped_slots import AcquiredSlots, ReservedSlots
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.placement import SingleNode
+from kvstore.results import KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult, VerifyResult
+from kvstore.results import PutOutcome as PutOutcome
+from kvstore.shm import ShmWire
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
-
-
-class PutOutcome(enum.Enum):
-    """What became of one page of a put."""
-
-    STORED = pb.WRITE
-    EXISTS = pb.EXISTS  # was there already; counts as a use
-    BUSY = pb.BUSY  # another writer is just storing it
-    FULL = pb.FULL  # the node has no space it may free
-
-
-@dataclass(frozen=True)
-class LookupResult:
-    """`prefix_pages`: leading keys that are stored. `present`: one bool per key."""
-
-    prefix_pages: int
-    present: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Keep:
-    """How long and how well the pages of a put are kept. `ttl_s`: seconds after which new pages are
-    forgotten for certain, 0: whenever space runs out. `durable`: the put returns when they survive
-    `kill -9` and power loss; needs a node with a data directory."""
-
-    ttl_s: float = 0.0
-    durable: bool = False
-
-
-class VerifyResult(NamedTuple):
-    """Pages whose copy at the node is good, was bad and is gone now, or is not there."""
-
-    intact: int
-    dropped: int
-    absent: int
-
-
-class ClientStats(NamedTuple):
-    """Counts since the client was made."""
-
-    connects: int
-    failures: int
-    corrupt_pages: int
 
 
 class Client:
@@ -91,8 +51,13 @@ class Client:
 
     @property
     def wire_name(self) -> str:
-        """'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
+        """'shm', 'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
         return self._node.wire_name
+
+    @property
+    def maps_arena(self) -> bool:
+        """Whether `open_put` and `open_get` work; after the first call, such as `open`."""
+        return self.wire_name == ShmWire.name
 
     def close(self) -> None:
         """Closes idle connections now and those in use when their call ends."""
@@ -113,8 +78,8 @@ class Client:
         that polling can not keep dead pages alive."""
 
         def run(link: Link, deadline: Deadline) -> LookupResult:
-            present = _lookup(link, namespace, prefix_hashes, touch, deadline)
-            return LookupResult(_leading(present), tuple(present))
+            present = look_up(link, namespace, prefix_hashes, touch, deadline)
+            return LookupResult(leading(present), tuple(present))
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         return self._run(run, namespace, timeout_s)
@@ -124,7 +89,7 @@ class Client:
         namespace: Namespace,
         prefix_hashes: Sequence[bytes],
         pages: Sequence[Any],
-        keep: Keep = Keep(),
+        keep: Keep = KEEP_WHILE_SPACE,
         timeout_s: float | None = None,
     ) -> list[PutOutcome]:
         """Stores pages; one outcome per key. Pages that exist are touched, not sent.
@@ -135,31 +100,25 @@ class Client:
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = byte_views(pages, namespace.layout.page_nbytes)
-        _check_lengths(prefix_hashes, views)
+        check_lengths(prefix_hashes, views)
 
         def run(link: Link, deadline: Deadline) -> list[PutOutcome]:
             outcomes: list[PutOutcome] = []
-            parts = list(_parts(len(views), namespace.layout.page_nbytes, link.limits))
+            parts = list(batches(len(views), namespace.layout.page_nbytes, link.limits))
             for part in parts:
                 hashes = prefix_hashes[part]
                 if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
-                    _lookup(link, namespace, prefix_hashes[: part.start], True, deadline)
-                request = pb.PutRequest(
-                    namespace=namespace.digest,
-                    prefix_hashes=hashes,
-                    page_nbytes=namespace.layout.page_nbytes,
-                    ttl_ms=max(0, round(keep.ttl_s * 1000)),
-                    durable=keep.durable,
-                )
+                    look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
+                request = _put_request(namespace, hashes, keep)
                 try:
-                    verdicts = link.wire.put(request, views[part], _seeds(namespace, hashes), deadline)
+                    verdicts = link.wire.put(request, views[part], key_seeds(namespace, hashes), deadline)
                 except Exhausted:
                     if not outcomes or keep.durable:
                         raise
                     verdicts = [pb.FULL] * len(hashes)
                 outcomes.extend(PutOutcome(verdict) for verdict in verdicts)
             if len(parts) > 1:
-                _lookup(link, namespace, prefix_hashes, True, deadline)
+                look_up(link, namespace, prefix_hashes, True, deadline)
             return outcomes
 
         return self._run(run, namespace, timeout_s)
@@ -209,13 +168,13 @@ class Client:
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         nbytes = sum(part.nbytes for part in ranges)
         views = byte_views(buffers, nbytes, writable=True)
-        _check_lengths(prefix_hashes, views)
+        check_lengths(prefix_hashes, views)
         messages = [pb.ByteRange(offset=part.offset, nbytes=part.nbytes) for part in ranges]
         whole = ranges == (ByteRange(0, namespace.layout.page_nbytes),)
 
         def run(link: Link, deadline: Deadline) -> list[bool]:
             hits: list[bool] = []
-            parts = list(_parts(len(views), nbytes, link.limits, len(ranges)))
+            parts = list(batches(len(views), nbytes, link.limits, len(ranges)))
             for part in parts:
                 hashes = prefix_hashes[part]
                 request = pb.GetRequest(
@@ -224,15 +183,15 @@ class Client:
                     ranges=[] if whole else messages,
                     prefix_only=prefix,
                 )
-                found, corrupt = link.wire.get(request, views[part], _seeds(namespace, hashes), deadline)
+                found, corrupt = link.wire.get(request, views[part], key_seeds(namespace, hashes), deadline)
                 hits.extend(found)
                 if corrupt:
                     self._report_corrupt(link, namespace, [hashes[i] for i in corrupt], deadline)
                 if prefix and not all(found):
                     break
             if len(parts) > 1:
-                _lookup(link, namespace, prefix_hashes[: len(hits)], True, deadline)
-            length = _leading(hits) if prefix else len(hits)
+                look_up(link, namespace, prefix_hashes[: len(hits)], True, deadline)
+            length = leading(hits) if prefix else len(hits)
             return hits[:length] + [False] * (len(views) - length)
 
         return self._run(run, namespace, timeout_s)
@@ -251,6 +210,59 @@ class Client:
             link.control.call("verify", request, deadline)
         except KVStoreError as error:
             log.warning("could not report corrupt pages: %s", error)
+
+    # ---- pages in place ------------------------------------------------------------------
+
+    def open_put(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        keep: Keep = KEEP_WHILE_SPACE,
+        timeout_s: float | None = None,
+    ) -> contextlib.AbstractContextManager[ReservedSlots]:
+        """`with client.open_put(...) as slots`: the node's own memory, to write pages in and then
+        `slots.commit(checksums)`. Leaving without a commit stores nothing.
+
+        At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
+        connection of its own; `timeout_s` covers all of it up to the commit.
+        """
+        request = _put_request(namespace, prefix_hashes, keep)
+        return self._in_place(lambda wire, deadline: wire.reserving(request, deadline), namespace, timeout_s)
+
+    def open_get(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], prefix: bool = False, timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[AcquiredSlots]:
+        """`with client.open_get(...) as slots`: the pages in the node's own memory, which keep their
+        bytes and their place until the context is left, for however long that is.
+
+        The caller compares bytes and `slots.checksums`, and tells `verify` of a page that does not
+        match. Otherwise as `open_put`.
+        """
+        request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=prefix_hashes, prefix_only=prefix)
+        nbytes = namespace.layout.page_nbytes
+        return self._in_place(lambda wire, deadline: wire.acquiring(request, nbytes, deadline), namespace, timeout_s)
+
+    def batch_pages_max(self, namespace: Namespace, timeout_s: float | None = None) -> int:
+        """Pages of this namespace that one `open_put` or `open_get` may ask for."""
+        nbytes = namespace.layout.page_nbytes
+        return self._run(lambda link, deadline: batch_pages_max(nbytes, link.limits), namespace, timeout_s)
+
+    @contextlib.contextmanager
+    def _in_place(
+        self,
+        enter: Callable[[ShmWire, Deadline], contextlib.AbstractContextManager[Slots]],
+        namespace: Namespace,
+        timeout_s: float | None,
+    ) -> Iterator[Slots]:
+        def run(link: Link, deadline: Deadline) -> tuple[Slots, contextlib.ExitStack]:
+            if not isinstance(link.wire, ShmWire):
+                raise InvalidRequest(f"the {link.wire.name} wire maps no memory of the node; use put and get")
+            with contextlib.ExitStack() as stack:
+                return stack.enter_context(enter(link.wire, deadline)), stack.pop_all()
+
+        slots, stack = self._run(run, namespace, timeout_s)
+        with stack:
+            yield slots
 
     # ---- management ----------------------------------------------------------------------
 
@@ -362,36 +374,11 @@ class Client:
         return self._node.run(call, namespace, deadline)
 
 
-def _lookup(
-    link: Link, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool, deadline: Deadline
-) -> list[bool]:
-    """Presence per key. Several batches go tail first: touching must end with the head, and after a
-    transfer in batches this puts the whole chain's order right."""
-    parts: list[list[bool]] = []
-    step = link.limits.batch_keys_max
-    for start in reversed(range(0, len(prefix_hashes), step)):
-        hashes = prefix_hashes[start : start + step]
-        request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
-        parts.append(link.wire.call("lookup", request, deadline).present[:])
-    return list(itertools.chain.from_iterable(reversed(parts)))
-
-
-def _leading(present: Sequence[bool]) -> int:
-    """Length of the leading run of True."""
-    return present.index(False) if False in present else len(present)
-
-
-def _seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]:
-    return [key_seed(namespace.digest, prefix_hash) for prefix_hash in prefix_hashes]
-
-
-def _parts(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iterator[slice]:
-    """Slices of a batch that keep the limits on keys, bytes and pieces; the latter two are per key."""
-    step = max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
-
-
-def _check_lengths(prefix_hashes: Sequence[bytes], views: Sequence[memoryview]) -> None:
-    if len(prefix_hashes) != len(views):
-        raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(views)} buffers")
+def _put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep) -> pb.PutRequest:
+    return pb.PutRequest(
+        namespace=namespace.digest,
+        prefix_hashes=prefix_hashes,
+        page_nbytes=namespace.layout.page_nbytes,
+        ttl_ms=max(0, round(keep.ttl_s * 1000)),
+        durable=keep.durable,
+    )

@@ -93,6 +93,12 @@ def check_settings(config: Any) -> None:
             raise ConfigError(f"{field.name}={value} is outside {low}..{high}")
 
 
+def runtime_dir() -> str:
+    """Where a process of this user puts its Unix sockets."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{base}/kvstore" if base else f"/tmp/kvstore-{os.geteuid()}"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """'host', 'host:port' or '[v6]:port' -> (host, port). Raises ConfigError."""
     host, colon, port = address.rpartition(":")
@@ -108,10 +114,15 @@ class ClientConfig:
     """How a client talks to a node. Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ..."""
 
     address: str = setting(f"localhost:{GRPC_PORT}", "gRPC address of the node, host:port")
-    wire: str = setting("auto", "auto: bulk TCP, gRPC if that is unreachable", choices=("auto", "bulk", "grpc"))
+    wire: str = setting(
+        "auto",
+        "auto: shared memory with a node on this host, else bulk TCP, gRPC if that is unreachable",
+        choices=("auto", "bulk", "grpc", "shm"),
+    )
+    shm_dir: str = setting("", "where the node's socket directory is mounted here; empty: where the node says")
     timeout_s: float = setting(5.0, "deadline of a call that names none", 0.001, 3600.0)
     connect_timeout_s: float = setting(2.0, "deadline of a connection attempt", 0.001, 60.0)
-    connections_max: int = setting(8, "bulk connections kept; more threads than this take turns", 1, 256)
+    connections_max: int = setting(8, "bulk or shm connections kept; more threads than this take turns", 1, 256)
     backoff_s_max: float = setting(10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Frames of the bulk wire, and a socket that sends and receives them under a deadline.
+"""Frames of the bulk and the shared-memory wire, and a socket that sends and receives them under a deadline.
 
     0        2      3      4              8                      16
     | 'K''V' | ver  | 0    | header u32le | payload u64le        | header ... | payload ... |
@@ -41,7 +41,7 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
 
 
 class FrameSocket:
-    """A connected TCP socket. One thread at a time; a failure leaves it unusable: close it.
+    """A connected stream socket, TCP or Unix. One thread at a time; a failure leaves it unusable: close it.
 
     `arm(seconds)` sets the time until which the following transfers must be done; they raise
     TimeoutError after it, ConnectionError if the peer is gone and ProtocolError for bad framing.
@@ -50,8 +50,9 @@ class FrameSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sock = sock
         self._timeout_s = 0.0
         self._deadline = 0.0

@@ -17,13 +17,14 @@ from kvstore.grpc_wire import GrpcWire
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.shm import ShmWire
 from kvstore.wire import Wire
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# After falling back to gRPC, how long until the bulk wire is tried again.
-BULK_RETRY_S = 30.0
+# After falling back to a slower wire, how long until the better one is tried again.
+BETTER_RETRY_S = 30.0
 # A call that had less time than this and got no answer says little about the node: it must not
 # make the breaker refuse the calls of other threads.
 EVIDENCE_S = 0.1
@@ -60,7 +61,7 @@ class NodeLink:
 
     @property
     def wire_name(self) -> str:
-        """'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
+        """'shm', 'bulk' or 'grpc'; 'none' before the first call and while the node is unreachable."""
         link = self._link
         return link.wire.name if link else "none"
 
@@ -150,32 +151,53 @@ class NodeLink:
                 hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:g} s") from error
-            wire: Wire = control
-            good_until = float("inf")
-            if self._config.wire != "grpc":
-                try:
-                    wire = self._bulk(hello.bulk_port, deadline)
-                except Unavailable as error:
-                    if self._config.wire == "bulk":
-                        raise
-                    log.warning("using gRPC, which is slower: %s", error)
-                    good_until = self._clock() + BULK_RETRY_S
+            wire, good_until = self._best(control, hello, deadline)
         except BaseException:
             control.close()
             raise
         self.connect_count += 1
         return Link(wire, control, hello.limits, good_until)
 
-    def _bulk(self, port: int, deadline: Deadline) -> BulkWire:
-        if not port:
-            raise Unavailable(f"{self._address} serves no bulk wire")
-        bulk = BulkWire(split_address(self._address)[0], port, self._config)
+    def _best(self, control: GrpcWire, hello: pb.HelloReply, deadline: Deadline) -> tuple[Wire, float]:
+        """(the best wire that works, the time until which it is the best). With a wire configured, that
+        one or Unavailable."""
+        wanted = self._config.wire
+        good_until = float("inf")
+        for name, without, connect in (("shm", "no shared memory", self._shm), ("bulk", "using gRPC", self._bulk)):
+            if wanted not in ("auto", name):
+                continue
+            try:
+                wire = connect(hello, deadline)
+            except Unavailable as error:
+                if wanted == name:
+                    raise
+                log.warning("%s, which is slower: %s", without, error)
+                good_until = self._clock() + BETTER_RETRY_S
+            else:
+                if wire is not None:
+                    return wire, good_until
+        return control, good_until
+
+    def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
+        """None where nobody expects it to work: with a node on another host."""
+        if not hello.shm_socket:
+            if self._config.wire == "shm":
+                raise Unavailable(f"{self._address} serves no shared memory")
+            return None
+        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config)
         try:
-            bulk.connect(deadline)
-        except BaseException:
-            bulk.close()
+            return _tried(wire, deadline)
+        except ProtocolError as error:  # whoever listens there: the node itself was asked and is all right
+            raise Unavailable(f"{hello.shm_socket}: {error}") from error
+        except Unavailable:
+            if wire.elsewhere and self._config.wire == "auto":
+                return None
             raise
-        return bulk
+
+    def _bulk(self, hello: pb.HelloReply, deadline: Deadline) -> Wire:
+        if not hello.bulk_port:
+            raise Unavailable(f"{self._address} serves no bulk wire")
+        return _tried(BulkWire(split_address(self._address)[0], hello.bulk_port, self._config), deadline)
 
     def close(self) -> None:
         """Closes idle connections now and those in use when their call ends."""
@@ -184,3 +206,13 @@ class NodeLink:
             link, self._link = self._link, None
         if link:
             link.close()
+
+
+def _tried(wire: BulkWire | ShmWire, deadline: Deadline) -> Wire:
+    """The wire with a first connection."""
+    try:
+        wire.connect(deadline)
+    except BaseException:
+        wire.close()
+        raise
+    return wire

@@ -41,6 +41,10 @@ class NodeProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
     def stop(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, then waits for the drain; returns the exit status."""
         return self._end(signal.SIGTERM, timeout_s)

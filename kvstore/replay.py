@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from kvstore.client import LookupResult, PutOutcome
 from kvstore.content import page_content
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout, slot_nbytes
 from kvstore.node_process import NodeProcess
+from kvstore.results import LookupResult, PutOutcome
 from kvstore.stopwatch import Stopwatch, latency_ms
 from kvstore.trace import TraceRequest, trace_prefix_hash
 

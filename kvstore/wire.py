@@ -1,4 +1,4 @@
-"""What the client needs of a way to a node. `bulk.py` and `grpc_wire.py` are the two ways."""
+"""What the client needs of a way to a node. `shm.py`, `bulk.py` and `grpc_wire.py` are the three ways."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -4,6 +4,7 @@ A memfd is not bound by the size of /dev/shm (64 MB in a container by default) a
 could outlive the process; another process on this host maps it through its descriptor.
 """
 
+import fcntl
 import mmap
 import os
 import sys
@@ -25,8 +26,11 @@ class Arena:
         if nbytes > available:
             raise ConfigError(f"ram_nbytes={nbytes} is more than the {available} bytes of memory available here")
         self.nbytes = nbytes
-        self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
+        # Clients get this descriptor. None of them may make the file shorter: touching a map behind its
+        # file's end kills the process that does.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map = mmap.mmap(self.fd, nbytes)
         self._memory = memoryview(self._map)
 

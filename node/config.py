@@ -7,6 +7,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from kvstore.unix_sockets import check_path
 
 GIB = 1 << 30
 DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB
@@ -21,6 +22,11 @@ class NodeConfig:
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
     metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
+    shm_socket: str = setting(
+        "auto",
+        "Unix socket of the shared-memory wire; auto: <port>.sock in $XDG_RUNTIME_DIR/kvstore, or else in "
+        "/tmp/kvstore-<uid>; none: no such wire",
+    )
     ram_nbytes: int = setting(GIB, "RAM for pages", SLOT_ALIGN_NBYTES, 1 << 46)
     extent_nbytes: int = setting(
         0, "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to 1GiB", 0, 1 << 40
@@ -28,7 +34,7 @@ class NodeConfig:
     batch_keys_max: int = setting(4096, "keys in one request", 1, 1 << 14)
     batch_nbytes_max: int = setting(0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40)
     namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048)
-    sessions_max: int = setting(256, "bulk connections and gRPC transfers at a time", 1, 1 << 14)
+    sessions_max: int = setting(256, "bulk and shm connections and gRPC transfers at a time", 1, 1 << 14)
     grpc_threads: int = setting(32, "gRPC requests served at a time; a quarter is kept from transfers", 4, 1024)
     pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40)
     stall_s: float = setting(10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0)
@@ -49,6 +55,8 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.shm_socket not in ("", "auto", "none"):
+            check_path(self.shm_socket, "shm_socket")
         if self.extent_nbytes == 0:
             wanted = min(max(self.ram_nbytes // EXTENTS_WANTED, 16 << 20), GIB, self.ram_nbytes)
             object.__setattr__(self, "extent_nbytes", _aligned(wanted))

@@ -30,7 +30,7 @@ exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting is unusable
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvstore-node",
-        description="Storage node of kvstore: keeps KV-cache pages in RAM and serves them over gRPC and bulk TCP.",
+        description="Storage node of kvstore: serves KV-cache pages by shared memory, bulk TCP and gRPC.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,6 +66,7 @@ def main() -> None:
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     address = f"[{host}]" if ":" in host else host
     ports = f"grpc={address}:{node.grpc.port} bulk={node.bulk.port} metrics={node.metrics.port}"
+    ports += f" shm={node.shm.path if node.shm else 'none'}"
     print(f"kvstore-node ready {ports}", flush=True)
     signal.sigwait(STOP_SIGNALS)
     for number in STOP_SIGNALS:

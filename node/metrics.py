@@ -65,6 +65,10 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         if status.HasField("disk"):
             yield from self._of_disk(status.disk)
+        if status.HasField("shm"):
+            yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
+            text = "Pages kept because the process that left them may still write"
+            yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
         yield from self._of_namespaces(status)
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:

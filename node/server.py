@@ -1,5 +1,6 @@
 """A node: its parts put together, started, drained and stopped."""
 
+import contextlib
 import logging
 import os
 import time
@@ -18,15 +19,17 @@ from node.ram import RamTier
 from node.scrub import Scrubber
 from node.service import Service
 from node.session import Sessions
+from node.shm_server import ShmServer
 from node.slots import SlotAllocator
+from node.socket_file import default_path
 
 log = logging.getLogger(__name__)
 
 
 class Node:
-    """sockets -> bulk_server | grpc_server -> service -> session -> ram tier -> slots, eviction
-                                                  |                                  |
-                                                  +-------- page bytes ----------- arena
+    """sockets -> shm_server | bulk_server | grpc_server -> service -> session -> ram tier -> slots, eviction
+                                                               |                                  |
+                                                               +-------- page bytes ----------- arena
 
     The constructor takes memory and ports or raises ConfigError; `start` serves; `stop` drains.
     """
@@ -41,16 +44,40 @@ class Node:
         self.disk = self._open_disk(namespaces) if config.data_dir else None
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions)
         try:
-            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s)
-            self.grpc = GrpcServer(config.host, config.port, self.service, config.grpc_threads, config.stall_s)
-            self.metrics = MetricsServer(config.host, config.metrics_port, self.service)
+            self._listen(config)
         except OSError as error:
             raise ConfigError(
                 f"can not listen on {config.host} (port={config.port}, bulk_port={config.bulk_port}, "
                 f"metrics_port={config.metrics_port}): {error}"
             ) from error
+
+    def _listen(self, config: NodeConfig) -> None:
+        with contextlib.ExitStack() as opened:  # a start that fails leaves no port and no file behind
+            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s)
+            opened.callback(self.bulk.stop, 0.0)
+            self.grpc = GrpcServer(config.host, config.port, self.service, config.grpc_threads, config.stall_s)
+            opened.callback(self.grpc.stop, 0.0)
+            self.shm = self.service.shm = self._open_shm()
+            if self.shm is not None:
+                opened.callback(self.shm.stop, 0.0)
+            self.metrics = MetricsServer(config.host, config.metrics_port, self.service)
+            opened.pop_all()
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port
+
+    def _open_shm(self) -> ShmServer | None:
+        """By default a node that can have no socket here (a read-only container, say) does without."""
+        config = self.config
+        if config.shm_socket in ("", "none"):
+            return None
+        try:
+            path = default_path(self.grpc.port) if config.shm_socket == "auto" else config.shm_socket
+            return ShmServer(path, self.arena, self.service, config.stall_s)
+        except (OSError, ConfigError) as error:
+            if config.shm_socket != "auto":
+                raise ConfigError(f"can not listen on shm_socket={config.shm_socket}: {error}") from error
+            log.warning("no shared-memory wire: %s; shm_socket names another place, or none", error)
+            return None
 
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
         config = self.config
@@ -80,6 +107,8 @@ class Node:
             self.grpc.set_disk_healthy(not self.disk.poisoned)
             self.disk.writer.start(self.tier)
             self.scrubber.start()
+        if self.shm is not None:
+            self.shm.start()
         self.bulk.start()
         self.grpc.start()
 
@@ -89,7 +118,9 @@ class Node:
         self.service.draining = True
         self.grpc.set_serving(False)
         started = time.monotonic()
-        self.bulk.stop(self.config.drain_s)
+        if self.shm is not None:
+            self.shm.stop(self.config.drain_s)
+        self.bulk.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.metrics.stop()
         if self.disk is not None:

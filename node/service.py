@@ -1,9 +1,9 @@
-"""What each request means, the same for both wires. Takes and returns the schema's messages;
+"""What each request means, the same for all wires. Takes and returns the schema's messages;
 raises the errors of `kvstore.errors`."""
 
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import kvstore
 from kvstore.checksum import CHECKSUM_NBYTES, checksum
@@ -23,6 +23,9 @@ from node.scrub import scrub
 from node.session import Session, Sessions
 from node.status import Status
 
+if TYPE_CHECKING:
+    from node.shm_server import ShmServer
+
 LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
 SCRUB_NBYTES = 256 << 20  # of one Scrub call that names no limit
@@ -30,7 +33,7 @@ SCRUB_NBYTES = 256 << 20  # of one Scrub call that names no limit
 
 class Service:
     """Thread-safe. Unary requests go through `call`; put and get need a session, because slots stay
-    reserved or held while bytes travel."""
+    reserved or held while bytes travel. A session that maps the arena is told offsets and needs no views."""
 
     def __init__(
         self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None, sessions: Sessions
@@ -43,6 +46,7 @@ class Service:
         self.instance_id = os.urandom(8)
         self.bulk_port = 0
         self.metrics_port = 0
+        self.shm: ShmServer | None = None
         self.draining = False
         self.durability = Durability(tier, disk, config.flush_s)
         self._status = Status(config, tier, disk)
@@ -89,6 +93,9 @@ class Service:
         session.put_request = request
         if request.durable and not result.pages:
             self.durability.keep(request.namespace, request.prefix_hashes)
+        if session.maps_arena:
+            offsets = [page.offset for page in result.pages]
+            return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
         views = [self._arena.view(page.offset, request.page_nbytes) for page in result.pages]
         return pb.PutReply(verdicts=cast(Any, result.verdicts)), views
 
@@ -125,26 +132,28 @@ class Service:
         wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else index.page_nbytes
         self._check_nbytes(len(request.prefix_hashes) * wanted_nbytes)
         pages = session.acquire(request.namespace, list(request.prefix_hashes), request.prefix_only, wanted_nbytes)
+        if ranges:  # the writer's checksum covers a whole page, so it is checked here
+            pages = [page if page is not None and self._intact(page) else None for page in pages]
         found = [page for page in pages if page is not None]
-        if not ranges:
-            reply = pb.GetReply(hits=[page is not None for page in pages], checksums=[page.checksum for page in found])
-            return reply, [self._view(page) for page in found]
-        return self._ranged(pages, ranges)
+        checksums = self._part_sums(found, ranges) if ranges else [page.checksum for page in found]
+        reply = pb.GetReply(hits=[page is not None for page in pages], checksums=checksums)
+        if session.maps_arena:
+            reply.offsets.extend([page.offset for page in found])
+            return reply, []
+        return reply, [part for page in found for part in self._parts(page, ranges)]
 
-    def _ranged(self, pages: list[Page | None], ranges: list[tuple[int, int]]) -> tuple[pb.GetReply, list[memoryview]]:
-        """Parts of pages: the writer's checksum covers a whole page, so it is checked here, and the
-        parts get a checksum of their own for the way."""
-        hits, checksums, views = [], [], []
+    def _parts(self, page: Page, ranges: list[tuple[int, int]]) -> list[memoryview]:
+        whole = self._view(page)
+        return [whole[offset : offset + nbytes] for offset, nbytes in ranges] if ranges else [whole]
+
+    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]]) -> list[bytes]:
+        """Parts of intact pages get checksums of their own for the way."""
+        sums = []
         for page in pages:
-            intact = page is not None and self._intact(page)
-            hits.append(intact)
-            if intact and page is not None:
-                whole = self._view(page)
-                parts = [whole[offset : offset + nbytes] for offset, nbytes in ranges]
-                seed = page.namespace.seed(page.prefix_hash)
-                checksums.append(checksum(parts[0] if len(parts) == 1 else b"".join(parts), seed))
-                views.extend(parts)
-        return pb.GetReply(hits=hits, checksums=checksums), views
+            parts = self._parts(page, ranges)
+            joined = parts[0] if len(parts) == 1 else b"".join(parts)
+            sums.append(checksum(joined, page.namespace.seed(page.prefix_hash)))
+        return sums
 
     def _view(self, page: Page) -> memoryview:
         return self._arena.view(page.offset, page.namespace.page_nbytes)
@@ -175,6 +184,8 @@ class Service:
             instance_id=self.instance_id,
             bulk_port=self.bulk_port,
             limits=self.limits,
+            shm_socket=self.shm.path if self.shm else "",
+            arena_nbytes=self._arena.nbytes if self.shm else 0,
         )
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:

@@ -19,10 +19,11 @@ class Session:
     """One put and one get at a time, as a connection has one. Used by one thread.
 
     A reservation belongs to the session until commit or abort, held pages until release; `close`
-    gives back all of it.
+    gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
     """
 
-    def __init__(self, tier: RamTier, sessions: "Sessions") -> None:
+    def __init__(self, tier: RamTier, sessions: "Sessions", maps_arena: bool) -> None:
+        self.maps_arena = maps_arena
         self._tier = tier
         self._sessions = sessions
         self._reservation: Reservation | None = None
@@ -40,6 +41,11 @@ class Session:
     def reserved(self) -> list[Page]:
         """Pages that wait for their bytes and the commit."""
         return self._reservation.pages if self._reservation else []
+
+    @property
+    def held(self) -> list[Page]:
+        """Pages that are being read, or were to be."""
+        return self._held
 
     def commit(self, checksums: Sequence[bytes], ttl_s: int) -> int:
         assert self._reservation is not None
@@ -118,8 +124,8 @@ class Sessions:
     def count(self) -> int:
         return len(self._live)
 
-    def open(self) -> Session:
-        session = Session(self._tier, self)
+    def open(self, maps_arena: bool = False) -> Session:
+        session = Session(self._tier, self, maps_arena)
         with self._lock:
             if len(self._live) >= self._count_max:
                 raise Exhausted(f"{self._count_max} sessions are open (sessions_max); use fewer connections per client")

@@ -45,6 +45,7 @@ class Status:
             limits=service.limits,
             bulk_port=service.bulk_port,
             metrics_port=service.metrics_port,
+            shm=service.shm.status() if service.shm else None,
         )
 
     def namespaces(self) -> tuple[pb.Counters, list[pb.NamespaceInfo]]:

@@ -1,11 +1,23 @@
 """Fixtures shared by all tests: a real node in a child process, and a client of it."""
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from kvstore import Client, ClientConfig
 from kvstore.node_process import NodeProcess
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_dir() -> Iterator[str]:
+    """Where nodes put their Unix sockets; short, because the paths of sockets must be."""
+    directory = tempfile.mkdtemp(prefix="kvstore-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +27,7 @@ def shared_node() -> Iterator[NodeProcess]:
         yield node
 
 
-@pytest.fixture(params=["bulk", "grpc"])
+@pytest.fixture(params=["shm", "bulk", "grpc"])
 def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
     """A client of the shared node, once over each wire."""
     with Client(ClientConfig(address=shared_node.address, wire=request.param)) as client:

@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "grpc": ("kvstore/errors.py", "kvstore/grpc_wire.py", "node/grpc_server.py"),
     "grpc_health": ("node/grpc_server.py",),
     "grpc_reflection": ("node/grpc_server.py",),
-    "google.protobuf": ("kvstore/bulk.py", "kvstore/cli/", "kvstore/messages.py", "node/bulk_server.py"),
+    "google.protobuf": ("kvstore/cli/", "kvstore/connections.py", "kvstore/messages.py", "node/connections.py"),
     "xxhash": ("kvstore/checksum.py",),
     "prometheus_client": ("node/metrics.py",),
     "rocksdict": ("node/rows.py",),

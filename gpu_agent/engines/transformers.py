@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
 from gpu_agent.jobs import SaveJob
+from gpu_agent.kernels.available import transfer_for
 from gpu_agent.pool import KVPool, dtype_name
 from kvstore.buffers import byte_view
 from kvstore.checksum import running_checksum
@@ -55,7 +56,7 @@ class TransformersAdapter:
         revision = weights_digest(model) if revision is None else revision
         self.namespace = namespace_of(model, name, revision, page_tokens)
         self._device = model.device
-        self._agent = Agent(client, self.namespace, None, config)
+        self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
     def save(self, cache: DynamicCache, tokens: Sequence[int] | torch.Tensor) -> SaveJob:
         """Stores the full pages of `tokens`, the ids whose KV is at the start of `cache`.

@@ -19,7 +19,7 @@ from kvstore.trace import count_requests, read_trace
 CAPACITY_PAGES = 10_000
 
 WireOption = Annotated[
-    str, typer.Option("--wire", metavar="auto|bulk|grpc", help="How pages travel; auto takes bulk TCP if it can.")
+    str, typer.Option("--wire", metavar="auto|shm|bulk|grpc", help="How pages travel; auto takes the best it can.")
 ]
 
 

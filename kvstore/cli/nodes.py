@@ -74,6 +74,8 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
     ]
     if reply.HasField("disk"):
         lines[4:4] = _disk_lines(reply.disk)
+    if reply.HasField("shm"):
+        lines[2:2] = _shm_lines(reply.shm)
     out = console()
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
@@ -85,6 +87,16 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         ]
         show((">SLOT", ">EXTENTS", ">SLOTS", ">USED"), rows)
         out.print()
+
+
+def _shm_lines(shm: pb.ShmStatus) -> list[str]:
+    lines = [f"shared memory at {shm.socket}  connections {shm.client_count}"]
+    if shm.orphan_count:
+        lines.append(
+            f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are kept: their processes live "
+            "and may still write to them"
+        )
+    return lines
 
 
 def _disk_lines(disk: pb.DiskStatus) -> list[str]:

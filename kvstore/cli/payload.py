@@ -26,10 +26,11 @@ from kvstore.cli.selection import (
     read_tokens,
     whole_key,
 )
-from kvstore.client import Client, Keep, PutOutcome
+from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
 from kvstore.layout import ByteRange, opaque_layout
+from kvstore.results import Keep, PutOutcome
 
 # Pages of one put command: all of them are in memory at once.
 INPUT_NBYTES_MAX = 4 << 30

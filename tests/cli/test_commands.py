@@ -309,7 +309,7 @@ def test_replay_without_an_address_uses_a_node_of_its_own(
     assert client.node_status().totals.pages_put == before
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_replay_on_a_node_uses_it_and_removes_its_pages(
     kvstore: Kvstore, trace: Path, client: Client, wire: str
 ) -> None:

@@ -28,6 +28,7 @@ class FakeNode(pb_grpc.KVStoreServicer):
 
     def __init__(self) -> None:
         self.bulk_port = 0
+        self.shm_socket = ""
         self.version = 1
         self.opened: set[bytes] = set()
         self.calls: list[str] = []
@@ -43,7 +44,13 @@ class FakeNode(pb_grpc.KVStoreServicer):
         self.calls.append("hello")
         if request.protocol_version != self.version:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, f"client speaks another protocol, this node {self.version}")
-        return pb.HelloReply(protocol_version=1, bulk_port=self.bulk_port, limits=LIMITS)
+        return pb.HelloReply(
+            protocol_version=1,
+            instance_id=b"fakenode",
+            bulk_port=self.bulk_port,
+            shm_socket=self.shm_socket,
+            limits=LIMITS,
+        )
 
     def OpenNamespace(self, request: Any, context: Any) -> Any:
         self.calls.append("open_namespace")

@@ -167,7 +167,7 @@ def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port:
     port = bulk_port(scripted(GOOD_LOOKUP, GOOD_LOOKUP))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig(connections_max=1))
     busy = pytest.raises(Exhausted, match=r"all 1 connections \(connections_max\) stayed busy")
-    with wire._connection(Deadline(5)), busy:
+    with wire._pool.connection(Deadline(5)), busy:
         wire.call("lookup", LOOKUP, Deadline(0.05))
     assert list(call(wire, "lookup").present) == [True, False]
     assert len(port.accepted) == 1

@@ -170,7 +170,7 @@ def narrow_node() -> Iterator[NodeProcess]:
         yield node
 
 
-@pytest.fixture(params=["bulk", "grpc"])
+@pytest.fixture(params=["shm", "bulk", "grpc"])
 def narrow(request: pytest.FixtureRequest, narrow_node: NodeProcess) -> Iterator[Client]:
     with Client(ClientConfig(address=narrow_node.address, wire=request.param)) as client:
         yield client
@@ -259,10 +259,11 @@ def test_two_writers_of_one_page_store_it_once(client: Client, namespace: Namesp
 def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
     client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire = {"bulk": "kvstore.bulk", "grpc": "kvstore.grpc_wire"}[client.config.wire]
     with monkeypatch.context() as patch:
-        if wire == "kvstore.bulk":
+        if client.config.wire == "bulk":
             patch.setattr("kvstore.bulk._send_page", lambda sock, page, seed: sock.send(page) or b"c" * 16)
+        elif client.config.wire == "shm":
+            patch.setattr("kvstore.shm._write_page", lambda slot, page, seed: b"c" * 16)
         else:
             patch.setattr("kvstore.grpc_wire.checksum", lambda page, seed: b"c" * 16)
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]

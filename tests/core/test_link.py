@@ -22,7 +22,7 @@ from kvstore import (
 )
 from kvstore.deadline import Deadline
 from kvstore.grpc_wire import GrpcWire
-from kvstore.link import BULK_RETRY_S, NodeLink
+from kvstore.link import BETTER_RETRY_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
 
 NAMESPACE = Namespace("m", opaque_layout(4096))
@@ -82,7 +82,7 @@ def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, b
     link.run(lambda link, deadline: None, None, Deadline(5))
     assert link.wire_name == "grpc"
     fake_node.bulk_port = bulk_port(scripted()).port
-    clock.now += BULK_RETRY_S - 1
+    clock.now += BETTER_RETRY_S - 1
     link.run(lambda link, deadline: None, None, Deadline(5))
     assert link.wire_name == "grpc"
     clock.now += 1

@@ -55,7 +55,7 @@ def get(client: Client, keys: list[bytes]) -> list[bool]:
     return hits
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, wire: str) -> None:
     """The very next call, with no error in between: the namespace is opened again too."""
     with Client(ClientConfig(address=node.address, wire=wire)) as client:
@@ -68,7 +68,7 @@ def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, wire:
         assert client.wire_name == wire
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(node: Restartable, wire: str) -> None:
     with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05)) as client:
         put(client, keys_of(1))
@@ -92,7 +92,7 @@ def eventually(call: Callable[[], Any]) -> Any:
             threading.Event().wait(0.02)
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, wire: str) -> None:
     """Only errors of ours, no wrong byte, and all threads work again afterwards."""
     stop = threading.Event()

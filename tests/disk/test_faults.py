@@ -225,7 +225,7 @@ def flip(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", [tear, flip])
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
     nodes: Any, layer: Any, pages: Any, damage: Callable[[Any], None], wire: str
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Any, pages: A
     assert pages.get(client, keys) == [True] * 4
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(nodes: Any, pages: Any, wire: str) -> None:
     node = nodes.start()
     client = nodes.connect(node, wire)

@@ -5,12 +5,13 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer, UnitTable
-from gpu_agent.transfer import Fence
+from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Chunk
 from kvstore import (
     Client,
     ClientConfig,
@@ -21,6 +22,7 @@ from kvstore import (
     opaque_layout,
     prefix_hashes,
 )
+from kvstore.checksum import checksum
 from kvstore.node_process import NodeProcess
 
 PAGES = 6
@@ -33,10 +35,10 @@ class GatedTransfer(TorchTransfer):
     def __init__(self) -> None:
         self.entered, self.gate = threading.Event(), threading.Event()
 
-    def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
+    def gather(self, *arguments: Any) -> None:
         self.entered.set()
         assert self.gate.wait(WAIT_S)
-        super().gather(pool, units, pages, fence)
+        super().gather(*arguments)
 
 
 def hashes(count: int = PAGES, salt: int = 0) -> list[bytes]:
@@ -49,6 +51,12 @@ def pages_at(pool: KVPool, units: torch.Tensor) -> torch.Tensor:
     pages = torch.empty((count, pool.layout.page_nbytes), dtype=torch.uint8)
     TorchTransfer().gather(pool, pool.unit_table(units, count), pages, None)
     return pages
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, too, four pages travel at a time."""
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 4096)
 
 
 @pytest.fixture
@@ -98,9 +106,9 @@ def test_a_second_save_gathers_only_what_is_missing(
     gathered = []
 
     class Spy(TorchTransfer):
-        def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
+        def gather(self, pool: KVPool, units: UnitTable, *arguments: Any) -> None:
             gathered.append(units.flat("token").tolist())
-            super().gather(pool, units, pages, fence)
+            super().gather(pool, units, *arguments)
 
     with Agent(client, namespace, token_pool, agent.config, Spy()) as second:
         result = second.save(hashes(), torch.arange(48)).done.result(WAIT_S)
@@ -182,10 +190,8 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(token_pool: KVPool
     ):
 
         class Killing(TorchTransfer):
-            def scatter(
-                self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence, skip_tokens: int = 0
-            ) -> None:
-                super().scatter(pool, units, pages, fence, skip_tokens)
+            def scatter(self, *arguments: Any, **named: Any) -> None:
+                super().scatter(*arguments, **named)
                 node.kill()
 
         with Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=4096), Killing()) as agent:
@@ -232,7 +238,13 @@ def test_slots_are_free_before_the_pages_are_stored(
         assert gate.wait(WAIT_S)
         return put(*args, **kwargs)  # type: ignore[arg-type]
 
+    def gated_checksum(*args: Any) -> bytes:
+        assert gate.wait(WAIT_S)
+        return checksum(*args)
+
     monkeypatch.setattr(client, "put", gated_put)
+    monkeypatch.setattr("gpu_agent.carriers.checksum", gated_checksum)  # in place, that comes before the commit
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
     with Agent(client, namespace, token_pool) as agent:
         job = agent.save(hashes(), torch.arange(48))
@@ -269,11 +281,12 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
 def test_a_full_node_stops_a_save_and_is_named(client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def full_after_two(namespace: Namespace, keys: list[bytes], pages: list[object], timeout_s: float) -> object:
-        calls.append(len(keys))
-        return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(keys) - 2)
+    def full_after_two(carrier: object, chunk: Chunk, gathered: object) -> object:
+        calls.append(len(chunk.prefix_hashes))
+        return [PutOutcome.STORED, PutOutcome.BUSY] + [PutOutcome.FULL] * (len(chunk.prefix_hashes) - 2)
 
-    monkeypatch.setattr(client, "put", full_after_two)
+    monkeypatch.setattr(BufferCarrier, "save", full_after_two)
+    monkeypatch.setattr(ArenaCarrier, "save", full_after_two)
     job = agent.save(hashes(), torch.arange(48))
     result = job.done.result(WAIT_S)
     job.gathered.result(WAIT_S)
@@ -323,7 +336,7 @@ def test_a_job_that_breaks_answers_and_gives_its_buffer_back(
     client: Client, namespace: Namespace, token_pool: KVPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(TorchTransfer):
-        def gather(self, pool: KVPool, units: UnitTable, pages: torch.Tensor, fence: Fence) -> None:
+        def gather(self, *arguments: Any) -> None:
             raise RuntimeError("illegal memory access")
 
     with Agent(client, namespace, token_pool, AgentConfig(workers=1), Broken()) as agent:

@@ -1,6 +1,8 @@
-"""The reference transfer moves exactly the bytes that a slow, index-free walk over the raw storage
-says: for every layout of the engines, at random slots, and nothing beside them."""
+"""Every transfer moves exactly the bytes that a slow, index-free walk over the raw storage says: for
+every layout of the engines, at random slots, pages anywhere in memory, and nothing beside them. The
+staged pipeline runs on a simulated device everywhere, and on a GPU where there is one."""
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -8,7 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gpu_agent import KVPool, TorchTransfer
+from gpu_agent import KVPool, TorchTransfer, Transfer
+from gpu_agent.kernels import plan
+from gpu_agent.kernels.simulated import SimulatedDevice
+from gpu_agent.kernels.staged import StagedTransfer
 from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
 
 Tensors = dict[tuple[str, int, str], torch.Tensor]
@@ -144,7 +149,7 @@ def element_bytes(tensor: torch.Tensor, slot: int) -> list[range]:
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage as one flat uint8 tensor, guards and neighbours included."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int) -> list[tuple[torch.Tensor, int, int]]:
@@ -173,62 +178,195 @@ def tables(units: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(slots) for name, slots in units.items()}
 
 
+class Pages:
+    """Page buffers in descending order at odd places of one slab, with guard bytes around each."""
+
+    GUARD, GAP = 0xA5, 77
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.slab = torch.full((count * (nbytes + self.GAP) + self.GAP,), self.GUARD, dtype=torch.uint8)
+        starts = [self.GAP + i * (nbytes + self.GAP) for i in reversed(range(count))]
+        self.rows = [self.slab[start : start + nbytes] for start in starts]
+
+    def fill(self, values: torch.Tensor) -> "Pages":
+        for row, value in zip(self.rows, values, strict=True):
+            row.copy_(value)
+        return self
+
+    def check_guards(self) -> None:
+        ends = [row.storage_offset() for row in self.rows] + [len(self.slab)]
+        assert all(bool((self.slab[end - self.GAP : end] == self.GUARD).all()) for end in ends)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def made(name: str) -> Transfer:
+    """Buffers of 4 KiB: most jobs take several chunks. Another name is another order of the steps."""
+    if name.startswith("torch"):
+        return TorchTransfer()
+    if name == "staged on cuda":
+        cuda = pytest.importorskip("gpu_agent.kernels.cuda", reason="needs cupy")
+        return cuda.CudaTransfer(buffer_nbytes=4096)
+    return StagedTransfer(SimulatedDevice(seed=len(name)), buffer_nbytes=4096)
+
+
+@pytest.fixture(params=["torch", "staged", "staged again"])
+def transfer(request: pytest.FixtureRequest) -> Transfer:
+    """For pools in CPU memory."""
+    return made(request.param)
+
+
+ON_CUDA = [pytest.param(f"{name} on cuda", marks=needs_gpu) for name in ("torch", "staged")]
+
+
+@pytest.fixture(params=["torch", "staged", "staged again", *ON_CUDA])
+def mover(request: pytest.FixtureRequest) -> tuple[Transfer, str]:
+    """A transfer, and the device of the pools that it is for."""
+    return made(request.param), "cuda" if "cuda" in request.param else "cpu"
+
+
+def moved(tensors: Tensors, device: str) -> Tensors:
+    """The same views of copies of the storages."""
+    copies = {t.untyped_storage().data_ptr(): storage_bytes(t).clone().to(device) for t in tensors.values()}
+    return {
+        name: copies[t.untyped_storage().data_ptr()].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+        for name, t in tensors.items()
+    }
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(name: str) -> None:
+def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(name: str, mover: tuple[Transfer, str]) -> None:
     layout, tensors, spaces = CASES[name]()
+    tensors = moved(tensors, mover[1])
     pool = KVPool(layout, tensors, spaces)
     units = random_units(pool, 3)
-    pages = torch.full((3, layout.page_nbytes), 0xA5, dtype=torch.uint8)
-    TorchTransfer().gather(pool, pool.unit_table(tables(units), 3), pages, None)
+    pages = Pages(3, layout.page_nbytes)
+    mover[0].gather(pool, pool.unit_table(tables(units), 3), pages.rows, mover[0].fence(pool))
     storages = {t.data_ptr(): storage_bytes(t).tolist() for t in tensors.values()}
+    pages.check_guards()
     for page in range(3):
         expected = [storages[tensor.data_ptr()][byte] for tensor, byte, _ in walk(pool, tensors, units, page)]
-        assert pages[page].tolist() == expected
+        assert pages.rows[page].tolist() == expected
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scatter_writes_its_slots_and_nothing_else(name: str) -> None:
+def test_scatter_writes_its_slots_and_nothing_else(name: str, mover: tuple[Transfer, str]) -> None:
     layout, tensors, spaces = CASES[name]()
+    tensors = moved(tensors, mover[1])
     pool = KVPool(layout, tensors, spaces)
     units = random_units(pool, 2)
     step = max(space.unit_tokens for space in pool.spaces.values())
     skip = min(step, layout.page_tokens)
-    pages = torch.randint(0, 256, (2, layout.page_nbytes), dtype=torch.uint8)
+    pages = Pages(2, layout.page_nbytes).fill(torch.randint(0, 256, (2, layout.page_nbytes), dtype=torch.uint8))
     storage_of = {t.untyped_storage().data_ptr(): storage_bytes(t).tolist() for t in tensors.values()}
     for page in range(2):
-        values = pages[page].tolist()
+        values = pages.rows[page].tolist()
         for value, (tensor, byte, token) in zip(values, walk(pool, tensors, units, page), strict=True):
             if token >= skip:
                 storage_of[tensor.untyped_storage().data_ptr()][byte] = value
-    TorchTransfer().scatter(pool, pool.unit_table(tables(units), 2), pages, None, skip)
+    mover[0].scatter(pool, pool.unit_table(tables(units), 2), pages.rows, mover[0].fence(pool), skip)
     for tensor in tensors.values():
         assert storage_bytes(tensor).tolist() == storage_of[tensor.untyped_storage().data_ptr()]
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("skip_tokens", [0, 4, 8, 12, 16])
-def test_skipped_tokens_keep_their_slots(mixed_pool: KVPool, skip_tokens: int) -> None:
+def test_skipped_tokens_keep_their_slots(
+    mixed_pool: KVPool, skip_tokens: int, layerwise: bool, transfer: Transfer
+) -> None:
     units = {"token": torch.randperm(40)[:16], "block": torch.randperm(10)[:4]}
     before = [plane.bits.clone() for plane in mixed_pool.planes]
     table = mixed_pool.unit_table(units, 2)
-    read = torch.empty((2, mixed_pool.layout.page_nbytes), dtype=torch.uint8)
-    TorchTransfer().gather(mixed_pool, table, read, None)
-    TorchTransfer().scatter(mixed_pool, table, read ^ 0xFF, None, skip_tokens)
+    read = Pages(2, mixed_pool.layout.page_nbytes)
+    transfer.gather(mixed_pool, table, read.rows, None)
+    inverse = [row ^ 0xFF for row in read.rows]
+    transfer.scatter(mixed_pool, table, inverse, None, skip_tokens, (lambda *_: None) if layerwise else None)
     for plane, old in zip(mixed_pool.planes, before, strict=True):
         skip = skip_tokens // plane.piece.plane.unit_tokens
         written = units[plane.space][skip:]
+        assert torch.equal(plane.bits[written].view(torch.uint8), old[written].view(torch.uint8) ^ 0xFF)
         changed = (plane.bits != old).any(dim=tuple(range(1, old.dim()))).nonzero().flatten()
         assert sorted(changed.tolist()) == sorted(written.tolist())
 
 
-def test_pages_come_back_as_they_were(mixed_pool: KVPool) -> None:
+def test_pages_come_back_as_they_were(mixed_pool: KVPool, transfer: Transfer) -> None:
     source = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
     target = mixed_pool.unit_table({"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3)
-    first, again = (torch.empty((3, mixed_pool.layout.page_nbytes), dtype=torch.uint8) for _ in range(2))
-    transfer = TorchTransfer()
-    transfer.gather(mixed_pool, source, first, None)
-    transfer.scatter(mixed_pool, target, first, None)
-    transfer.gather(mixed_pool, target, again, None)
-    assert torch.equal(first, again)
+    first, again = (Pages(3, mixed_pool.layout.page_nbytes) for _ in range(2))
+    transfer.gather(mixed_pool, source, first.rows, None)
+    transfer.scatter(mixed_pool, target, first.rows, None)
+    transfer.gather(mixed_pool, target, again.rows, None)
+    assert torch.equal(first.slab, again.slab)
+
+
+def test_gather_tells_when_slots_are_free_and_which_pages_are_there(token_pool: KVPool, transfer: Transfer) -> None:
+    table = token_pool.unit_table(torch.randperm(96), 12)
+    expected, pages = Pages(12, 1024), Pages(12, 1024)
+    TorchTransfer().gather(token_pool, table, expected.rows, None)
+    told: list[str] = []
+    landed: list[int] = []
+
+    def gathered() -> None:
+        told.append("gathered")
+        for plane in token_pool.planes:  # the engine reuses its slots at once
+            plane.bits.fill_(0)
+
+    def land(run: range) -> None:
+        landed.extend(run)
+        assert all(torch.equal(pages.rows[page], expected.rows[page]) for page in run)
+
+    transfer.gather(token_pool, table, pages.rows, None, gathered, land)
+    assert told == ["gathered"]
+    assert landed == list(range(12))
+    assert torch.equal(pages.slab, expected.slab)
+
+
+def test_layers_are_placed_in_order_and_complete_at_their_event(
+    mixed_pool: KVPool, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "FRAGMENT_NBYTES_MIN", 1)  # each layer by itself
+    table = mixed_pool.unit_table({"token": torch.randperm(40), "block": torch.randperm(10)}, 5)
+    nbytes = mixed_pool.layout.page_nbytes
+    pages = Pages(5, nbytes).fill(torch.randint(0, 256, (5, nbytes), dtype=torch.uint8))
+    expected = copy.deepcopy(mixed_pool)
+    TorchTransfer().scatter(expected, table, pages.rows, None)
+    placed: list[int] = []
+
+    def place(layer: int, event: object) -> None:
+        placed.append(layer)
+        if event is not None:
+            event.synchronize()
+        for plane, wanted in zip(mixed_pool.planes, expected.planes, strict=True):
+            assert plane.piece.layer != layer or torch.equal(plane.bits, wanted.bits)
+
+    transfer.scatter(mixed_pool, table, pages.rows, None, placed=place)
+    assert placed == list(mixed_pool.layout.layers)
+
+
+def test_no_pages_are_no_work(token_pool: KVPool, transfer: Transfer) -> None:
+    table = token_pool.unit_table(torch.arange(0), 0)
+    told: list[object] = []
+    transfer.gather(token_pool, table, [], None, lambda: told.append("gathered"), told.append)
+    transfer.scatter(token_pool, table, [], None, placed=lambda layer, _: told.append(layer))
+    assert told == ["gathered", 0, 1]
+
+
+def test_a_callback_that_raises_ends_the_move_and_not_the_transfer(token_pool: KVPool, transfer: Transfer) -> None:
+    table = token_pool.unit_table(torch.randperm(96), 12)
+    pages, again = Pages(12, 1024), Pages(12, 1024)
+
+    def fail(*_: object) -> None:
+        raise KeyError("mine")
+
+    for _ in range(6):  # more often than jobs may be in flight
+        with pytest.raises(KeyError, match="mine"):
+            transfer.gather(token_pool, table, pages.rows, None, landed=fail)
+        with pytest.raises(KeyError, match="mine"):
+            transfer.scatter(token_pool, table, pages.rows, None, placed=fail)
+    transfer.gather(token_pool, table, pages.rows, None)
+    TorchTransfer().gather(token_pool, table, again.rows, None)
+    assert torch.equal(pages.slab, again.slab)
 
 
 def test_tensors_of_inference_mode_can_be_written_from_outside_it() -> None:
@@ -242,15 +380,19 @@ def test_tensors_of_inference_mode_can_be_written_from_outside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "pages",
+    ("pages", "wrong"),
     [
-        torch.zeros(2, 1024, dtype=torch.int8),
-        torch.zeros(1, 1024, dtype=torch.uint8),
-        torch.zeros(2, 1023, dtype=torch.uint8),
+        ([torch.zeros(1024, dtype=torch.uint8)], "1 page buffers for 2 pages"),
+        ([torch.zeros(1024, dtype=torch.uint8), torch.zeros(1024, dtype=torch.int8)], "page buffer 1 .* torch.int8"),
+        ([torch.zeros(1023, dtype=torch.uint8)] * 2, r"page buffer 0 .*shape \[1024\], not torch.uint8 \[1023\]"),
+        ([torch.zeros(1024, 2, dtype=torch.uint8)[:, 0]] * 2, r"page buffer 0 .* with strides \[2\]"),
+        ([torch.zeros(1024, dtype=torch.uint8, device="meta")] * 2, "page buffer 0 .* on meta"),
     ],
 )
-def test_page_buffers_of_the_wrong_kind_are_refused(token_pool: KVPool, pages: torch.Tensor) -> None:
+def test_page_buffers_of_the_wrong_kind_are_refused(
+    token_pool: KVPool, pages: list[torch.Tensor], wrong: str, transfer: Transfer
+) -> None:
     table = token_pool.unit_table(torch.arange(16), 2)
-    for move in (TorchTransfer().gather, TorchTransfer().scatter):
-        with pytest.raises(InvalidRequest, match=r"pages must be a uint8 CPU tensor of shape \[2, 1024\]"):
+    for move in (transfer.gather, transfer.scatter):
+        with pytest.raises(InvalidRequest, match=wrong):
             move(token_pool, table, pages, None)

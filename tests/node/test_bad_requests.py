@@ -23,6 +23,7 @@ from kvstore.grpc_wire import GrpcWire
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.shm import ShmWire
 from kvstore.wire import Wire
 from node.server import Node
 
@@ -36,10 +37,13 @@ def node(start_node: Callable[..., Node]) -> Node:
     return start_node(batch_keys_max=8, batch_nbytes_max=1 << 20)
 
 
-@pytest.fixture(params=["bulk", "grpc"])
+@pytest.fixture(params=["shm", "bulk", "grpc"])
 def wire(request: pytest.FixtureRequest, node: Node) -> Iterator[Wire]:
     if request.param == "bulk":
         wire: Wire = BulkWire("127.0.0.1", node.bulk.port, ClientConfig())
+    elif request.param == "shm":
+        assert node.shm is not None
+        wire = ShmWire(node.shm.path, node.service.instance_id, ClientConfig())
     else:
         wire = GrpcWire(f"127.0.0.1:{node.grpc.port}")
     yield wire
@@ -196,15 +200,15 @@ def test_a_wrong_request_gets_one_clear_error(
         send(wire, op, build(namespace.digest))
     # The connection still serves, and by the next request nothing is held.
     assert wire.call("lookup", pb.LookupRequest(namespace=namespace.digest, prefix_hashes=[KEY]), Deadline(5))
-    settle(node, sessions=1 if wire.name == "bulk" else 0)
+    settle(node, sessions=0 if wire.name == "grpc" else 1)
 
 
 def test_a_message_over_the_limit_is_refused_and_others_go_on(
     node: Node, wire: Wire, bystander: Any, settle: Callable[..., None]
 ) -> None:
     too_large = pb.ListRequest(key_prefix=bytes(MESSAGE_NBYTES_MAX + 1))
-    # Bulk: the node hangs up while the rest is still being sent, so its error may get lost.
-    expected: Any = (ProtocolError, Unavailable) if wire.name == "bulk" else Exhausted
+    # Without gRPC the node hangs up while the rest is still being sent, so its error may get lost.
+    expected: Any = Exhausted if wire.name == "grpc" else (ProtocolError, Unavailable)
     with bystander(node), pytest.raises(expected, match=r"at most 2097152|failed|larger than max"):
         wire.call("list", too_large, Deadline(5))
     settle(node)
@@ -224,7 +228,7 @@ def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: Callable[..
     client.open(namespaces[5])
 
 
-@pytest.mark.parametrize("name", ["bulk", "grpc"])
+@pytest.mark.parametrize("name", ["shm", "bulk", "grpc"])
 def test_an_arena_of_pinned_pages_is_exhausted_at_once(
     start_node: Callable[..., Node], make_pages: Any, connect: Any, name: str
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvstore.checksum import checksum, key_seed
 from kvstore.frames import pack_fixed
 from kvstore.pb import kvstore_pb2 as pb
-from node.bulk_server import Connection
+from node.bulk_server import BulkConnection
 from node.inventory import Inventory
 from node.server import Node
 
@@ -245,7 +245,7 @@ class QuietSocket:
 def test_after_a_slow_reply_an_idle_connection_waits_without_spinning(node: Node) -> None:
     quiet: Any = QuietSocket()
     with pytest.raises(ConnectionResetError):
-        Connection(node.bulk, quiet, "nobody").serve(node.service, 5.0)
+        BulkConnection(quiet, "nobody", node.service, 5.0).serve(node.bulk)
     assert quiet.waits == [5.0] * 4
 
 

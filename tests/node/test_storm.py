@@ -32,7 +32,7 @@ class Storm:
         self.raw = raw
         self.rng = rng
         address = f"127.0.0.1:{node.grpc.port}"
-        self.clients = [Client(ClientConfig(address=address, wire=wire)) for wire in ("bulk", "bulk", "grpc")]
+        self.clients = [Client(ClientConfig(address=address, wire=wire)) for wire in ("shm", "bulk", "grpc")]
         self.done: Counter[str] = Counter()
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from node.config import NodeConfig
 from node.server import Node
 
 
-@pytest.fixture(params=["bulk", "grpc"])
+@pytest.fixture(params=["shm", "bulk", "grpc"])
 def wire(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -38,7 +38,7 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
         return run
 
     with monkeypatch.context() as patch:
-        name = {"bulk": "kvstore.bulk.running_checksum", "grpc": "kvstore.grpc_wire.checksum"}[wire]
+        name = "kvstore.grpc_wire.checksum" if wire == "grpc" else f"kvstore.{wire}.running_checksum"
         module, _, attribute = name.rpartition(".")
         original = getattr(__import__(module, fromlist=[attribute]), attribute)
         patch.setattr(name, failing(original))

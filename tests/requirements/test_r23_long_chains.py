@@ -20,7 +20,7 @@ def node() -> Iterator[NodeProcess]:
         yield node
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 @pytest.mark.parametrize("count", [50, 64, 72, 100])
 def test_r23_a_chain_in_batches_keeps_its_head(node: NodeProcess, wire: str, count: int, tmp_path: Path) -> None:
     space = Namespace("long", opaque_layout(PAGE), salt=f"{wire}{count}")

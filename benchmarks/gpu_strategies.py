@@ -1,0 +1,306 @@
+"""The ways to move pages that benchmarks/transfer.py compares, on a GPU.
+
+A strategy enqueues or makes one move of all pages; its `timed` gives the seconds between two CUDA
+events around what the GPU did. Ours runs on streams of its own, so its device notes the events.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy
+import torch
+from gpu_work import Work
+
+from gpu_agent.kernels.cuda import CudaDevice
+from gpu_agent.kernels.device import Launch
+from gpu_agent.kernels.host_memory import HostMemory
+from gpu_agent.kernels.plan import Plan
+from gpu_agent.kernels.staged import StagedTransfer
+
+DIRECT_BLOCKS = 8
+HOST = HostMemory()  # the arenas of all works
+
+
+class NotedEvent(cupy.cuda.Event):
+    """The pipeline's own event, with its time; the device knows the last one of each stream."""
+
+    def __init__(self, device: "TimedDevice") -> None:
+        super().__init__(block=True)
+        self._device = device
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self._device.last[stream.ptr] = self
+
+
+class TimedDevice(CudaDevice):
+    """Knows when the first operation since `restart` began, at the price of one event, and when the last
+    one ended: the pipeline records an event behind each chunk, and its streams end in any order."""
+
+    first: Any = None
+
+    def restart(self) -> None:
+        self.first = None
+        self.last: dict[int, Any] = {}
+
+    def seconds(self) -> float:
+        return max(cupy.cuda.get_elapsed_time(self.first, last) for last in self.last.values()) / 1e3
+
+    def event(self) -> Any:
+        return NotedEvent(self)
+
+    def copy(self, targets: Any, sources: Any, nbytes: int, stream: Any, locked: bool) -> None:
+        self._note(stream)
+        super().copy(targets, sources, nbytes, stream, locked)
+
+    def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
+        self._note(stream)
+        super().launch(kernel, launch, stream)
+
+    def _note(self, stream: Any) -> None:
+        if self.first is None:
+            self.first = cupy.cuda.Event()
+            self.first.record(stream)
+
+
+class Strategy:
+    """One work's move in both directions on one stream."""
+
+    name = ""
+    checked = True  # False: moves no pool
+    jobs = 1  # of each direction in flight when both run at once
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.units = work.units
+        self.stream = torch.cuda.Stream()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What a server would make once."""
+
+    def gather(self) -> None:
+        raise NotImplementedError
+
+    def scatter(self) -> None:
+        raise NotImplementedError
+
+    def timed(self, move: Callable[[], None]) -> tuple[float, float]:
+        """Seconds by CUDA events, and by the wall clock to the end of the work."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begun = time.perf_counter()
+        with torch.cuda.stream(self.stream):
+            start.record()
+            move()
+            end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, time.perf_counter() - begun
+
+    def run(self, move: Callable[[], None]) -> None:
+        """One move, ended on return."""
+        with torch.cuda.stream(self.stream):
+            move()
+        self.stream.synchronize()
+
+
+class Staged(Strategy):
+    name = "staged pipeline"
+    jobs = 2  # the agent's workers
+
+    def prepare(self) -> None:
+        self.device = TimedDevice(torch.device("cuda"))
+        self.device.host = HOST
+        self.device.restart()
+        self.transfer = StagedTransfer(self.device)
+        self.table = self.work.table(self.units)
+
+    def gather(self) -> None:
+        self.transfer.gather(self.work.pool, self.table, self.work.pages, None)
+
+    def scatter(self) -> None:
+        self.transfer.scatter(self.work.pool, self.table, self.work.pages, None)
+
+    def timed(self, move: Callable[[], None]) -> tuple[float, float]:
+        self.device.restart()
+        begun = time.perf_counter()
+        move()
+        wall = time.perf_counter() - begun
+        return self.device.seconds(), wall
+
+
+class StagedLayerwise(Staged):
+    name = "staged pipeline, layer by layer"
+
+    def scatter(self) -> None:
+        self.transfer.scatter(self.work.pool, self.table, self.work.pages, None, placed=lambda *_: None)
+
+
+class TorchIndex(Strategy):
+    name = "torch index + copy per page"
+
+    def prepare(self) -> None:
+        work = self.work
+        self.staged = torch.empty((work.count, work.page_nbytes), dtype=torch.uint8, device="cuda")
+        self.index = self.units.cuda()
+
+    def gather(self) -> None:
+        for plane in self.work.pool.planes:
+            start, nbytes = plane.piece.offset, plane.piece.nbytes
+            rows = plane.bits[self.index].view(torch.uint8).view(self.work.count, nbytes)
+            self.staged[:, start : start + nbytes] = rows
+        for page, row in zip(self.work.pages, self.staged, strict=True):
+            page.copy_(row, non_blocking=True)
+
+    def scatter(self) -> None:
+        for page, row in zip(self.work.pages, self.staged, strict=True):
+            row.copy_(page, non_blocking=True)
+        for plane in self.work.pool.planes:
+            start, nbytes = plane.piece.offset, plane.piece.nbytes
+            rows = self.staged[:, start : start + nbytes].contiguous().view(plane.bits.dtype)
+            plane.bits[self.index] = rows.view(-1, *plane.bits.shape[1:])
+
+
+class CopyPerPage(Strategy):
+    """Pages that lie whole in GPU memory already: no gather, the copies alone."""
+
+    name = "one copy per page (no gather)"
+    checked = False
+
+    def prepare(self) -> None:
+        self.staged = torch.empty((self.work.count, self.work.page_nbytes), dtype=torch.uint8, device="cuda")
+
+    def gather(self) -> None:
+        for page, row in zip(self.work.pages, self.staged, strict=True):
+            page.copy_(row, non_blocking=True)
+
+    def scatter(self) -> None:
+        for page, row in zip(self.work.pages, self.staged, strict=True):
+            row.copy_(page, non_blocking=True)
+
+
+class Fragments(Strategy):
+    """Each page's tokens of one layer and plane lie next to each other, as in block pools."""
+
+    name = "batched copies of per-layer fragments"
+
+    def prepare(self) -> None:
+        work = self.work
+        self.units = work.runs
+        self.device = CudaDevice(torch.device("cuda"))
+        starts = work.runs.view(work.count, -1)[:, 0].tolist()
+        slices = [(plane, plane.piece.offset) for plane in work.pool.planes]
+        self.nbytes = slices[0][0].piece.nbytes
+        steps = [plane.bits.stride(0) * plane.bits.element_size() for plane, _ in slices]
+        self.slots = [
+            plane.bits.data_ptr() + start * step
+            for start in starts
+            for (plane, _), step in zip(slices, steps, strict=True)
+        ]
+        self.targets = [page.data_ptr() + offset for page in work.pages for _, offset in slices]
+
+    def gather(self) -> None:
+        self._copy(self.targets, self.slots)
+
+    def scatter(self) -> None:
+        self._copy(self.slots, self.targets)
+
+    def _copy(self, targets: list[int], sources: list[int]) -> None:
+        if not self.device.batch.available or not self.device.batch.copy(
+            array("Q", targets), array("Q", sources), self.nbytes, self.stream.cuda_stream
+        ):
+            raise RuntimeError("this driver has no cuMemcpyBatchAsync")
+
+
+class Direct(Strategy):
+    """The same kernels with the pages themselves as targets: stores to and loads from host memory."""
+
+    name = f"direct kernel ({DIRECT_BLOCKS} blocks)"
+
+    def prepare(self) -> None:
+        self.device = CudaDevice(torch.device("cuda"), blocks=DIRECT_BLOCKS)
+        self.plan = Plan(self.work.pool)
+        self.tables = [self.plan.planes.cuda(), self.plan.tiles.cuda(), self.units.cuda()]
+        self.tables.append(torch.tensor([page.data_ptr() for page in self.work.pages]).cuda())
+        count, addresses = self.work.count, [table.data_ptr() for table in self.tables]
+        self.arguments = Launch(*addresses, 0, 0, len(self.plan.tiles), 0, count, count, 0)
+        torch.cuda.synchronize()
+
+    def gather(self) -> None:
+        self.device.launch("gather", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream))
+
+    def scatter(self) -> None:
+        self.device.launch("scatter", self.arguments, cupy.cuda.ExternalStream(self.stream.cuda_stream))
+
+
+class DirectFromHost(Direct):
+    """With the indices where a caller has them."""
+
+    name = f"direct kernel ({DIRECT_BLOCKS} blocks), indices uploaded"
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.slots = self.units.pin_memory()
+
+    def scatter(self) -> None:
+        self.tables[2].copy_(self.slots, non_blocking=True)
+        super().scatter()
+
+
+class Limit(Strategy):
+    """One copy of everything between GPU memory and the arena."""
+
+    name = "limit: one big copy"
+    checked = False
+
+    def prepare(self) -> None:
+        self.staged = torch.empty(self.work.nbytes, dtype=torch.uint8, device="cuda")
+        self.host = self.work.arena[: self.work.nbytes]
+
+    def gather(self) -> None:
+        self.host.copy_(self.staged, non_blocking=True)
+
+    def scatter(self) -> None:
+        self.staged.copy_(self.host, non_blocking=True)
+
+
+STRATEGIES: tuple[type[Strategy], ...] = (
+    Limit,
+    Staged,
+    StagedLayerwise,
+    TorchIndex,
+    CopyPerPage,
+    Fragments,
+    Direct,
+)
+TINY: tuple[type[Strategy], ...] = (Staged, DirectFromHost)
+BACKGROUND: tuple[type[Strategy], ...] = (Staged, CopyPerPage, Direct)
+
+
+def products() -> Iterator[tuple[str, Callable[[], float]]]:
+    """Matrix products as an engine makes them: a name, and a function that gives the seconds of one.
+
+    They are replayed from a CUDA graph: what is measured is the GPU, not who holds Python's lock.
+    """
+    for name, sizes, count in (("4096^3", (4096, 4096, 4096), 20), ("64x4096x14336", (64, 4096, 14336), 200)):
+        rows, inner, columns = sizes
+        left = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+        right = torch.randn(inner, columns, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+        torch.mm(left, right, out=out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                torch.mm(left, right, out=out)
+
+        def seconds(graph: Any = graph, count: int = count, _alive: Any = (left, right, out)) -> float:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / count
+
+        yield name, seconds

@@ -1,0 +1,214 @@
+"""How a chunk of pages travels between an engine's slots and the store: through a buffer of ours, or
+straight from and to the node's memory.
+
+    BufferCarrier   slots <-> page buffer of the lane <-> client's put and get        any wire
+    ArenaCarrier    slots <-> the node's slots, mapped here                           shared memory
+
+Both save and load the same bytes. A chunk is loaded in order and only as far as its pages are intact.
+"""
+
+import concurrent.futures
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gpu_agent.pool import KVPool
+from gpu_agent.transfer import Fence, Gathered, Placed, Transfer
+from gpu_agent.units import UnitTable
+from kvstore import PutOutcome
+from kvstore.arena_map import ArenaMap
+from kvstore.checksum import checksum, key_seed
+from kvstore.client import Client
+from kvstore.deadline import Deadline
+from kvstore.errors import KVStoreError
+from kvstore.keys import Namespace
+
+log = logging.getLogger(__name__)
+
+# Hashed by one task: a job is cut into as many as keep all threads busy, but less than this costs more than
+# it spreads, and more than that ends late (H200).
+HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
+HASHED_TASKS = 16
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive pages of a load, or the missing ones of a save: keys, and where their tokens are."""
+
+    namespace: Namespace
+    prefix_hashes: list[bytes]
+    pool: KVPool
+    table: UnitTable
+    fence: Fence
+    deadline: Deadline
+
+    def seeds(self) -> list[int]:
+        return [key_seed(self.namespace.digest, prefix_hash) for prefix_hash in self.prefix_hashes]
+
+
+class Carrier(Protocol):
+    """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return."""
+
+    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
+        """`gathered` is called when the slots have been read; not if no page is wanted."""
+
+    def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
+        """Leading pages that are in the slots now; later pages' slots are untouched."""
+
+
+class BufferCarrier:
+    """`buffer`: uint8 CPU tensor `[pages, page_nbytes]`, at least as many pages as a chunk has."""
+
+    def __init__(self, client: Client, transfer: Transfer, buffer: torch.Tensor) -> None:
+        self._client = client
+        self._transfer = transfer
+        self._buffer = buffer
+
+    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
+        pages = list(self._buffer[: len(chunk.prefix_hashes)])
+        self._transfer.gather(chunk.pool, chunk.table, pages, chunk.fence, gathered)
+        return self._client.put(chunk.namespace, chunk.prefix_hashes, pages, timeout_s=chunk.deadline.remaining())
+
+    def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
+        pages = list(self._buffer[: len(chunk.prefix_hashes)])
+        timeout_s = chunk.deadline.remaining()
+        hits = self._client.get(chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s)
+        run = [*hits, False].index(False)
+        if run:
+            table = chunk.table.select(slice(run))
+            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
+        return run
+
+
+class ArenaCarrier:
+    """Needs a client that maps the node's arena. Pages are hashed by `hashers` beside the copies: a core
+    hashes 10 to 25 GB/s of memory that it has not seen, a GPU's link moves 55."""
+
+    def __init__(self, client: Client, transfer: Transfer, hashers: concurrent.futures.Executor) -> None:
+        self._client = client
+        self._transfer = transfer
+        self._hashers = hashers
+
+    def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
+        timeout_s = chunk.deadline.remaining()
+        with self._client.open_put(chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s) as slots:
+            outcomes = [PutOutcome(verdict) for verdict in slots.verdicts]
+            wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
+            if not wanted:
+                return outcomes
+            pages = self._tensors(slots.arena, slots.offsets, chunk)
+            seeds = chunk.seeds()
+            with _Hashes(self._hashers, slots.pages, [seeds[i] for i in wanted]) as hashes:
+                table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
+                self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, hashes.begin)
+                checksums = [hashes.of(page) for page in range(len(wanted))]
+            slots.commit(checksums)
+            return outcomes
+
+    def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
+        timeout_s = chunk.deadline.remaining()
+        with self._client.open_get(chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s) as slots:
+            run = [*slots.hits, False].index(False)
+            pages = self._tensors(slots.arena, slots.offsets, chunk)[:run]
+            with _Hashes(self._hashers, slots.pages[:run], chunk.seeds()[:run]) as hashes:
+                hashes.begin(range(run))
+                intact = self._scatter(chunk, pages, hashes, slots.checksums, skip_tokens, placed)
+        if intact < run:
+            self._report(chunk, intact)
+        return intact
+
+    def _scatter(
+        self,
+        chunk: Chunk,
+        pages: list[torch.Tensor],
+        hashes: "_Hashes",
+        expected: list[bytes],
+        skip_tokens: int,
+        placed: Placed | None,
+    ) -> int:
+        """Pages in the slots, up to the first damaged one. Whole pages travel while later ones are still
+        hashed; layer by layer, all must be known to be intact before the first layer is."""
+        run = len(pages)
+
+        def ready(some: range) -> None:
+            for page in some:
+                if hashes.of(page) != expected[page]:
+                    raise _Damaged(page)
+
+        try:
+            if placed:
+                ready(range(run))
+            elif run:
+                table = chunk.table.select(slice(run))
+                self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, ready=ready)
+                return run
+        except _Damaged as damaged:
+            run = damaged.page
+        if run:  # those in front of a damaged one, or all of them layer by layer
+            table = chunk.table.select(slice(run))
+            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
+        return run
+
+    def _tensors(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk) -> list[torch.Tensor]:
+        self._transfer.host_memory(arena.memory)
+        nbytes = chunk.namespace.layout.page_nbytes
+        return [torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=offset) for offset in offsets]
+
+    def _report(self, chunk: Chunk, page: int) -> None:
+        """The node checks its copy and drops it; whatever it says, this load ended before that page."""
+        prefix_hash = chunk.prefix_hashes[page]
+        log.error("page %s of model %s did not match its checksum", prefix_hash.hex(), chunk.namespace.model)
+        try:
+            self._client.verify(chunk.namespace, [prefix_hash], timeout_s=chunk.deadline.remaining())
+        except KVStoreError as error:
+            log.warning("could not report a damaged page: %s", error)
+
+
+class _Damaged(Exception):
+    """A page is not what its writer stored."""
+
+    def __init__(self, page: int) -> None:
+        super().__init__(f"page {page}")
+        self.page = page
+
+
+class _Hashes:
+    """Checksums of pages, made by other threads. Nobody reads the pages any more when the context ends."""
+
+    def __init__(self, hashers: concurrent.futures.Executor, pages: Sequence[memoryview], seeds: Sequence[int]) -> None:
+        self._hashers = hashers
+        self._pages = pages
+        self._seeds = seeds
+        nbytes = sum(page.nbytes for page in pages)
+        wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
+        self._step = max(1, wanted * len(pages) // nbytes) if nbytes else 1
+        self._found: dict[
+            int, tuple[int, concurrent.futures.Future[list[bytes]]]
+        ] = {}  # page -> (its group's first, ..)
+
+    def begin(self, pages: range) -> None:
+        """These pages are complete in memory."""
+        for first in range(pages.start, pages.stop, self._step):
+            group = range(first, min(first + self._step, pages.stop))
+            future = self._hashers.submit(self._hash, group)
+            for page in group:
+                self._found[page] = (first, future)
+
+    def _hash(self, group: range) -> list[bytes]:
+        return [checksum(self._pages[page], self._seeds[page]) for page in group]
+
+    def of(self, page: int) -> bytes:
+        first, future = self._found[page]
+        return future.result()[page - first]
+
+    def __enter__(self) -> "_Hashes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        futures = {future for _, future in self._found.values()}
+        for future in futures:
+            future.cancel()
+        concurrent.futures.wait(futures)

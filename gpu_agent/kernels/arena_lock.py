@@ -1,0 +1,70 @@
+"""Page-locks the memory that pages lie in, in the background: the arena of the node that is used now."""
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Callable
+
+from gpu_agent.kernels.device import Device
+from kvstore.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class ArenaLock:
+    """Thread-safe. A node that was restarted has another arena: the old one is unlocked, and with that
+    given back to the system, when no copy can be under way in it: within `idle()` none is."""
+
+    def __init__(self, device: Device, idle: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._device = device
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._wanted: memoryview | None = None
+        self._locked: memoryview | None = None
+        self._failed: memoryview | None = None  # not tried again
+        self._thread: threading.Thread | None = None
+
+    def use(self, memory: memoryview) -> bool:
+        """Whether `memory` is page-locked; if not, that is begun."""
+        with self._lock:
+            self._wanted = memory
+            if self._thread is None and memory is not self._locked and memory is not self._failed:
+                self._thread = threading.Thread(target=self._run, name="kvstore-page-lock", daemon=True)
+                self._thread.start()
+            return memory is self._locked
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                memory, old = self._wanted, self._locked
+                if memory is None or memory is old or memory is self._failed:
+                    self._thread = None
+                    return
+            if old is not None:
+                self._unlock(old)
+            failed = not self._register(memory)
+            with self._lock:
+                self._locked, self._failed = (None, memory) if failed else (memory, None)
+
+    def _register(self, memory: memoryview) -> bool:
+        try:
+            with self._device.active():
+                self._device.register(address_of(memory), memory.nbytes)
+        except (ConfigError, RuntimeError) as error:
+            log.warning("copies to and from the node's memory stay slow, it can not be page-locked: %s", error)
+            return False
+        return True
+
+    def _unlock(self, memory: memoryview) -> None:
+        with self._lock:
+            self._locked = None
+        try:
+            with self._idle(), self._device.active():
+                self._device.unregister(address_of(memory))
+        except (ConfigError, RuntimeError) as error:
+            log.warning("the memory of the node's earlier run can not be given back: %s", error)
+
+
+def address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,165 @@
+"""`CudaTransfer`: the staged pipeline on an NVIDIA GPU, through CuPy. Needs the extra cuda12 or cuda13."""
+
+import contextlib
+import ctypes
+import logging
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import torch
+from cupy.cuda import compiler, driver, runtime
+
+from gpu_agent.kernels.batch import BatchCopy
+from gpu_agent.kernels.device import Addresses, Launch
+from gpu_agent.kernels.host_memory import HostMemory
+from gpu_agent.kernels.staged import BUFFER_NBYTES, StagedTransfer
+from gpu_agent.transfer import Fence
+from kvstore.errors import ConfigError
+
+log = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_name("transfer.cu")
+COMPILER_OPTIONS = ("--std=c++17",)
+BLOCKS = 128  # fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
+BLOCKS_MAX = 1024
+THREADS = 512  # the bound in transfer.cu
+WARPS = THREADS // 32
+
+
+class CudaDevice:
+    """`gpu_agent.kernels.device.Device`. `blocks`: of a kernel, hence multiprocessors that it may take.
+
+    The kernels are compiled here, or taken from CuPy's cache on disk. Raises ConfigError for a
+    device that is no GPU; CuPy's errors if the kernels can not be compiled.
+    """
+
+    def __init__(self, device: torch.device, blocks: int = BLOCKS) -> None:
+        if device.type != "cuda":
+            raise ConfigError(f"device={device} must be a CUDA device")
+        if not 1 <= blocks <= BLOCKS_MAX:
+            raise ConfigError(f"blocks={blocks} must be in 1..{BLOCKS_MAX}")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.host = HostMemory()
+        self._blocks = blocks
+        torch.empty(1, device=self.device)  # torch makes the GPU's context, as the engine would
+        self.batch = BatchCopy()
+        with self.active():
+            self._module = _module()
+            self._kernels = {name: self._module.get_function(name).ptr for name in ("gather", "scatter")}
+            stream = self.stream()
+            for kernel in self._kernels:  # CUDA loads a kernel at its first launch and may stop the GPU for it
+                CudaDevice.launch(self, kernel, Launch(), stream)
+            stream.synchronize()
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        return _active(self.device.index)
+
+    def stream(self) -> Any:
+        return cupy.cuda.Stream(non_blocking=True)
+
+    def event(self) -> Any:
+        return cupy.cuda.Event(block=True, disable_timing=True)  # waiting threads sleep: the engine needs the cores
+
+    def memory(self, nbytes: int) -> Any:
+        return cupy.cuda.Memory(nbytes)  # not from torch's cache, whose blocks other streams may still use
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        copy = table.to(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        return copy
+
+    def fence(self) -> Fence:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, fence: Fence) -> None:
+        if fence is not None:
+            fence.synchronize()
+
+    def mark(self, stream: Any) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.ExternalStream(stream.ptr, device=self.device))  # type: ignore[no-untyped-call]
+        return event
+
+    def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
+        return self.host.locked(addresses, nbytes)
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.host.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        self.host.unregister(address)
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Any, locked: bool) -> None:
+        """One call for up to 256 copies where the host's memory is page-locked, else one call each, which
+        returns only when the driver has staged the bytes."""
+        if (
+            locked
+            and len(targets) > 1
+            and self.batch.available
+            and self.batch.copy(targets, sources, nbytes, stream.ptr)
+        ):
+            return
+        for target, source in zip(targets, sources, strict=True):
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.ptr)
+
+    def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
+        """The driver's own call: CuPy's takes several times as long to look at eleven arguments."""
+        blocks = max(1, min(self._blocks, -(-launch.tile_count * launch.page_count // WARPS)))
+        first, step = ctypes.addressof(launch), ctypes.sizeof(ctypes.c_int64)
+        arguments = array("Q", range(first, first + ctypes.sizeof(launch), step))  # the address of each
+        driver.launchKernel(
+            self._kernels[kernel], blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr, arguments.buffer_info()[0], 0
+        )
+
+
+class CudaTransfer(StagedTransfer):
+    """`StagedTransfer` on a GPU.
+
+    One per GPU and process is enough: it is thread-safe, and a second one costs 64 MiB more.
+    """
+
+    def __init__(
+        self, device: torch.device | str = "cuda", buffer_nbytes: int = BUFFER_NBYTES, blocks: int = BLOCKS
+    ) -> None:
+        self.device = CudaDevice(torch.device(device), blocks)
+        super().__init__(self.device, buffer_nbytes)
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        """Makes mapped memory, such as a node's arena, usable at full speed: see `HostMemory.register`."""
+        with self.device.active():
+            self.device.host.register(address, nbytes)
+
+    def unregister_host(self, address: int) -> None:
+        """Before the memory is unmapped: see `HostMemory.unregister`."""
+        with self.device.active():
+            self.device.host.unregister(address)
+
+
+@contextlib.contextmanager
+def _active(index: int) -> Any:
+    """CuPy and torch each keep a current device for the thread."""
+    with cupy.cuda.Device(index), torch.cuda.device(index):
+        yield
+
+
+def _module() -> Any:
+    """The compiled kernels. A cache folder that can not be written costs seconds, not the start."""
+    source = SOURCE.read_text()
+    try:
+        module = cupy.RawModule(code=source, options=COMPILER_OPTIONS)
+        module.compile()
+        return module.module
+    except OSError as error:
+        log.warning("CuPy's kernel cache (CUPY_CACHE_DIR) is unusable, compiling without it: %s", error)
+    binary, _ = compiler.compile_using_nvrtc(source, COMPILER_OPTIONS, filename=SOURCE.name)
+    module = cupy.cuda.function.Module()
+    module.load(binary)
+    return module

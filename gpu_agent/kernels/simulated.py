@@ -1,0 +1,218 @@
+"""A GPU that is none: streams that run in any order CUDA allows, and the kernels' arithmetic in Python.
+
+For tests without a GPU. Work is only queued when it is enqueued; it runs when somebody waits, one
+step of a randomly chosen stream at a time. A wait that is missing in the pipeline, a buffer that is
+used again too early, or a page read too late are therefore wrong bytes, for some seed.
+"""
+
+import contextlib
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gpu_agent.kernels.device import Addresses, Launch
+from gpu_agent.kernels.plan import LOADS, PLANE_FIELDS, TILE_FIELDS, WARP_THREADS, Divisor
+from gpu_agent.transfer import Fence
+
+Step = Callable[[], bool]  # False: it can not run yet
+SWITCH_SHARE = 0.2  # of steps, behind which another stream may come first
+
+
+def quotient(n: int, by: Divisor) -> int:
+    """What the kernel computes, in 32 bits."""
+    return ((((n * by.magic) >> 32) + n) & 0xFFFFFFFF) >> by.shift
+
+
+def run_kernel(kernel: str, launch: Launch) -> None:
+    """`transfer.cu` over the addresses of `launch`, which are CPU memory: a thread after the other."""
+    for number in range(launch.page_count):
+        page_index = launch.page_first + number
+        page = launch.base + number * launch.stride
+        if launch.page_table:
+            page = _int64s(launch.page_table + 8 * page_index, 1)[0]
+        for position in range(launch.tile_count):
+            tile = (ctypes.c_int32 * TILE_FIELDS).from_address(launch.tiles + 4 * TILE_FIELDS * position)
+            plane = _int64s(launch.planes + 8 * PLANE_FIELDS * tile[0], PLANE_FIELDS)
+            _move_tile(kernel, launch, list(tile), plane, page, page_index)
+
+
+def _move_tile(
+    kernel: str, launch: Launch, tile: Sequence[int], plane: Sequence[int], page: int, page_index: int
+) -> None:
+    base, slot_stride, page_offset, word, slots_before, units, unit_tokens = plane[:7]
+    row_words, unit_rows, outer_count = Divisor(*plane[7:10]), Divisor(*plane[10:13]), plane[13]
+    _, tile_row, tile_column, words = tile
+    assert words <= WARP_THREADS * LOADS[word]
+    slots = launch.slots + 8 * (slots_before * launch.job_pages + page_index * units)
+    unit_first = launch.skip_tokens // unit_tokens - page_index * units
+    flat = page + page_offset + (tile_row * row_words.value + tile_column) * word
+    for k in range(words):
+        rows = quotient(tile_column + k, row_words)
+        column = tile_column + k - rows * row_words.value
+        unit = quotient(tile_row + rows, unit_rows)
+        rest, inside = tile_row + rows - unit * unit_rows.value, column * word
+        for outer in range(outer_count):
+            size, stride = Divisor(*plane[14 + 4 * outer : 17 + 4 * outer]), plane[17 + 4 * outer]
+            after = quotient(rest, size)
+            inside += (rest - after * size.value) * stride
+            rest = after
+        if unit < unit_first:
+            continue
+        slot = base + _int64s(slots + 8 * unit, 1)[0] * slot_stride + inside
+        assert not (slot | flat) % word, "a misaligned word: a fault on a GPU"
+        target, source = (flat + k * word, slot) if kernel == "gather" else (slot, flat + k * word)
+        ctypes.memmove(target, source, word)
+
+
+def _int64s(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
+@dataclass(eq=False)
+class Event:
+    """Counts how often it was recorded (by the host) and how often it happened (in its stream)."""
+
+    device: "SimulatedDevice"
+    recorded: int = 0
+    happened: int = 0
+
+    def record(self, stream: "Stream") -> None:
+        self.recorded += 1
+        version = self.recorded
+
+        def step() -> bool:
+            self.happened = max(self.happened, version)
+            return True
+
+        stream.steps.append(step)
+
+    def synchronize(self) -> None:
+        self.device.run_until(lambda: self.happened >= self.recorded)
+
+    @property
+    def done(self) -> bool:
+        self.device.run_some()
+        return self.happened >= self.recorded
+
+
+@dataclass(eq=False)
+class Stream:
+    """Steps in their order."""
+
+    device: "SimulatedDevice"
+    steps: deque[Step] = field(default_factory=deque)
+
+    def wait_event(self, event: Event) -> None:
+        version = event.recorded  # an event that was never recorded is no reason to wait, as in CUDA
+        self.steps.append(lambda: event.happened >= version)
+
+    def synchronize(self) -> None:
+        self.device.run_until(lambda: not self.steps)
+
+
+class Memory:
+    """GPU memory that CUDA has not cleared."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.full((nbytes + 256,), 0xEE, dtype=torch.uint8)
+        self.ptr = -(-self._bytes.data_ptr() // 256) * 256
+
+
+class SimulatedDevice:
+    """`gpu_agent.kernels.device.Device` on the CPU. `kernel` replaces the kernels' arithmetic."""
+
+    def __init__(self, seed: int, kernel: Callable[[str, Launch], None] = run_kernel) -> None:
+        self.device = torch.device("cpu")
+        self.copies = self.launches = 0
+        self.registered: list[tuple[int, int]] = []
+        self._kernel = kernel
+        self._draw = random.Random(seed)
+        self._streams: list[Stream] = []
+        self._lock = threading.RLock()
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def stream(self) -> Stream:
+        self._streams.append(Stream(self))
+        return self._streams[-1]
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def memory(self, nbytes: int) -> Memory:
+        return Memory(nbytes)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        return table.clone()
+
+    def fence(self) -> Fence:
+        return None
+
+    def wait(self, fence: Fence) -> None:
+        if fence is not None:
+            fence.synchronize()
+
+    def mark(self, stream: Stream) -> Any:
+        event = self.event()
+        event.record(stream)
+        return event
+
+    def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
+        return True
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered.append((address, nbytes))
+
+    def unregister(self, address: int) -> None:
+        self.registered = [entry for entry in self.registered if entry[0] != address]
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool) -> None:
+        self.copies += 1
+
+        def step() -> bool:
+            for target, source in zip(targets, sources, strict=True):
+                ctypes.memmove(target, source, nbytes)
+            return True
+
+        stream.steps.append(step)
+
+    def launch(self, kernel: str, launch: Launch, stream: Stream) -> None:
+        self.launches += 1
+
+        def step() -> bool:
+            self._kernel(kernel, launch)
+            return True
+
+        stream.steps.append(step)
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        """Steps of random streams until `reached`."""
+        with self._lock:
+            while not reached():
+                assert self._step(), "the streams wait for each other"
+
+    def run_some(self) -> None:
+        """As much as may have happened since somebody looked: nothing, or a few steps."""
+        with self._lock:
+            for _ in range(self._draw.randrange(4)):
+                self._step()
+
+    def _step(self) -> bool:
+        """The next step of some stream that can go on; often the same as before, so that one is far ahead."""
+        if self._draw.random() < SWITCH_SHARE:
+            self._draw.shuffle(self._streams)
+        for stream in self._streams:
+            if stream.steps and stream.steps[0]():
+                stream.steps.popleft()
+                return True
+        return False

@@ -1,0 +1,52 @@
+"""A call's keys in batches: the node's limits, and what must hold across them."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from kvstore.checksum import key_seed
+from kvstore.config import GET_PIECES_MAX
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Namespace
+from kvstore.link import Link
+from kvstore.pb import kvstore_pb2 as pb
+
+
+def look_up(
+    link: Link, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool, deadline: Deadline
+) -> list[bool]:
+    """Presence per key. Several batches go tail first: touching must end with the head, and after a
+    transfer in batches this puts the whole chain's order right."""
+    found: list[list[bool]] = []
+    step = link.limits.batch_keys_max
+    for start in reversed(range(0, len(prefix_hashes), step)):
+        hashes = prefix_hashes[start : start + step]
+        request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
+        found.append(link.wire.call("lookup", request, deadline).present[:])
+    return list(itertools.chain.from_iterable(reversed(found)))
+
+
+def leading(present: Sequence[bool]) -> int:
+    """Length of the leading run of True."""
+    return present.index(False) if False in present else len(present)
+
+
+def key_seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]:
+    return [key_seed(namespace.digest, prefix_hash) for prefix_hash in prefix_hashes]
+
+
+def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iterator[slice]:
+    """Slices of a batch that keep the limits on keys, bytes and pieces; the latter two are per key."""
+    step = batch_pages_max(nbytes, limits, pieces)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
+    """Pages in one batch, of each of which `nbytes` bytes in so many pieces are moved."""
+    return max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
+
+
+def check_lengths(prefix_hashes: Sequence[bytes], views: Sequence[memoryview]) -> None:
+    if len(prefix_hashes) != len(views):
+        raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(views)} buffers")

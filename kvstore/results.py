@@ -1,0 +1,53 @@
+"""What the client's calls take and return, apart from pages."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvstore.pb import kvstore_pb2 as pb
+
+
+class PutOutcome(enum.Enum):
+    """What became of one page of a put."""
+
+    STORED = pb.WRITE
+    EXISTS = pb.EXISTS  # was there already; counts as a use
+    BUSY = pb.BUSY  # another writer is just storing it
+    FULL = pb.FULL  # the node has no space it may free
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """`prefix_pages`: leading keys that are stored. `present`: one bool per key."""
+
+    prefix_pages: int
+    present: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How long and how well the pages of a put are kept. `ttl_s`: seconds after which new pages are
+    forgotten for certain, 0: whenever space runs out. `durable`: the put returns when they survive
+    `kill -9` and power loss; needs a node with a data directory."""
+
+    ttl_s: float = 0.0
+    durable: bool = False
+
+
+KEEP_WHILE_SPACE = Keep()
+
+
+class VerifyResult(NamedTuple):
+    """Pages whose copy at the node is good, was bad and is gone now, or is not there."""
+
+    intact: int
+    dropped: int
+    absent: int
+
+
+class ClientStats(NamedTuple):
+    """Counts since the client was made."""
+
+    connects: int
+    failures: int
+    corrupt_pages: int

@@ -1,0 +1,302 @@
+"""The shared-memory wire against a node that answers wrongly, dies or comes back: an error of ours each
+time, never a byte outside the map, and never another node's memory."""
+
+import fcntl
+import gc
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, Namespace, ProtocolError, PutOutcome, Unavailable, opaque_layout
+from kvstore.arena_map import ArenaMap
+from kvstore.checksum import checksum
+from kvstore.deadline import Deadline
+from kvstore.node_process import NodeProcess
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.shm import ShmWire
+from kvstore.unix_sockets import DescriptorSocket
+
+ARENA = 1 << 20
+PAGE = 4096
+KEYS = [b"a" * 32, b"b" * 32]
+PUT = pb.PutRequest(namespace=b"n" * 16, prefix_hashes=KEYS, page_nbytes=PAGE)
+GET = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=KEYS)
+NAMESPACE = Namespace("shm", opaque_layout(PAGE))
+
+
+def arena_fd(nbytes: int = ARENA, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    fd = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+class UnixNode:
+    """Greets with this reply and this descriptor, then sends one answer per request."""
+
+    def __init__(self, path: str, hello: pb.HelloReply, fd: int | None, answers: list[pb.BulkReply]) -> None:
+        self.heard: list[str | None] = []
+        self._hello, self._fd, self._answers = hello, fd, answers
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            connection = DescriptorSocket(sock)
+            connection.arm(5.0)
+            try:
+                self._talk(connection)
+            except ConnectionError:
+                pass
+            finally:
+                connection.close()
+
+    def _talk(self, connection: DescriptorSocket) -> None:
+        _, _, pidfd = connection.recv_frame_with(1 << 20)
+        assert pidfd is not None
+        os.close(pidfd)
+        header = pb.BulkReply(hello=self._hello).SerializeToString()
+        if self._fd is None:
+            connection.send_frame(header)
+        else:
+            connection.send_frame_with(self._fd, header)
+        while True:
+            request = pb.BulkRequest.FromString(connection.recv_frame(1 << 20)[0])
+            self.heard.append(request.WhichOneof("op"))
+            if self.heard[-1] != "release":
+                connection.send_frame(self._answers.pop(0).SerializeToString())
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+HELLO = pb.HelloReply(protocol_version=1, instance_id=b"fakenode", arena_nbytes=ARENA)
+NO_FD = -1
+
+
+@pytest.fixture
+def unix_node() -> Iterator[Callable[..., tuple[UnixNode, ShmWire]]]:
+    """A fake node on a Unix socket, and a wire to it."""
+    made: list[tuple[UnixNode, ShmWire]] = []
+    with tempfile.TemporaryDirectory() as directory:
+
+        def make(*answers: pb.BulkReply, hello: pb.HelloReply = HELLO, fd: int = 0) -> tuple[UnixNode, ShmWire]:
+            path = f"{directory}/{len(made)}.sock"
+            node = UnixNode(path, hello, None if fd == NO_FD else fd or arena_fd(), list(answers))
+            made.append((node, ShmWire(path, b"fakenode", ClientConfig(timeout_s=2.0))))
+            return made[-1]
+
+        yield make
+        for node, wire in made:
+            wire.close()
+            node.close()
+
+
+@pytest.mark.parametrize(
+    ("make_fd", "said"),
+    [
+        (lambda: arena_fd(ARENA // 2), f"an arena of {ARENA // 2} bytes and said that it has {ARENA}"),
+        (lambda: arena_fd(ARENA * 2), f"an arena of {ARENA * 2} bytes"),
+        (lambda: arena_fd(seals=fcntl.F_SEAL_GROW), "could shrink"),
+        (lambda: os.open("/dev/zero", os.O_RDWR), "an arena of 0 bytes"),
+        (lambda: NO_FD, "passed no arena"),
+    ],
+)
+def test_an_arena_that_is_not_what_was_said_is_not_mapped(
+    unix_node: Any, make_fd: Callable[[], int], said: str
+) -> None:
+    _, wire = unix_node(fd=make_fd())
+    with pytest.raises(ProtocolError, match=said):
+        wire.connect(Deadline(5))
+
+
+def test_a_file_that_can_not_be_sealed_is_no_arena() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(ARENA)
+        with pytest.raises(ProtocolError, match="no arena"):
+            ArenaMap(file.fileno(), ARENA)
+
+
+WRITE, EXISTS = pb.WRITE, pb.EXISTS
+WRONG: dict[str, tuple[str, pb.BulkReply]] = {
+    "a slot that ends behind the arena": (
+        "put",
+        pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, EXISTS], offsets=[ARENA - PAGE + 1])),
+    ),
+    "a slot at 2^64-1": ("put", pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, EXISTS], offsets=[(1 << 64) - 1]))),
+    "no slot for a WRITE": ("put", pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, WRITE], offsets=[0]))),
+    "one verdict for two": ("put", pb.BulkReply(put=pb.PutReply(verdicts=[WRITE], offsets=[0]))),
+    "a hit outside the arena": (
+        "get",
+        pb.BulkReply(get=pb.GetReply(hits=[True, False], checksums=[b"c" * 16], offsets=[ARENA])),
+    ),
+    "a hit without a slot": ("get", pb.BulkReply(get=pb.GetReply(hits=[True, False], checksums=[b"c" * 16]))),
+    "a hit without a checksum": ("get", pb.BulkReply(get=pb.GetReply(hits=[True, False], offsets=[0]))),
+    "one hit for two": ("get", pb.BulkReply(get=pb.GetReply(hits=[False]))),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: Any, what: str) -> None:
+    op, answer = WRONG[what]
+    node, wire = unix_node(answer)
+    pages = [memoryview(bytearray(b"1" * PAGE)) for _ in KEYS]
+    call, request = (wire.put, PUT) if op == "put" else (wire.get, GET)
+    with pytest.raises(ProtocolError):
+        call(request, pages, [0, 1], Deadline(2))
+    while "release" not in node.heard:
+        threading.Event().wait(0.005)
+    assert wire.arena.memory == bytes(ARENA)
+
+
+def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> None:
+    page, other = os.urandom(PAGE), os.urandom(PAGE)
+    good = [checksum(page, 0), checksum(other, 1)]
+    node, wire = unix_node(
+        pb.BulkReply(put=pb.PutReply(verdicts=[WRITE, WRITE], offsets=[PAGE, 3 * PAGE])),
+        pb.BulkReply(commit=pb.CommitReply(stored=2)),
+        pb.BulkReply(get=pb.GetReply(hits=[True, True], checksums=[good[0], good[0]], offsets=[PAGE, 3 * PAGE])),
+    )
+    assert wire.put(PUT, [memoryview(page), memoryview(other)], [0, 1], Deadline(5)) == [WRITE, WRITE]
+    assert wire.arena.memory[: 5 * PAGE] == bytes(PAGE) + page + bytes(PAGE) + other + bytes(PAGE)
+    buffers = [bytearray(PAGE), bytearray(PAGE)]
+    assert wire.get(GET, list(map(memoryview, buffers)), [0, 1], Deadline(5)) == ([True, False], [1])
+    assert buffers[0] == page
+    while node.heard != ["put", "commit", "get", "release"]:
+        threading.Event().wait(0.005)
+
+
+def test_another_nodes_socket_is_left_alone(fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As on every host of a cluster that has a node of its own at the default path. Nothing is wrong, so
+    nothing is said, and nothing is tried again and again."""
+    other, wire = unix_node(hello=pb.HelloReply(protocol_version=1, instance_id=b"another!", arena_nbytes=ARENA))
+    fake_node.shm_socket = wire._path
+    refused = pytest.raises(Unavailable, match="another node's")
+    with Client(ClientConfig(address=fake_node.address, wire="shm")) as client, refused:
+        client.open(NAMESPACE)
+    settings = ClientConfig(address=fake_node.address, connect_timeout_s=1.0)
+    with Client(settings) as client, caplog.at_level(logging.INFO):
+        client.open(NAMESPACE)
+        assert client.wire_name == "grpc"
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["using gRPC"]
+    assert other.heard == []
+
+
+def test_a_socket_that_is_here_and_fails_is_warned_of(
+    fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, wire = unix_node(fd=arena_fd(ARENA // 2))
+    fake_node.shm_socket = wire._path
+    with Client(ClientConfig(address=fake_node.address)) as client, caplog.at_level(logging.WARNING):
+        client.open(NAMESPACE)
+        assert client.wire_name == "grpc"
+    assert any("no shared memory, which is slower" in record.getMessage() for record in caplog.records)
+
+
+# ---- nodes that go and come --------------------------------------------------------------
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., NodeProcess]]:
+    nodes: list[NodeProcess] = []
+
+    def run(port: int = 0) -> NodeProcess:
+        flags = ("--port", str(port)) if port else ()
+        nodes.append(NodeProcess("--ram-bytes", "16MiB", "--extent-bytes", "1MiB", "--drain-s", "0.2", *flags))
+        return nodes[-1]
+
+    yield run
+    for node in nodes:
+        if node.running:
+            node.kill()
+
+
+def store(client: Client, content: bytes) -> None:
+    assert client.put(NAMESPACE, KEYS[:1], [content]) == [PutOutcome.STORED]
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_node_that_comes_back_is_mapped_anew(start: Callable[..., NodeProcess], how: str) -> None:
+    """Killed, it leaves its socket's file behind; the new one takes the place. Who still reads the old
+    map reads what was there."""
+    node = start()
+    port = int(node.address.rpartition(":")[2])
+    with Client(ClientConfig(address=node.address, wire="shm", backoff_s_max=0.01)) as client:
+        store(client, b"1" * PAGE)
+        with client.open_get(NAMESPACE, KEYS[:1]) as held:
+            old = held.arena
+            getattr(node, how)()
+            assert held.pages[0] == b"1" * PAGE
+            with pytest.raises(Unavailable):
+                client.lookup(NAMESPACE, KEYS)
+            start(port)
+            end = Deadline(10.0)
+            while client.wire_name == "none" or client.stats.connects < 2:
+                end.remaining()
+                try:
+                    assert client.lookup(NAMESPACE, KEYS).prefix_pages == 0
+                except Unavailable:
+                    threading.Event().wait(0.02)
+            store(client, b"2" * PAGE)
+            assert held.pages[0] == b"1" * PAGE
+        with client.open_get(NAMESPACE, KEYS[:1]) as held:
+            assert held.pages[0] == b"2" * PAGE
+            assert held.arena is not old
+
+
+def test_a_commit_to_a_node_that_died_is_unavailable(start: Callable[..., NodeProcess]) -> None:
+    node = start()
+    with Client(ClientConfig(address=node.address, wire="shm")) as client:
+        dead = pytest.raises(Unavailable)
+        with dead, client.open_put(NAMESPACE, KEYS) as slots:
+            node.kill()
+            for view in slots.pages:
+                view[:] = b"3" * PAGE  # the memory is there for as long as it is mapped
+            slots.commit([b"c" * 16] * 2)
+        with pytest.raises(Unavailable):
+            client.put(NAMESPACE, KEYS, [bytes(PAGE)] * 2)
+
+
+def maps_of_arenas() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("memfd:kvstore-arena" in line for line in file)
+
+
+def test_a_closed_clients_map_goes_with_its_last_view(start: Callable[..., NodeProcess]) -> None:
+    gc.collect()
+    before = maps_of_arenas()
+    node = start()
+    client = Client(ClientConfig(address=node.address, wire="shm"))
+    store(client, b"4" * PAGE)
+    with client.open_get(NAMESPACE, KEYS[:1]) as held:
+        view = held.pages[0][:10]
+        client.close()
+        assert bytes(view) == b"4" * 10
+        assert maps_of_arenas() == before + 1
+    del held, client
+    while maps_of_arenas() != before + 1:  # the populating thread may still be at it
+        threading.Event().wait(0.005)
+    assert bytes(view) == b"4" * 10
+    del view
+    gc.collect()
+    end = Deadline(5.0)
+    while maps_of_arenas() != before:
+        end.remaining()
+        threading.Event().wait(0.005)

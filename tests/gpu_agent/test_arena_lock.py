@@ -1,0 +1,92 @@
+"""The node's memory is page-locked in the background, and let go when the node has another."""
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpu_agent.kernels.arena_lock import ArenaLock, address_of
+from gpu_agent.kernels.simulated import SimulatedDevice
+from gpu_agent.kernels.staged import StagedTransfer
+from kvstore.errors import ConfigError
+
+
+def memory() -> memoryview:
+    return memoryview(mmap.mmap(-1, 8192))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("waited in vain")
+
+
+def test_use_returns_at_once_and_says_when_it_is_done() -> None:
+    gate = threading.Event()
+
+    class Slow(SimulatedDevice):
+        def register(self, address: int, nbytes: int) -> None:
+            assert gate.wait(20.0)
+            super().register(address, nbytes)
+
+    device, arena = Slow(1), memory()
+    transfer = StagedTransfer(device)
+    assert not transfer.host_memory(arena)
+    assert not transfer.host_memory(arena)
+    gate.set()
+    wait_until(lambda: transfer.host_memory(arena))
+    assert device.registered == [(address_of(arena), 8192)]
+
+
+def test_another_arena_replaces_the_first_when_no_copy_is_under_way() -> None:
+    device = SimulatedDevice(2)
+    idle: list[list[tuple[int, int]]] = []
+
+    @contextlib.contextmanager
+    def note() -> Iterator[None]:
+        idle.append(list(device.registered))
+        yield
+        idle.append(list(device.registered))
+
+    lock, first, second = ArenaLock(device, note), memory(), memory()
+    wait_until(lambda: lock.use(first))
+    wait_until(lambda: lock.use(second))
+    assert idle == [[(address_of(first), 8192)], []], "unlocked within idle, and nothing else"
+    assert device.registered == [(address_of(second), 8192)]
+    assert not lock.use(first)
+    wait_until(lambda: lock.use(first))
+
+
+def test_the_old_arena_is_kept_while_a_job_runs() -> None:
+    device = SimulatedDevice(3)
+    transfer, first, second = StagedTransfer(device), memory(), memory()
+    wait_until(lambda: transfer.host_memory(first))
+    ticket = transfer._in._tickets.get()  # as a job does
+    transfer.host_memory(second)
+    threading.Event().wait(0.1)
+    assert device.registered == [(address_of(first), 8192)]
+    transfer._in._tickets.put(ticket)
+    wait_until(lambda: transfer.host_memory(second))
+    assert device.registered == [(address_of(second), 8192)]
+
+
+def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(SimulatedDevice):
+        asked = 0
+
+        def register(self, address: int, nbytes: int) -> None:
+            self.asked += 1
+            raise ConfigError("over the limit of locked memory")
+
+    device, arena = Refusing(4), memory()
+    transfer = StagedTransfer(device)
+    transfer.host_memory(arena)
+    wait_until(lambda: "over the limit" in caplog.text)
+    for _ in range(5):
+        assert not transfer.host_memory(arena)
+        threading.Event().wait(0.01)
+    assert device.asked == 1

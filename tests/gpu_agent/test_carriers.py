@@ -1,0 +1,162 @@
+"""Pages that travel straight between an engine's slots and the node's mapped memory."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_agent.carriers
+from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
+from kvstore import Client, ClientConfig, Namespace, prefix_hashes
+from kvstore.node_process import NodeProcess
+
+WAIT_S = 20.0
+PAGES = 6
+SOURCE, TARGET = torch.arange(48), torch.arange(48, 96)
+
+
+@pytest.fixture
+def client(shared_node: NodeProcess) -> Iterator[Client]:
+    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace(token_pool: KVPool) -> Namespace:
+    return Namespace(model=f"carriers-test-{uuid.uuid4()}", layout=token_pool.layout)
+
+
+@pytest.fixture
+def agent(client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[Agent]:
+    with Agent(client, namespace, token_pool, AgentConfig(workers=2, staging_nbytes=4096)) as agent:
+        yield agent
+        assert agent.check() == []
+
+
+def hashes(count: int = PAGES) -> list[bytes]:
+    return prefix_hashes(list(range(8 * count)), 8)
+
+
+def pages_at(pool: KVPool, units: torch.Tensor) -> torch.Tensor:
+    count = len(units) // pool.layout.page_tokens
+    pages = torch.empty((count, pool.layout.page_nbytes), dtype=torch.uint8)
+    TorchTransfer().gather(pool, pool.unit_table(units, count), list(pages), None)
+    return pages
+
+
+def save(agent: Agent) -> None:
+    result = agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    assert (result.stored, result.reason) == (PAGES, None)
+
+
+def damage(client: Client, namespace: Namespace, page: int) -> None:
+    """As a broken DIMM would: the node's own memory changes behind its back."""
+    with client.open_get(namespace, hashes()) as slots:
+        offset = slots.offsets[page] + 3
+        slots.arena.memory[offset] ^= 1
+
+
+def test_pages_travel_without_a_buffer(
+    agent: Agent, client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a copy through a buffer")
+
+    monkeypatch.setattr(client, "put", refuse)
+    monkeypatch.setattr(client, "get", refuse)
+    save(agent)
+    loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
+    assert (loaded.pages, loaded.error) == (PAGES, None)
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
+
+
+@pytest.mark.parametrize("group_nbytes", [1, 3000, 1 << 20])
+def test_what_is_stored_in_place_is_what_other_wires_read(
+    agent: Agent,
+    shared_node: NodeProcess,
+    namespace: Namespace,
+    token_pool: KVPool,
+    monkeypatch: pytest.MonkeyPatch,
+    group_nbytes: int,
+) -> None:
+    """Byte for byte and with the same checksums, however many pages one thread hashes."""
+    monkeypatch.setattr(gpu_agent.carriers, "HASHED_NBYTES_MIN", group_nbytes)
+    monkeypatch.setattr(gpu_agent.carriers, "HASHED_TASKS", 1 << 20)
+    save(agent)
+    pages = torch.empty((PAGES, namespace.layout.page_nbytes), dtype=torch.uint8)
+    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+        assert other.get(namespace, hashes(), list(pages)) == [True] * PAGES
+    assert torch.equal(pages, pages_at(token_pool, SOURCE))
+
+
+@pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
+    agent: Agent, client: Client, namespace: Namespace, token_pool: KVPool, bad: int, by_layer: bool
+) -> None:
+    save(agent)
+    before, expected = pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE)
+    damage(client, namespace, bad)
+    layers: list[int] = []
+    placed = (lambda layer, event: layers.append(layer)) if by_layer else None
+    loaded = agent.load(hashes(), TARGET, placed=placed).done.result(WAIT_S)
+    assert (loaded.pages, loaded.error) == (bad, None)
+    found = pages_at(token_pool, TARGET)
+    assert torch.equal(found[:bad], expected[:bad])
+    assert torch.equal(found[bad:], before[bad:]), "slots behind the damaged page are untouched"
+    assert client.lookup(namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
+
+
+def test_layers_are_told_in_order_when_they_are_in_place(agent: Agent, token_pool: KVPool) -> None:
+    save(agent)
+    layers: list[tuple[int, Any]] = []
+    loaded = agent.load(hashes(), TARGET, placed=lambda *told: layers.append(told)).done.result(WAIT_S)
+    assert loaded.pages == PAGES
+    assert layers == [(layer, None) for layer in token_pool.layout.layers]
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
+
+
+@pytest.mark.parametrize("move", ["gather", "scatter"])
+def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
+    client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    class Broken(TorchTransfer):
+        broken = False
+
+        def gather(self, *arguments: Any, **named: Any) -> None:
+            super().gather(*arguments, **named)  # the hashes are under way
+            if self.broken and move == "gather":
+                raise RuntimeError("illegal memory access")
+
+        def scatter(self, *arguments: Any, **named: Any) -> None:
+            if self.broken and move == "scatter":
+                raise RuntimeError("illegal memory access")
+            super().scatter(*arguments, **named)
+
+    transfer = Broken()
+    with Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+        if move == "scatter":
+            save(agent)
+        transfer.broken = True
+        job = agent.save(hashes(), SOURCE) if move == "gather" else agent.load(hashes(), TARGET)
+        result = job.done.result(WAIT_S)
+        assert "illegal memory access" in str(getattr(result, "reason", None) or getattr(result, "error", None))
+        ram = client.node_status().ram
+        assert (ram.writing_count, ram.held_count) == (0, 0)
+        transfer.broken = False
+        assert agent.save(hashes(), SOURCE).done.result(WAIT_S).dropped == 0
+        assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
+
+
+def test_a_chain_longer_than_a_batch_travels_in_several(
+    agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
+    save(agent)
+    layers: list[int] = []
+    loaded = agent.load(hashes(), TARGET, 3, placed=lambda layer, _: layers.append(layer)).done.result(WAIT_S)
+    assert loaded.pages == PAGES
+    assert layers == list(token_pool.layout.layers), "told once, with the last batch"
+    assert torch.equal(pages_at(token_pool, TARGET[8:]), pages_at(token_pool, SOURCE[8:]))

@@ -1,0 +1,349 @@
+"""Unix connections that break the rules, and the file of the socket: one clear error or a closed
+connection, nobody else notices, and no slot, hold, session or descriptor is left."""
+
+import array
+import os
+import pathlib
+import random
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import ConfigError, Unavailable
+from kvstore.frames import pack_fixed
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.unix_sockets import DescriptorSocket
+from node.config import NodeConfig
+from node.server import Node
+
+UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED.value[0]
+HELLO = pb.BulkRequest(hello=pb.HelloRequest(protocol_version=1)).SerializeToString()
+
+
+class Raw(DescriptorSocket):
+    """A connection to the Unix socket that sends whatever it is told to."""
+
+    def __init__(self, node: Node) -> None:
+        assert node.shm is not None
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(node.shm.path)
+        super().__init__(self.sock)
+        self.arm(5.0)
+
+    def greet(self) -> pb.HelloReply:
+        """Says hello as it should be and takes, and closes, the arena."""
+        pidfd = os.pidfd_open(os.getpid())
+        self.send_frame_with(pidfd, HELLO)
+        os.close(pidfd)
+        header, _, fd = self.recv_frame_with(1 << 20)
+        assert fd is not None
+        os.close(fd)
+        return pb.BulkReply.FromString(header).hello
+
+    def tell(self, **op: Any) -> None:
+        self.send_frame(pb.BulkRequest(**op).SerializeToString())
+
+    def reply(self) -> pb.BulkReply:
+        return pb.BulkReply.FromString(self.recv_frame(1 << 22)[0])
+
+    def ask(self, **op: Any) -> pb.BulkReply:
+        self.tell(**op)
+        return self.reply()
+
+    def ending(self) -> pb.Error:
+        """The error that the node says before it closes the connection."""
+        reply = self.reply()
+        assert reply.WhichOneof("op") == "error", reply
+        with pytest.raises(ConnectionError):
+            self.reply()
+        return reply.error
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[[Node], Raw]]:
+    connections: list[Raw] = []
+
+    def to(node: Node) -> Raw:
+        connections.append(Raw(node))
+        return connections[-1]
+
+    yield to
+    for connection in connections:
+        connection.close()
+
+
+@pytest.fixture
+def pages(request: pytest.FixtureRequest, node: Node, make_pages: Any, connect: Any) -> Any:
+    """Pages 0 to 3 are stored."""
+    pages = make_pages(request.node.name)
+    client = connect(node, "bulk")
+    pages.put(client, pages.keys(0, 1, 2, 3))
+    client.close()
+    return pages
+
+
+def put_of(pages: Any, *numbers: int) -> pb.PutRequest:
+    keys = pages.keys(*numbers)
+    return pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+
+
+def get_of(pages: Any, *numbers: int) -> pb.GetRequest:
+    return pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
+
+
+def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Any, settle: Any) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        foreign = os.pidfd_open(other.pid)
+        plain = os.open("/dev/null", os.O_RDONLY)
+        for fd in (None, plain, foreign):
+            connection = raw(node)
+            if fd is None:
+                connection.send_frame(HELLO)
+            else:
+                connection.send_frame_with(fd, HELLO)
+            error = connection.ending()
+            assert (error.code, "must bring a pidfd" in error.message) == (UNIMPLEMENTED, True)
+        os.close(foreign)
+        os.close(plain)
+        other.kill()
+    settle(node)
+
+
+def test_descriptors_that_nobody_asked_for_are_not_kept(node: Node, raw: Any, settle: Any) -> None:
+    connection = raw(node)
+    pidfd = os.pidfd_open(os.getpid())
+    many = array.array("i", [pidfd] * 100)
+    frame = pack_fixed(len(HELLO), 0) + HELLO
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)]
+    connection.sock.sendmsg([frame], rights)
+    header, _, fd = connection.recv_frame_with(1 << 20)
+    assert pb.BulkReply.FromString(header).hello.arena_nbytes == node.arena.nbytes
+    before = len(os.listdir("/proc/self/fd"))  # with the connection, one pidfd at the node, the arena here
+    assert before < 100
+    for _ in range(10):
+        connection.sock.sendmsg([pack_fixed(len(HELLO), 0) + HELLO], rights)
+        assert connection.reply().hello.version
+    assert len(os.listdir("/proc/self/fd")) <= before
+    os.close(fd)
+    os.close(pidfd)
+    connection.close()
+    settle(node)
+
+
+OUT_OF_ORDER = """
+import os, socket, sys
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.unix_sockets import DescriptorSocket
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+connection = DescriptorSocket(sock)
+connection.arm(5.0)
+connection.send_frame_with(os.pidfd_open(os.getpid()), pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString())
+connection.recv_frame_with(1 << 20)
+for request in sys.argv[2:]:
+    connection.send_frame(bytes.fromhex(request))
+    reply = pb.BulkReply.FromString(connection.recv_frame(1 << 20)[0])
+print(reply.error.code, reply.error.message, flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wrong"),
+    [("put", "put", "a put before the one before it"), ("get", "get", "a get before the one before it")]
+    + [(op, "commit", "a commit without a put") for op in ("get", "lookup")],
+)
+def test_one_put_and_one_get_at_a_time(
+    node: Node, pages: Any, settle: Any, first: str, second: str, wrong: str
+) -> None:
+    """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he lives."""
+    lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
+    requests = {"put": put_of(pages, 10), "get": get_of(pages, 1), "lookup": lookup, "commit": pb.CommitRequest()}
+    words = [pb.BulkRequest(**{op: requests[op]}).SerializeToString().hex() for op in (first, second)]
+    assert node.shm is not None
+    command = [sys.executable, "-c", OUT_OF_ORDER, node.shm.path, *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        code, _, message = process.stdout.readline().partition(" ")
+        assert (int(code), wrong in message) == (UNIMPLEMENTED, True)
+        while first != "lookup" and not node.shm.status().orphan_page_count:
+            threading.Event().wait(0.005)
+        assert node.tier.held_count + node.tier.writing_count == (first != "lookup")
+        process.kill()
+    settle(node)
+
+
+def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(node: Node, raw: Any, pages: Any, settle: Any) -> None:
+    connection = raw(node)
+    connection.greet()
+    connection.tell(release=pb.ReleaseRequest())
+    assert not any(connection.ask(get=get_of(pages, 50, 51)).get.hits)
+    assert list(connection.ask(put=put_of(pages, 1, 2)).put.offsets) == []
+    assert list(connection.ask(get=get_of(pages, 1, 50)).get.hits) == [True, False]
+    connection.tell(release=pb.ReleaseRequest())
+    assert list(connection.ask(get=get_of(pages, 1, 2)).get.hits) == [True, True]
+    connection.tell(release=pb.ReleaseRequest())
+    connection.close()
+    settle(node)
+
+
+def test_a_release_that_is_the_last_word_is_heard(node: Node, raw: Any, pages: Any, settle: Any) -> None:
+    """As of a client whose deadline passed: it reads no answer any more."""
+    for request in ({"get": get_of(pages, 1, 2)}, {"put": put_of(pages, 20, 21)}):
+        connection = raw(node)
+        connection.greet()
+        connection.tell(**request)
+        connection.tell(release=pb.ReleaseRequest())
+        connection.close()
+        settle(node)
+
+
+def test_random_bytes_are_answered_with_an_error_or_the_end(
+    node: Node, raw: Any, pages: Any, settle: Any, seed: int, bystander: Any
+) -> None:
+    chance = random.Random(seed)
+    with bystander(node):
+        for _ in range(60):
+            connection = raw(node)
+            if chance.random() < 0.7:
+                connection.greet()
+            data = chance.randbytes(chance.randrange(1, 64))
+            try:
+                connection.send(
+                    pack_fixed(len(data), chance.choice([0, 0, 7])) + data if chance.random() < 0.6 else data
+                )
+                connection.sock.shutdown(socket.SHUT_WR)
+                while connection.sock.recv(1 << 16):
+                    pass
+            except ConnectionError:
+                pass
+            connection.close()
+    settle(node, sessions=None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_gets_an_error_that_says_so_even_if_he_finds_the_socket(
+    node: Node, settle: Any, make_pages: Any
+) -> None:
+    """The file's mode keeps him out; if somebody opened it, the node asks the kernel who he is."""
+    assert node.shm is not None
+    path = pathlib.Path(node.shm.path)
+    parents = [path.parent, path.parent.parent]
+    modes = [os.stat(parent).st_mode for parent in parents]
+    for parent in parents:
+        os.chmod(parent, 0o755)
+    script = f"""
+import os, socket
+from kvstore import ClientConfig, Unavailable
+from kvstore.deadline import Deadline
+from kvstore.shm import ShmWire
+from node.server import Node
+os.setuid(12345)
+wire = ShmWire({str(path)!r}, {node.service.instance_id!r}, ClientConfig(shm_dir={str(path.parent)!r}))
+try:
+    wire.connect(Deadline(5))
+except Unavailable as error:
+    print(error)
+"""
+    says = ["Permission denied", f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345"]
+    try:
+        for mode, said in zip((0o600, 0o666), says, strict=True):
+            os.chmod(path, mode)
+            done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+            assert said in done.stdout, done.stderr
+    finally:
+        os.chmod(path, 0o600)
+        for parent, mode in zip(parents, modes, strict=True):
+            os.chmod(parent, mode)
+    settle(node, sessions=None)
+
+
+# ---- the file ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_node() -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(**settings: Any) -> Node:
+        ports = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20}
+        nodes.append(Node(NodeConfig(**{**ports, "drain_s": 0.1, **settings})))
+        nodes[-1].start()
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.stop()
+
+
+def test_the_socket_is_its_owners_and_goes_with_the_node(runtime_dir: str, connect: Any) -> None:
+    node = Node(NodeConfig(host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, drain_s=0.1))
+    assert node.shm is not None
+    assert node.shm.path == f"{runtime_dir}/kvstore/{node.grpc.port}.sock"
+    assert stat.S_IMODE(os.stat(node.shm.path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(f"{runtime_dir}/kvstore").st_mode) == 0o700
+    node.start()
+    node.stop()
+    assert not os.path.exists(node.shm.path)
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
+    make_node: Any, runtime_dir: str, connect: Any, make_pages: Any
+) -> None:
+    path = f"{runtime_dir}/shared/node.sock"
+    os.mkdir(os.path.dirname(path))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    node = make_node(shm_socket=path)
+    client, pages = connect(node, "shm"), make_pages("stale")
+    pages.put(client, pages.keys(1))
+    with pytest.raises(ConfigError, match="another process listens on"):
+        make_node(shm_socket=path)
+    assert pages.get(client, pages.keys(1)) == [True]
+    moved = f"{runtime_dir}/moved"
+    os.rename(os.path.dirname(path), moved)  # as where the volume is mounted elsewhere
+    with pytest.raises(Unavailable, match="does not exist here"):
+        connect(node, "shm").node_status()
+    assert connect(node, "shm", shm_dir=moved).node_status().shm.socket == path
+    os.rename(moved, os.path.dirname(path))
+
+
+def test_a_path_that_can_not_be_ends_the_start(make_node: Any, runtime_dir: str) -> None:
+    plain = pathlib.Path(runtime_dir, "plain")
+    plain.write_text("not a socket")
+    for path, said in (
+        (str(plain), "is no socket"),
+        (f"{plain}/node.sock", "File exists"),
+        (f"/tmp/{'x' * 103}", "has 108 bytes; a Unix socket's path has at most 107"),
+        ("node.sock", "must be an absolute path"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_node(shm_socket=path)
+    assert plain.read_text() == "not a socket"
+
+
+@pytest.mark.parametrize("trouble", ["none", "writable by others", "too long", "not there"])
+def test_without_a_place_for_its_socket_a_node_serves_on(
+    make_node: Any, connect: Any, make_pages: Any, tmp_path: pathlib.Path, monkeypatch: Any, trouble: str
+) -> None:
+    settings = {"shm_socket": "none"} if trouble == "none" else {}
+    place = {"too long": tmp_path / ("x" * 100), "not there": tmp_path / "absent"}.get(trouble, tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    if trouble == "writable by others":
+        (tmp_path / "kvstore").mkdir()
+        (tmp_path / "kvstore").chmod(0o777)
+    node = make_node(**settings)
+    assert node.shm is None
+    client, pages = connect(node, "auto"), make_pages(trouble)
+    pages.put(client, pages.keys(1))
+    assert client.wire_name == "bulk"
+    assert not client.node_status().HasField("shm")
+    with pytest.raises(Unavailable, match="serves no shared memory"):
+        connect(node, "shm").node_status()

@@ -1,0 +1,209 @@
+"""The shared-memory wire of a node in this process: pages are written and read in its own arena."""
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome
+from kvstore.checksum import checksum, key_seed
+from kvstore.pb import kvstore_pb2 as pb
+from node.server import Node
+
+PAGE = 64 << 10
+
+
+@pytest.fixture
+def pages(request: pytest.FixtureRequest, make_pages: Any) -> Any:
+    return make_pages(request.node.name, PAGE)
+
+
+@pytest.fixture
+def client(node: Node, connect: Callable[..., Client], settle: Callable[..., None]) -> Iterator[Client]:
+    client = connect(node, "shm")
+    yield client
+    settle(node, sessions=None)
+
+
+def sums(pages: Any, keys: list[bytes]) -> list[bytes]:
+    return [checksum(pages.content(key), key_seed(pages.namespace.digest, key)) for key in keys]
+
+
+def fill(slots: Any, pages: Any, keys: list[bytes]) -> None:
+    for view, key in zip(slots.pages, keys, strict=True):
+        view[:] = pages.content(key)
+
+
+def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
+    node: Node, connect: Callable[..., Client], pages: Any
+) -> None:
+    client = connect(node, "auto")
+    assert (client.wire_name, client.maps_arena) == ("none", False)
+    assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
+    assert (client.wire_name, client.maps_arena) == ("shm", True)
+    assert client.batch_pages_max(pages.namespace) == client.node_status().limits.batch_nbytes_max // PAGE
+
+
+def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client: Client, pages: Any) -> None:
+    keys = pages.keys(1, 2, 3)
+    with client.open_put(pages.namespace, keys) as slots:
+        assert slots.verdicts == [pb.WRITE] * 3
+        fill(slots, pages, keys)
+        for offset, key in zip(slots.offsets, keys, strict=True):
+            assert node.arena.view(offset, PAGE) == pages.content(key)
+            assert slots.arena.memory[offset : offset + PAGE] == pages.content(key)
+        assert client.lookup(pages.namespace, keys).prefix_pages == 0
+        slots.commit(sums(pages, keys))
+    assert pages.get(client, keys) == [True] * 3
+    with client.open_get(pages.namespace, [*keys, *pages.keys(9)]) as held:
+        assert held.hits == [True, True, True, False]
+        assert [bytes(view) for view in held.pages] == [pages.content(key) for key in keys]
+        assert held.checksums == sums(pages, keys)
+        assert node.tier.held_count == 3
+        with pytest.raises(TypeError, match="read-only"):
+            held.pages[0][0] = 1
+
+
+def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(client: Client, pages: Any) -> None:
+    keys = pages.keys(1)
+    with client.open_put(pages.namespace, keys) as slots:
+        fill(slots, pages, keys)
+        slots.commit(sums(pages, keys))
+        with pytest.raises(ValueError, match="released"):
+            slots.pages[0][0] = 1
+        with pytest.raises(InvalidRequest, match="nothing to commit"):
+            slots.commit(sums(pages, keys))
+    with client.open_put(pages.namespace, pages.keys(2)) as slots:
+        pass
+    with client.open_get(pages.namespace, keys) as held:
+        pass
+    for view in (slots.pages[0], held.pages[0]):
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+
+
+def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Any) -> None:
+    keys = pages.keys(1)
+    with client.open_put(pages.namespace, keys) as slots:
+        fill(slots, pages, keys)
+        kept = pickle.PickleBuffer(slots.pages[0])
+        with pytest.raises(InvalidRequest, match="still in use"):
+            slots.commit(sums(pages, keys))
+        kept.release()
+    assert client.lookup(pages.namespace, keys).prefix_pages == 0
+    pages.put(client, keys)
+    with pytest.raises(InvalidRequest, match="still in use"), client.open_get(pages.namespace, keys) as held:
+        kept = pickle.PickleBuffer(held.pages[0])
+    kept.release()
+
+
+def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Any, settle: Any, node: Node) -> None:
+    with client.open_put(pages.namespace, pages.keys(1, 2)) as slots:
+        assert len(slots.pages) == 2
+        assert node.tier.writing_count == 2
+    settle(node, sessions=None)
+    with pytest.raises(OSError, match="of the caller"), client.open_put(pages.namespace, pages.keys(1, 2)):
+        raise OSError("of the caller")
+    settle(node, sessions=None)
+    assert client.lookup(pages.namespace, pages.keys(1, 2)).present == (False, False)
+    assert pages.put(client, pages.keys(1, 2)) == [PutOutcome.STORED] * 2
+    assert client.stats.connects == 1
+
+
+@pytest.mark.parametrize("wrong", [[], [b"c" * 16], [b"c" * 16] * 3, [b"c" * 15] * 2])
+def test_a_commit_with_wrong_checksums_stores_nothing(client: Client, pages: Any, wrong: list[bytes]) -> None:
+    keys = pages.keys(1, 2)
+    refused = pytest.raises(InvalidRequest, match="checksums for 2 written pages")
+    with refused, client.open_put(pages.namespace, keys) as slots:
+        slots.commit(wrong)
+    assert client.lookup(pages.namespace, keys).prefix_pages == 0
+    assert pages.put(client, keys) == [PutOutcome.STORED] * 2
+
+
+def test_contexts_nest_in_one_thread(client: Client, pages: Any, node: Node) -> None:
+    old, new = pages.keys(1, 2), pages.keys(3, 4)
+    pages.put(client, old)
+    with client.open_get(pages.namespace, old) as held, client.open_put(pages.namespace, [*old, *new]) as slots:
+        assert slots.verdicts == [pb.EXISTS, pb.EXISTS, pb.WRITE, pb.WRITE]
+        for source, target in zip(held.pages, slots.pages, strict=True):
+            target[:] = source
+        with client.open_put(pages.namespace, new) as third:
+            assert third.verdicts == [pb.BUSY, pb.BUSY]
+        seeds = [key_seed(pages.namespace.digest, key) for key in new]
+        slots.commit([checksum(view, seed) for view, seed in zip(held.pages, seeds, strict=True)])
+    with client.open_get(pages.namespace, new) as held:
+        assert [bytes(view) for view in held.pages] == [pages.content(key) for key in old]
+
+
+def test_contexts_take_turns_for_connections_and_give_up_in_time(
+    node: Node, connect: Callable[..., Client], pages: Any
+) -> None:
+    client = connect(node, "shm", connections_max=1)
+    pages.put(client, pages.keys(1))
+    with client.open_get(pages.namespace, pages.keys(1)), pytest.raises(Exhausted, match="connections_max"):
+        client.lookup(pages.namespace, pages.keys(1), timeout_s=0.05)
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
+def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
+    start_node: Callable[..., Node], connect: Callable[..., Client], make_pages: Any
+) -> None:
+    node = start_node(stall_s=0.1, ram_nbytes=4 << 20)
+    client, pages, others = connect(node, "shm"), make_pages("held", PAGE), make_pages("others", PAGE)
+    keys = pages.keys(*range(8))
+    pages.put(client, keys)
+    with client.open_get(pages.namespace, keys) as held:
+        client.remove(pages.namespace, keys)
+        for number in range(0, 128, 8):  # twice the arena
+            others.put(client, others.keys(*range(number, number + 8)))
+        threading.Event().wait(0.3)
+        assert [bytes(view) for view in held.pages] == [pages.content(key) for key in keys]
+    assert pages.get(client, keys) == [False] * 8
+
+
+def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
+    client: Client, pages: Any, settle: Any, node: Node
+) -> None:
+    late = pytest.raises(DeadlineExceeded)
+    with late, client.open_put(pages.namespace, pages.keys(1), timeout_s=0.2) as slots:
+        threading.Event().wait(0.25)
+        slots.commit([b"c" * 16])
+    settle(node, sessions=None)
+    assert node.shm is not None
+    assert node.shm.status().orphan_count == 0
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_other_wires_map_nothing_and_say_so(node: Node, connect: Callable[..., Client], pages: Any, wire: str) -> None:
+    client = connect(node, wire)
+    for opened in (client.open_put, client.open_get):
+        refused = pytest.raises(InvalidRequest, match=f"the {wire} wire maps no memory")
+        with refused, opened(pages.namespace, pages.keys(1)):
+            raise AssertionError
+    assert not client.maps_arena
+
+
+def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: Any) -> None:
+    keys = pages.keys(1, 2)
+    pages.put(client, keys)
+    with client.open_get(pages.namespace, keys) as held:
+        offset = held.offsets[1]
+    node.arena.view(offset, PAGE)[100] ^= 1
+    buffers = [bytearray(30), bytearray(30)]
+    parts = [ByteRange(20, 10), ByteRange(PAGE - 20, 20)]
+    assert client.get_ranges(pages.namespace, keys[:1], parts, buffers[:1]) == [True]
+    content = pages.content(keys[0])
+    assert buffers[0] == content[20:30] + content[-20:]
+    assert pages.get(client, keys) == [True, False]
+    assert client.lookup(pages.namespace, keys).present == (True, False)
+    assert client.stats.corrupt_pages == 1
+
+
+def test_status_tells_socket_and_connections(node: Node, client: Client, pages: Any) -> None:
+    with client.open_put(pages.namespace, pages.keys(1)):
+        shm = client.node_status().shm
+    assert node.shm is not None
+    assert (shm.socket, shm.orphan_count, shm.orphan_page_count) == (node.shm.path, 0, 0)
+    assert shm.client_count >= 2
