@@ -17,7 +17,7 @@ from gpu_agent.kernels.cuda import CudaDevice
 from gpu_agent.kernels.device import Launch
 from gpu_agent.kernels.host_memory import HostMemory
 from gpu_agent.kernels.plan import Plan
-from gpu_agent.kernels.staged import DIRECT_NBYTES_MAX, StagedTransfer
+from gpu_agent.kernels.staged import StagedTransfer
 
 DIRECT_BLOCKS = 8
 HOST = HostMemory()  # the arenas of all works
@@ -108,13 +108,12 @@ class Strategy:
 class Staged(Strategy):
     name = "staged pipeline"
     jobs = 2  # the agent's workers
-    direct_nbytes_max = 0
 
     def prepare(self) -> None:
         self.device = TimedDevice(torch.device("cuda"))
         self.device.host = HOST
         self.device.restart()
-        self.transfer = StagedTransfer(self.device, direct_nbytes_max=self.direct_nbytes_max)
+        self.transfer = StagedTransfer(self.device)
         self.table = self.work.table(self.units)
 
     def gather(self) -> None:
@@ -136,13 +135,6 @@ class StagedLayerwise(Staged):
 
     def scatter(self) -> None:
         self.transfer.scatter(self.work.pool, self.table, self.work.pages, None, placed=lambda *_: None)
-
-
-class Tiny(Staged):
-    """What an agent's tiny load does."""
-
-    name = "direct kernel, as the agent loads"
-    direct_nbytes_max = DIRECT_NBYTES_MAX
 
 
 class TorchIndex(Strategy):
@@ -282,7 +274,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     Fragments,
     Direct,
 )
-TINY: tuple[type[Strategy], ...] = (Staged, Tiny, DirectFromHost)
+TINY: tuple[type[Strategy], ...] = (Staged, DirectFromHost)
 BACKGROUND: tuple[type[Strategy], ...] = (Staged, CopyPerPage, Direct)
 
 

@@ -15,7 +15,7 @@ from cupy.cuda import compiler, driver, runtime
 from gpu_agent.kernels.batch import BatchCopy
 from gpu_agent.kernels.device import Addresses, Launch
 from gpu_agent.kernels.host_memory import HostMemory
-from gpu_agent.kernels.staged import BUFFER_NBYTES, DIRECT_NBYTES_MAX, StagedTransfer
+from gpu_agent.kernels.staged import BUFFER_NBYTES, StagedTransfer
 from gpu_agent.transfer import Fence
 from kvstore.errors import ConfigError
 
@@ -24,7 +24,6 @@ SOURCE = Path(__file__).with_name("transfer.cu")
 COMPILER_OPTIONS = ("--std=c++17",)
 BLOCKS = 128  # fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
 BLOCKS_MAX = 1024
-_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 THREADS = 512  # the bound in transfer.cu
 WARPS = THREADS // 32
 
@@ -54,11 +53,6 @@ class CudaDevice:
             for kernel in self._kernels:  # CUDA loads a kernel at its first launch and may stop the GPU for it
                 CudaDevice.launch(self, kernel, Launch(), stream)
             stream.synchronize()
-
-    @property
-    def reads_locked_memory(self) -> bool:
-        """Whether kernels reach registered memory by its address in this process."""
-        return bool(runtime.deviceGetAttribute(_CAN_USE_HOST_POINTER, self.device.index))
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         return _active(self.device.index)
@@ -136,8 +130,7 @@ class CudaTransfer(StagedTransfer):
         self, device: torch.device | str = "cuda", buffer_nbytes: int = BUFFER_NBYTES, blocks: int = BLOCKS
     ) -> None:
         self.device = CudaDevice(torch.device(device), blocks)
-        direct_nbytes_max = DIRECT_NBYTES_MAX if self.device.reads_locked_memory else 0
-        super().__init__(self.device, buffer_nbytes, direct_nbytes_max)
+        super().__init__(self.device, buffer_nbytes)
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Makes mapped memory, such as a node's arena, usable at full speed: see `HostMemory.register`."""

@@ -23,7 +23,6 @@ from gpu_agent.pool import KVPool, PoolPlane
 from kvstore.errors import InvalidRequest
 from kvstore.layout import PageLayout
 
-PAGE_ALIGN_NBYTES = 16  # of a page's address, unless the words are chosen for less
 OUTER_MAX = 8  # a unit has at most eight dimensions
 WARP_THREADS = 32
 # Bytes of a word -> words that each thread of a warp has in flight; more would not fit its registers. The
@@ -120,7 +119,7 @@ class Plan:
     Raises InvalidRequest for a unit that is too large for the kernels' 32-bit quotients.
     """
 
-    def __init__(self, pool: KVPool, page_align: int = PAGE_ALIGN_NBYTES) -> None:
+    def __init__(self, pool: KVPool, page_align: int = 16) -> None:
         self.layout: PageLayout = pool.layout
         before, count = dict[str, int](), 0
         for name, space in pool.spaces.items():

@@ -17,8 +17,8 @@ import torch
 
 from gpu_agent.kernels.arena_lock import ArenaLock
 from gpu_agent.kernels.device import Addresses, Device, Launch
-from gpu_agent.kernels.pipeline import Half, Job, Pipeline
-from gpu_agent.kernels.plan import PAGE_ALIGN_NBYTES, TILE_NBYTES, Chunk, Plan
+from gpu_agent.kernels.pipeline import Job, Pipeline
+from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, check_pages
 from gpu_agent.units import UnitTable
@@ -28,9 +28,6 @@ from kvstore.errors import ConfigError, InvalidRequest
 # 32 MiB half a percent more, and slow other kernels by two percent more (H200).
 BUFFER_NBYTES = 16 << 20
 BUFFER_NBYTES_MIN = 4096
-# Loads up to this size are read from the pages by the kernel itself: it is back 40 to 60 us sooner than the
-# copy engine and a kernel (1 MiB, H200), and too short to hold up others.
-DIRECT_NBYTES_MAX = 2 << 20
 CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 
@@ -86,37 +83,6 @@ class _Move:
         )
         self._device.launch(self._kernel, launch, stream)
 
-    def is_direct(self, nbytes_max: int) -> bool:
-        """Whether the kernel may read all pages where they are: few bytes, page-locked, aligned to words."""
-        nbytes = len(self._pages) * self._tables.plan.layout.page_nbytes
-        return nbytes <= nbytes_max and self._locked and not any(page % PAGE_ALIGN_NBYTES for page in self._pages)
-
-    def page_table(self) -> torch.Tensor:
-        return torch.tensor(self._pages, dtype=torch.int64)
-
-    def direct(self, slots: Sequence[torch.Tensor]) -> Half:
-        """The kernel over a page table that stands behind `slots` in GPU memory."""
-        behind = sum(table.nbytes for table in slots)
-
-        def drain(chunk: Chunk, _: int, address: int, stream: Any) -> None:
-            tables, count = self._tables, len(self._pages)
-            launch = Launch(
-                tables.planes,
-                tables.tiles,
-                address,
-                address + behind,
-                0,
-                0,
-                chunk.span.tile_count,
-                0,
-                count,
-                count,
-                self._skip_tokens,
-            )
-            self._device.launch(self._kernel, launch, stream)
-
-        return drain
-
     def to_pages(self, chunk: Chunk, buffer: int, _: int, stream: Any) -> None:
         self._device.copy(self._parts(chunk), _rows(chunk, buffer), chunk.span.nbytes, stream, self._locked)
 
@@ -139,14 +105,11 @@ class StagedTransfer:
     Raises ConfigError if the memory can not be had.
     """
 
-    def __init__(
-        self, device: Device, buffer_nbytes: int = BUFFER_NBYTES, direct_nbytes_max: int = DIRECT_NBYTES_MAX
-    ) -> None:
+    def __init__(self, device: Device, buffer_nbytes: int = BUFFER_NBYTES) -> None:
         if buffer_nbytes < BUFFER_NBYTES_MIN:
             raise ConfigError(f"buffer_nbytes={buffer_nbytes} must be at least {BUFFER_NBYTES_MIN}")
         self._device = device
         self._buffer_nbytes = buffer_nbytes
-        self._direct_nbytes_max = direct_nbytes_max
         self._lock = threading.Lock()  # _tables
         self._tables: weakref.WeakKeyDictionary[KVPool, _Tables] = weakref.WeakKeyDictionary()
         with device.active():
@@ -199,17 +162,12 @@ class StagedTransfer:
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                move, slots = _Move(self._device, tables, pages, "scatter", skip_tokens), _slots(pool, units)
+                move = _Move(self._device, tables, pages, "scatter", skip_tokens)
+                cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
+                chunks = tables.chunks(cut, units.page_count)
                 queued = partial(self._place, placed) if placed else None
                 before = partial(_await, ready) if ready else None
-                if not placed and move.is_direct(self._direct_nbytes_max):
-                    whole = [Chunk(0, units.page_count, tables.plan.whole)]
-                    job = Job([*slots, move.page_table()], whole, _nothing, move.direct(slots), before)
-                else:
-                    cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
-                    chunks = tables.chunks(cut, units.page_count)
-                    job = Job(slots, chunks, move.to_buffer, move.kernel, before, queued=queued)
-                self._in.run(job)
+                self._in.run(Job(_slots(pool, units), chunks, move.to_buffer, move.kernel, before, queued=queued))
             elif placed:
                 for layer in pool.layout.layers:
                     placed(layer, None)
@@ -253,10 +211,6 @@ def _slots(pool: KVPool, units: UnitTable) -> list[torch.Tensor]:
 def _land(landed: Landed, page_nbytes: int, chunk: Chunk) -> None:
     if chunk.span.offset + chunk.span.nbytes == page_nbytes:
         landed(range(chunk.page_first, chunk.page_first + chunk.page_count))
-
-
-def _nothing(*_: object) -> None:
-    """The fill of a chunk that the kernel reads where it is."""
 
 
 def _await(ready: Ready, chunk: Chunk) -> None:

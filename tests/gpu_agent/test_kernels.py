@@ -236,7 +236,7 @@ def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
 def test_any_layout_moves_as_the_reference_moves_it(seed: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "FRAGMENT_NBYTES_MIN", (1, 2000, plans.FRAGMENT_NBYTES_MIN)[seed % 3])
     pool, other = random_pool(seed), random_pool(seed)
-    transfer = StagedTransfer(SimulatedDevice(seed, kernel), 4096, direct_nbytes_max=(seed % 2) << 20)
+    transfer = StagedTransfer(SimulatedDevice(seed, kernel), buffer_nbytes=4096)
     table, skip = pool.unit_table(random_units(pool, 5), 5), random.Random(seed).choice((0, 4, 12))
     nbytes = pool.layout.page_nbytes
     (whole, pages), (expected, wanted) = slab(5, nbytes), slab(5, nbytes)
@@ -279,7 +279,7 @@ def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
     pool = KVPool(layout, {("g", 0, "x"): torch.empty((slots, 1152), dtype=torch.uint8)})  # touched at a few places
     far = torch.tensor([slots - 1, 1_900_000, 3_800_000, 7])
     fresh = [torch.randint(0, 256, (4 * 1152,), dtype=torch.uint8)]
-    StagedTransfer(SimulatedDevice(0, kernel), direct_nbytes_max=0).scatter(pool, pool.unit_table(far, 1), fresh, None)
+    StagedTransfer(SimulatedDevice(0, kernel)).scatter(pool, pool.unit_table(far, 1), fresh, None)
     assert torch.equal(pool.planes[0].bits[far].view(-1), fresh[0])
     back = [torch.zeros(4 * 1152, dtype=torch.uint8)]
     StagedTransfer(SimulatedDevice(0, kernel)).gather(pool, pool.unit_table(far, 1), back, None)

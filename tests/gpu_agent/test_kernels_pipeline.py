@@ -40,7 +40,7 @@ def gathered_by_torch(pool: KVPool, units: torch.Tensor, count: int) -> torch.Te
 
 def test_whole_pages_travel_in_one_call_per_buffer(token_pool: KVPool) -> None:
     device = SimulatedDevice(0)
-    transfer = StagedTransfer(device, 8192, direct_nbytes_max=0)
+    transfer = StagedTransfer(device, buffer_nbytes=8192)
     _, pages = slab(12)
     transfer.gather(token_pool, token_pool.unit_table(torch.arange(96), 12), pages, None)
     assert (device.launches, device.copies) == (3, 3 + 1)  # 2 + 4 + 6 pages, and the indices
@@ -63,7 +63,7 @@ def test_a_transfer_refuses_what_it_can_not_serve(token_pool: KVPool) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPool) -> None:
     """Also when another job takes a lane's turn in between: a landing page starts one."""
-    transfer, units = StagedTransfer(SimulatedDevice(seed), 4096, direct_nbytes_max=0), torch.randint(0, 96, (30 * 8,))
+    transfer, units = StagedTransfer(SimulatedDevice(seed), buffer_nbytes=4096), torch.randint(0, 96, (30 * 8,))
     expected, (whole, pages) = gathered_by_torch(token_pool, units, 30), slab(30)
     free = False
 
@@ -88,10 +88,7 @@ def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPoo
 def test_a_layers_event_covers_both_lanes(seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks a layer; the next layer's travel while the engine reads this one."""
     monkeypatch.setattr(plans, "FRAGMENT_NBYTES_MIN", 1)
-    transfer, table = (
-        StagedTransfer(SimulatedDevice(seed), 4096, direct_nbytes_max=0),
-        token_pool.unit_table(torch.arange(96), 12),
-    )
+    transfer, table = StagedTransfer(SimulatedDevice(seed), 4096), token_pool.unit_table(torch.arange(96), 12)
     pages = list(torch.randint(0, 256, (12, 1024), dtype=torch.uint8))
     placed: list[int] = []
 
@@ -123,7 +120,7 @@ def test_jobs_of_many_chunks_in_several_threads(seed: int, token_pool: KVPool, m
     """More chunks than may be ahead, both directions and more jobs than tickets at once."""
     monkeypatch.setattr(pipeline, "CHUNKS_AHEAD", 5)
     count = 4 * 5 * 2 + 9  # four pages to a buffer of 4 KiB
-    transfer = StagedTransfer(SimulatedDevice(seed), 4096, direct_nbytes_max=0)
+    transfer = StagedTransfer(SimulatedDevice(seed), buffer_nbytes=4096)
     source, target = torch.randint(0, 48, (count * 8,)), torch.randint(48, 96, (8,))
     expected = gathered_by_torch(token_pool, source, count)
     wrong: list[object] = []
@@ -244,30 +241,3 @@ def test_a_buffer_has_one_owner_from_fill_to_drain() -> None:
     assert sum(map(len, halves.values())) == 2 * len(threads) * len(chunks)
     assert all(order == ["fill", "drain"] * (len(order) // 2) for order in halves.values())
     assert len(halves) == pipeline.LANES
-
-
-@pytest.mark.parametrize(
-    ("aligned", "locked", "count", "direct"),
-    [(True, True, 2, True), (False, True, 2, False), (True, False, 2, False), (True, True, 12, False)],
-)
-def test_a_tiny_load_is_read_by_the_kernel_where_it_is(
-    token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, aligned: bool, locked: bool, count: int, direct: bool
-) -> None:
-    """If it is small, page-locked and aligned: one upload of indices and addresses, one launch."""
-    device, nbytes = SimulatedDevice(7), token_pool.layout.page_nbytes
-    monkeypatch.setattr(device, "page_locked", lambda addresses, nbytes: locked)
-    transfer = StagedTransfer(device, direct_nbytes_max=8 * nbytes)
-    target = torch.randperm(96)[: 8 * count]
-    expected = gathered_by_torch(token_pool, target, count)[:, 30 : 30 + nbytes]
-    memory = torch.zeros(4096 * (count + 1), dtype=torch.uint8)
-    start = -memory.data_ptr() % 4096 + (0 if aligned else 2)
-    pages = [memory[start + 4096 * number :][:nbytes] for number in range(count)]
-    for page, row in zip(pages, expected, strict=True):
-        page.copy_(row)
-    for plane in token_pool.planes:
-        plane.bits[target] = 0
-    ready: list[int] = []
-    transfer.scatter(token_pool, token_pool.unit_table(target, count), pages, None, ready=ready.extend)
-    assert torch.equal(gathered_by_torch(token_pool, target, count)[:, 30 : 30 + nbytes], expected)
-    assert ready == list(range(count))
-    assert (device.copies == 1) is direct

@@ -205,23 +205,22 @@ def made(name: str) -> Transfer:
     """Buffers of 4 KiB: most jobs take several chunks. Another name is another order of the steps."""
     if name.startswith("torch"):
         return TorchTransfer()
-    direct_nbytes_max = (1 << 20) if name.startswith("direct") else 0
-    if name.endswith("on cuda"):
+    if name == "staged on cuda":
         cuda = pytest.importorskip("gpu_agent.kernels.cuda", reason="needs cupy")
-        return StagedTransfer(cuda.CudaDevice(torch.device("cuda")), 4096, direct_nbytes_max)
-    return StagedTransfer(SimulatedDevice(seed=len(name)), 4096, direct_nbytes_max)
+        return cuda.CudaTransfer(buffer_nbytes=4096)
+    return StagedTransfer(SimulatedDevice(seed=len(name)), buffer_nbytes=4096)
 
 
-@pytest.fixture(params=["torch", "staged", "staged again", "direct"])
+@pytest.fixture(params=["torch", "staged", "staged again"])
 def transfer(request: pytest.FixtureRequest) -> Transfer:
     """For pools in CPU memory."""
     return made(request.param)
 
 
-ON_CUDA = [pytest.param(f"{name} on cuda", marks=needs_gpu) for name in ("torch", "staged", "direct")]
+ON_CUDA = [pytest.param(f"{name} on cuda", marks=needs_gpu) for name in ("torch", "staged")]
 
 
-@pytest.fixture(params=["torch", "staged", "staged again", "direct", *ON_CUDA])
+@pytest.fixture(params=["torch", "staged", "staged again", *ON_CUDA])
 def mover(request: pytest.FixtureRequest) -> tuple[Transfer, str]:
     """A transfer, and the device of the pools that it is for."""
     return made(request.param), "cuda" if "cuda" in request.param else "cpu"
