@@ -1,6 +1,6 @@
 """The agent: `lookup`, `save` and `load` for one GPU's shard of the KV cache.
 
-    save:  lookup(touch) -> [gather a chunk of missing pages, store it] ... -> touch the chain
+    save:  what is missing? -> [gather a chunk of missing pages, store it] ... -> touch the chain
     load:  [fetch a chunk, checksums verified, scatter its leading hits] ... -> touch the chain
 
 How a chunk travels is `carriers.py`'s business: through the node's mapped memory or a buffer.
@@ -195,12 +195,12 @@ class Agent:
         stored = existing = 0
         reason = None
         try:
-            found = self._client.lookup(
-                self.namespace, job.prefix_hashes, touch=True, timeout_s=job.deadline.remaining()
-            )
-            missing = [page for page, present in enumerate(found.present) if not present]
-            existing = len(job.prefix_hashes) - len(missing)
+            self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
             carrier, step = self._carrier(buffer, job.deadline)
+            missing = list(range(len(job.prefix_hashes)))
+            if len(missing) > step or not carrier.asks_first:
+                missing = self._missing(job)
+            existing = len(job.prefix_hashes) - len(missing)
             chunks = [missing[i : i + step] for i in range(0, len(missing), step)]
             for chunk in chunks:
                 if self._saves.stopping.is_set():
@@ -221,6 +221,12 @@ class Agent:
             self._report(error)
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
+
+    def _missing(self, job: _Job) -> list[int]:
+        """Pages that are not stored. Those that are count as used."""
+        timeout_s = job.deadline.remaining()
+        found = self._client.lookup(self.namespace, job.prefix_hashes, touch=True, timeout_s=timeout_s)
+        return [page for page, present in enumerate(found.present) if not present]
 
     def _carrier(self, buffer: torch.Tensor, deadline: Deadline) -> tuple[Carrier, int]:
         """How pages travel now, and how many at a time."""

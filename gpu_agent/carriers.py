@@ -50,7 +50,12 @@ class Chunk:
 
 
 class Carrier(Protocol):
-    """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return."""
+    """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return.
+
+    `asks_first`: `save` asks the node before it gathers, so that nobody else need ask what is missing.
+    """
+
+    asks_first: bool
 
     def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         """`gathered` is called when the slots have been read; not if no page is wanted."""
@@ -61,6 +66,8 @@ class Carrier(Protocol):
 
 class BufferCarrier:
     """`buffer`: uint8 CPU tensor `[pages, page_nbytes]`, at least as many pages as a chunk has."""
+
+    asks_first = False
 
     def __init__(self, client: Client, transfer: Transfer, buffer: torch.Tensor) -> None:
         self._client = client
@@ -86,6 +93,8 @@ class BufferCarrier:
 class ArenaCarrier:
     """Needs a client that maps the node's arena. Pages are hashed by `hashers` beside the copies: a core
     hashes 10 to 25 GB/s of memory that it has not seen, a GPU's link moves 55."""
+
+    asks_first = True
 
     def __init__(self, client: Client, transfer: Transfer, hashers: concurrent.futures.Executor) -> None:
         self._client = client
