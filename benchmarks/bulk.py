@@ -18,20 +18,16 @@ Aim: put and get each at least 0.85 of the limit for pages of 1 MiB and above.
 import contextlib
 import functools
 import multiprocessing
-import os
-import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+from batch import Batch, NoChecksum, ours
 from measure import Report, Samples, median, parser, progress, redis_client, rounds, timed
 
-from kvstore import Client, Namespace, client_config
-from kvstore.checksum import CHECKSUM_NBYTES
-from kvstore.client import PutOutcome
-from kvstore.layout import opaque_layout
+from kvstore import Client, client_config
 from kvstore.node_process import NodeProcess
 
 PAGE_KIB = (256, 1024, 4096)
@@ -42,17 +38,6 @@ AIM = 0.85
 AIM_NBYTES_MIN = 1 << 20
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
 Contender = Callable[[], Samples]
-
-
-class Batch:
-    """The pages every contender sends, and the buffers they come back into."""
-
-    def __init__(self, page_nbytes: int) -> None:
-        self.page_nbytes = page_nbytes
-        self.pages = [os.urandom(page_nbytes) for _ in range(BATCH)]
-        self.buffers = [bytearray(page_nbytes) for _ in range(BATCH)]
-        self.hashes = [secrets.token_bytes(32) for _ in range(BATCH)]
-        self.namespace = Namespace(model="benchmark", layout=opaque_layout(page_nbytes))
 
 
 # ---- the limit ---------------------------------------------------------------------------
@@ -106,34 +91,6 @@ def limit(batch: Batch, flags: int = 0) -> Iterator[Contender]:
 
 
 # ---- ours and the rival ------------------------------------------------------------------
-
-
-class NoChecksum:
-    """Takes the place of a running checksum and costs next to nothing."""
-
-    def __init__(self, seed: int) -> None:
-        pass
-
-    def update(self, chunk: memoryview) -> None:
-        pass
-
-    def digest(self) -> bytes:
-        return bytes(CHECKSUM_NBYTES)
-
-
-def ours(client: Client, batch: Batch) -> Samples:
-    """One put and one get; the pages are removed after it, so that each put really writes."""
-
-    def put() -> None:
-        assert set(client.put(batch.namespace, batch.hashes, batch.pages)) == {PutOutcome.STORED}
-
-    def get() -> None:
-        assert all(client.get(batch.namespace, batch.hashes, batch.buffers))
-
-    try:
-        return {"put": [timed(put)], "get": [timed(get)]}
-    finally:
-        client.remove(batch.namespace, batch.hashes)
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
@@ -218,7 +175,7 @@ def main(argv: list[str]) -> None:
         redis = stack.enter_context(redis_client(report.notes))
         tick = stack.enter_context(progress(len(args.page_kib) * (args.rounds + WARMUPS)))
         for kib in args.page_kib:
-            report.rows += page_rows(clients, redis, Batch(kib << 10), args.rounds, tick)
+            report.rows += page_rows(clients, redis, Batch(kib << 10, BATCH), args.rounds, tick)
     report.show(args.json)
 
 

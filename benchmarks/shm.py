@@ -20,17 +20,15 @@ import contextlib
 import functools
 import mmap
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from batch import Batch, NoChecksum, ours
 from measure import Report, Samples, median, parser, percentile, progress, rounds, timed
 
-from kvstore import Client, Namespace, PutOutcome, client_config
-from kvstore.checksum import CHECKSUM_NBYTES
-from kvstore.layout import opaque_layout
+from kvstore import Client, client_config
 from kvstore.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
@@ -42,34 +40,6 @@ KEYS = 64
 CALLS = 50  # questions of one turn
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
 Contender = Callable[[], Samples]
-
-
-class Batch:
-    """The pages every contender stores, and the buffers they come back into."""
-
-    def __init__(self, page_nbytes: int, count: int) -> None:
-        self.page_nbytes = page_nbytes
-        self.pages = [os.urandom(page_nbytes) for _ in range(count)]
-        self.buffers = [bytearray(page_nbytes) for _ in range(count)]
-        self.hashes = [secrets.token_bytes(32) for _ in range(count)]
-        self.namespace = Namespace(model="benchmark", layout=opaque_layout(page_nbytes))
-
-    @property
-    def nbytes(self) -> int:
-        return self.page_nbytes * len(self.pages)
-
-
-class NoChecksum:
-    """Takes the place of a running checksum and costs next to nothing."""
-
-    def __init__(self, seed: int) -> None:
-        pass
-
-    def update(self, chunk: memoryview) -> None:
-        pass
-
-    def digest(self) -> bytes:
-        return bytes(CHECKSUM_NBYTES)
 
 
 @contextlib.contextmanager
@@ -92,21 +62,6 @@ def memcpy(batch: Batch) -> Iterator[Contender]:
             buffer[:] = slot
 
     yield lambda: {"put": [timed(put)], "get": [timed(get)]}
-
-
-def ours(client: Client, batch: Batch) -> Samples:
-    """One put and one get; the pages are removed after it, so that each put really writes."""
-
-    def put() -> None:
-        assert set(client.put(batch.namespace, batch.hashes, batch.pages)) == {PutOutcome.STORED}
-
-    def get() -> None:
-        assert all(client.get(batch.namespace, batch.hashes, batch.buffers))
-
-    try:
-        return {"put": [timed(put)], "get": [timed(get)]}
-    finally:
-        client.remove(batch.namespace, batch.hashes)
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:

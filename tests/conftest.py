@@ -1,5 +1,7 @@
 """Fixtures shared by all tests: a real node in a child process, and a client of it."""
 
+import os
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -32,3 +34,11 @@ def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator
     """A client of the shared node, once over each wire."""
     with Client(ClientConfig(address=shared_node.address, wire=request.param)) as client:
         yield client
+
+
+@pytest.fixture
+def seed() -> int:
+    """Printed, so that a failure can be repeated with KVSTORE_SEED."""
+    chosen = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"KVSTORE_SEED={chosen}")
+    return chosen

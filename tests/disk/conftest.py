@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import random
 import socketserver
 import threading
 import time
@@ -179,14 +178,6 @@ def settle(node: Node) -> None:
 @pytest.fixture(name="settle")
 def settle_fixture() -> Callable[[Node], None]:
     return settle
-
-
-@pytest.fixture
-def seed() -> int:
-    """Printed, so that a failure can be repeated with KVSTORE_SEED."""
-    chosen = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"KVSTORE_SEED={chosen}")
-    return chosen
 
 
 class Pages:

@@ -1,8 +1,6 @@
 """Nodes in this process, so that `check()` and the sessions can be looked at, and raw bulk connections
 that can break every rule."""
 
-import os
-import random
 import socket
 import threading
 import time
@@ -87,14 +85,6 @@ def settle(node: Node, sessions: int | None = 0) -> None:
     tier = node.tier
     assert quiet(), f"{tier.held_count=} {tier.writing_count=} {node.sessions.count=}, wanted {sessions}"
     assert node.check() == []
-
-
-@pytest.fixture
-def seed() -> int:
-    """Printed, so that a failure can be repeated with KVSTORE_SEED."""
-    chosen = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
-    print(f"KVSTORE_SEED={chosen}")
-    return chosen
 
 
 class Pages:
