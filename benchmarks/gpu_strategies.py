@@ -4,6 +4,7 @@ A strategy enqueues or makes one move of all pages; its `timed` gives the second
 events around what the GPU did. Ours runs on streams of its own, so its device notes the events.
 """
 
+import abc
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ class TimedDevice(CudaDevice):
             self.first.record(stream)
 
 
-class Strategy:
+class Strategy(abc.ABC):
     """One work's move in both directions on one stream."""
 
     name = ""
@@ -78,14 +79,15 @@ class Strategy:
         self.stream = torch.cuda.Stream()
         self.prepare()
 
+    @abc.abstractmethod
     def prepare(self) -> None:
         """What a server would make once."""
 
-    def gather(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def gather(self) -> None: ...
 
-    def scatter(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def scatter(self) -> None: ...
 
     def timed(self, move: Callable[[], None]) -> tuple[float, float]:
         """Seconds by CUDA events, and by the wall clock to the end of the work."""

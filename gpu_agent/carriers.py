@@ -194,9 +194,8 @@ class _Hashes:
         nbytes = sum(page.nbytes for page in pages)
         wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
         self._step = max(1, wanted * len(pages) // nbytes) if nbytes else 1
-        self._found: dict[
-            int, tuple[int, concurrent.futures.Future[list[bytes]]]
-        ] = {}  # page -> (its group's first, ..)
+        # page -> (first page of the group that is hashed with it, the group's checksums)
+        self._found: dict[int, tuple[int, concurrent.futures.Future[list[bytes]]]] = {}
 
     def begin(self, pages: range) -> None:
         """These pages are complete in memory."""

@@ -1,7 +1,7 @@
 """Making pages durable: offering them to the disk tier until it takes them, then a barrier."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from node.disk import DiskTier
@@ -34,7 +34,7 @@ class Durability:
         """Returns when these pages, as far as they are stored now, survive power loss. Raises
         Exhausted if the disk has no space for them, is stopped or too slow."""
         end = time.monotonic() + self._flush_s
-        stored = [info.prefix_hash for info in self._inventory.stat(digest, prefix_hashes) if info.present]
+        stored = [info.prefix_hash for info in self._stat(digest, prefix_hashes) if info.present]
         self._barrier(end)  # what is queued already need not be offered again
         self._save([(digest, stored)], end, lambda info: not info.on_disk)
 
@@ -60,14 +60,14 @@ class Durability:
             raise Exhausted(f"{count} pages are not on disk: it is full of pinned or newer pages, or they were removed")
 
     def _left(self, digest: bytes, prefix_hashes: list[bytes], is_left: Callable[[PageInfo], bool]) -> list[bytes]:
-        left: list[bytes] = []
         try:
-            for start in range(0, len(prefix_hashes), LOCKED_PAGES):
-                infos = self._inventory.stat(digest, prefix_hashes[start : start + LOCKED_PAGES])
-                left += [info.prefix_hash for info in infos if is_left(info)]
+            return [info.prefix_hash for info in self._stat(digest, prefix_hashes) if is_left(info)]
         except UnknownNamespace:  # its pages went meanwhile, and it made room for another
             return []
-        return left
+
+    def _stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> Iterator[PageInfo]:
+        for start in range(0, len(prefix_hashes), LOCKED_PAGES):
+            yield from self._inventory.stat(digest, prefix_hashes[start : start + LOCKED_PAGES])
 
     def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
         try:
