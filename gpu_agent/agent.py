@@ -101,18 +101,22 @@ class Agent:
 
     def lookup(self, prefix_hashes: Sequence[bytes]) -> int:
         """Leading pages that are stored; 0 if the store can not be asked in time."""
+        return [*self.present(prefix_hashes), False].index(False)
+
+    def present(self, prefix_hashes: Sequence[bytes]) -> tuple[bool, ...]:
+        """Which pages are stored; none if the store can not be asked in time."""
         if not prefix_hashes:
-            return 0
+            return ()
         self._add(lookups=1)
         try:
             timeout_s = self.config.lookup_timeout_s
-            found = self._client.lookup(self.namespace, prefix_hashes, timeout_s=timeout_s).prefix_pages
+            found = self._client.lookup(self.namespace, prefix_hashes, timeout_s=timeout_s).present
         except InvalidRequest:
             raise
         except KVStoreError as error:
             self._add(lookups_failed=1)
             self._report(error)
-            return 0
+            return (False,) * len(prefix_hashes)
         self._report(None)
         return found
 

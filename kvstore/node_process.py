@@ -16,15 +16,16 @@ _READY = re.compile(r"kvstore-node ready grpc=(\S+) bulk=(\d+) metrics=(\d+)")
 class NodeProcess:
     """Starts `kvstore-node` on free ports of the loopback interface; stops it at the end.
 
-    `flags` are command-line flags as given to kvstore-node. Raises ConfigError if the node package
-    is not installed and Unavailable, with what the node said, if it does not start.
+    `flags` are command-line flags as given to kvstore-node, `python` an interpreter that has the node, by
+    default this one. Raises ConfigError if the node package is not installed here and Unavailable, with
+    what the node said, if it does not start.
     """
 
-    def __init__(self, *flags: str) -> None:
-        if importlib.util.find_spec("node") is None:
+    def __init__(self, *flags: str, python: str = sys.executable) -> None:
+        if python == sys.executable and importlib.util.find_spec("node") is None:
             raise ConfigError("the node is not installed here; install it with: pip install 'kvstore[node]'")
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
-        command = [sys.executable, "-m", "node.main", *ports, *flags]
+        command = [python, "-m", "node.main", *ports, *flags]
         # Not a pipe: nobody reads it while the node runs, and a full one would stop the node.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `_close`
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True)

@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "transformers": ("gpu_agent/engines/transformers.py",),
     "vllm": ("gpu_agent/engines/",),
     "sglang": ("gpu_agent/engines/",),
+    "lmcache": ("gpu_agent/engines/",),
 }
 # Which of our own packages a package may import.
 ARROWS = {"kvstore": {"kvstore"}, "node": {"kvstore", "node"}, "gpu_agent": {"kvstore", "gpu_agent"}}

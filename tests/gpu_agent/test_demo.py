@@ -42,7 +42,7 @@ def module(path: Path) -> ModuleType:
 def test_a_second_process_answers_the_same_from_loaded_pages(text: Path) -> None:
     command = [sys.executable, str(SCRIPT), *SMALL, "--text", str(text), "--json"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
     result = json.loads(done.stdout)
     assert result["equal"] is result["logits_equal"] is result["tokens_equal"] is True
     assert result["pages_stored"] == result["pages"] == 8

@@ -1,0 +1,90 @@
+"""What an engine's configuration says about the store, and what an adapter adds to a namespace.
+
+    {"address": "store:7440", "tenant": "team-a", "revision": "2026-11-01", "lookup_timeout_s": 0.5}
+
+Every adapter takes the same flat mapping: the fields of `Identity`, of `ClientConfig`, of
+`AgentConfig`, and those of its own. The environment (KVSTORE_*, KVSTORE_AGENT_*) fills what is not
+given.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_agent.config import AgentConfig, agent_config
+from kvstore.config import ClientConfig, check_settings, client_config, load, setting
+from kvstore.errors import ConfigError
+from kvstore.keys import TEXT_NBYTES_MAX, Namespace
+from kvstore.layout import PageLayout
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose pages, of which weights. Environment: KVSTORE_TENANT, KVSTORE_MODEL, ..."""
+
+    tenant: str = setting("default", "pages of other tenants are never seen")
+    model: str = setting("", "name of the weights to everyone who shares the store; empty: the engine's name for them")
+    revision: str = setting("", "which weights of that name, such as a commit or a date")
+    salt: str = setting("", "anything else that tells pages apart")
+    epoch: int = setting(0, "raised by hand after a weight update under one name and revision", 0, (1 << 63) - 1)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def namespace(self, layout: PageLayout, facts: str, **shard: int) -> Namespace:
+        """The namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` are the engine's, of `facts_text`."""
+        salt = f"{facts} salt={self.salt}" if self.salt else facts
+        return Namespace(
+            model=self.model,
+            layout=layout,
+            tenant=self.tenant,
+            revision=self.revision,
+            salt=salt,
+            epoch=self.epoch,
+            **shard,
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """One engine's configuration of the store; `own` are the adapter's own options, those given."""
+
+    identity: Identity
+    client: ClientConfig
+    agent: AgentConfig
+    own: Mapping[str, Any]
+
+
+def read_options(values: Mapping[str, Any], own: Collection[str] = ()) -> Options:
+    """Raises ConfigError naming an option that nobody knows, or its range."""
+    kinds = (Identity, ClientConfig, AgentConfig)
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | set(own)
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r} for the store; known are {', '.join(sorted(known))}")
+    return Options(
+        load(Identity, "KVSTORE", values),
+        client_config(**_of(ClientConfig, values)),
+        agent_config(**_of(AgentConfig, values)),
+        {name: values[name] for name in own if name in values},
+    )
+
+
+def _of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def facts_text(engine: str, **facts: Any) -> str:
+    """`"vllm backend=FLASH_ATTN kv_dtype=fp8"`: for a namespace's salt, in the order of the names.
+
+    Readable, so that `kvstore ls` shows why two engines do not share; too long, it ends in a digest.
+    """
+    text = " ".join([engine, *(f"{name}={facts[name]}" for name in sorted(facts))])
+    room = TEXT_NBYTES_MAX // 2
+    if len(text.encode()) <= room:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return f"{text.encode()[: room - 40].decode(errors='ignore')} sha256={digest}"
