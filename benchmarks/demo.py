@@ -75,6 +75,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("prefill with the store", f"{result['prefill_with_ms']:.1f} ms (the question only)"),
         ("prefill without", f"{result['prefill_without_ms']:.1f} ms"),
         ("speed-up", f"{result['speed_up']:.1f}x ({with_ms:.1f} ms instead of {result['prefill_without_ms']:.1f})"),
+        ("KV, process 1 and 2", "equal bit by bit" if result["kv_equal"] else "DIFFERENT"),
         ("logits, same split", "equal bit by bit" if result["logits_equal"] else "DIFFERENT"),
         (f"{result['generated_tokens']} generated tokens", "equal" if result["tokens_equal"] else "DIFFERENT"),
         (
@@ -121,7 +122,8 @@ def demo(args: argparse.Namespace) -> int:
         with step("process 2 loads it, answers, and does the same without the store"):
             result |= run_child("answer", node.address, args)
         whole = result["tokens_loaded"] == result["document_tokens"]
-        equal = whole and result["logits_equal"] and result["tokens_equal"]
+        result["kv_equal"] = result["kv_saved"] == result["kv_loaded"]
+        equal = whole and result["kv_equal"] and result["logits_equal"] and result["tokens_equal"]
         if args.json:
             shown = {key: value for key, value in result.items() if key != "document"}
             print(json.dumps(shown | {"equal": equal, "address": node.address}))

@@ -4,6 +4,7 @@ python benchmarks/demo_process.py save|answer --address HOST:PORT ...      print
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -107,6 +108,15 @@ def _pretrained(path: str, text: str) -> tuple[Any, list[int], list[int]]:
     return model, tokenizer(text)["input_ids"], tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
 
 
+def kv_digest(cache: DynamicCache, count: int) -> str:
+    """Of the bytes of the first `count` tokens' K and V: whether two processes have the same."""
+    running = hashlib.sha256()
+    for layer in cache.layers if count else ():
+        for tensor in (layer.keys, layer.values):
+            running.update(tensor[:, :, :count].contiguous().view(torch.uint8).cpu().numpy().data)
+    return running.hexdigest()[:16]
+
+
 def save_document(subject: Subject, client: Client) -> dict[str, Any]:
     """Process 1: prefills the document and stores its KV."""
     cache = DynamicCache()
@@ -118,7 +128,8 @@ def save_document(subject: Subject, client: Client) -> dict[str, Any]:
     saved, save_ms = subject.timed(save)
     if saved.dropped:
         raise SystemExit(f"{saved.dropped} pages were not stored: {saved.reason}")
-    return {"document_prefill_ms": prefill_ms, "save_ms": save_ms, "pages_stored": saved.stored}
+    digest = kv_digest(cache, len(subject.document))
+    return {"document_prefill_ms": prefill_ms, "save_ms": save_ms, "pages_stored": saved.stored, "kv_saved": digest}
 
 
 def answer_question(subject: Subject, client: Client) -> dict[str, Any]:
@@ -127,6 +138,7 @@ def answer_question(subject: Subject, client: Client) -> dict[str, Any]:
     subject.forward(subject.prompt[:128], DynamicCache())  # warms the model up
     found, lookup_ms = subject.timed(lambda: subject.adapter.lookup(subject.prompt))
     (cache, count), load_ms = subject.timed(lambda: subject.adapter.load(subject.prompt))
+    loaded = kv_digest(cache, count)
     rest = subject.prompt[count:]
     logits, rest_ms = subject.timed(lambda: subject.forward(rest, cache))
     tokens = subject.generate(logits, cache)
@@ -149,6 +161,8 @@ def answer_question(subject: Subject, client: Client) -> dict[str, Any]:
         "tokens_found": found,
         "tokens_loaded": count,
         "pages": count // layout.page_tokens,
+        "kv_loaded": loaded,
+        "kv_computed": kv_digest(split_cache, count),
         "mib": count // layout.page_tokens * layout.page_nbytes / 2**20,
         "wire": client.wire_name,
         "lookup_ms": lookup_ms,

@@ -44,7 +44,8 @@ def test_a_second_process_answers_the_same_from_loaded_pages(text: Path) -> None
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     result = json.loads(done.stdout)
-    assert result["equal"] is result["logits_equal"] is result["tokens_equal"] is True
+    assert result["equal"] is result["kv_equal"] is result["logits_equal"] is result["tokens_equal"] is True
+    assert result["kv_saved"] == result["kv_loaded"] == result["kv_computed"]
     assert result["pages_stored"] == result["pages"] == 8
     assert result["tokens_loaded"] == 512
     assert result["one_shot_difference_max"] < 1e-3
@@ -70,11 +71,14 @@ def test_a_model_on_disk_with_its_own_tokenizer_is_restored(client: Client, text
     assert result["logits_equal"] is result["tokens_equal"] is True
 
 
-@pytest.mark.parametrize("wrong", [{"logits_equal": False}, {"tokens_equal": False}, {"tokens_loaded": 448}])
+@pytest.mark.parametrize(
+    "wrong", [{"logits_equal": False}, {"tokens_equal": False}, {"tokens_loaded": 448}, {"kv_loaded": "b"}]
+)
 def test_a_difference_is_an_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
 ) -> None:
     good = {"logits_equal": True, "tokens_equal": True, "tokens_loaded": 512, "document_tokens": 512}
+    good |= {"kv_saved": "a", "kv_loaded": "a"}
 
     class NoNode:
         address = "127.0.0.1:1"
