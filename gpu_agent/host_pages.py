@@ -75,6 +75,7 @@ class HostPages:
     def __init__(self, client: Client, namespace: Namespace, memory: torch.Tensor, config: HostConfig) -> None:
         pool = host_pool(memory, namespace.layout.page_tokens)
         self._agent = Agent(client, namespace, pool, config, PageCopy())
+        self._row_count = memory.shape[0]
         self._hold_s = config.load_timeout_s + HOLD_MARGIN_S
         self._lock = threading.Lock()
         self._active = {"save": 0, "load": 0}
@@ -87,20 +88,21 @@ class HostPages:
         """(rows that are not read, because their pages are stored already; the others' job).
 
         Only pages that were missing just now are read, ever: the engine may reuse the rows of the others
-        at once. A store that can not be asked gets nothing.
+        at once. A store that can not be asked gets nothing. Raises InvalidRequest for a row that is not
+        there or named twice.
         """
+        self._check_rows(rows, len(prefix_hashes))
         held = self._agent.hold(prefix_hashes, self._hold_s)
         if held is None:
             return [], _nothing_saved(len(rows))
         missing = [page for page, stored in enumerate(held) if not stored]
         job = self._agent.save([prefix_hashes[page] for page in missing], _units([rows[page] for page in missing]))
         self._count("save", job.done)
-        return list(dict.fromkeys(rows[page] for page, stored in enumerate(held) if stored)), job
+        return [rows[page] for page, stored in enumerate(held) if stored], job
 
     def load(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> LoadJob:
-        """Fills rows with the leading stored pages. Raises InvalidRequest if a row is named twice."""
-        if len(set(rows)) != len(rows):
-            raise InvalidRequest("a load names a row of the host memory twice")
+        """Fills rows with the leading stored pages. Raises InvalidRequest as `save`."""
+        self._check_rows(rows, len(prefix_hashes))
         job = self._agent.load(prefix_hashes, _units(rows))
         self._count("load", job.done)
         return job
@@ -128,6 +130,12 @@ class HostPages:
         """Violations of what must always hold; empty if all is well."""
         wrong = [f"{count} active {kind}s" for kind, count in self._active.items() if count < 0]
         return self._agent.check() + wrong
+
+    def _check_rows(self, rows: Sequence[int], page_count: int) -> None:
+        if len(rows) != page_count or len(set(rows)) != len(rows):
+            raise InvalidRequest(f"rows {list(rows)} of the host memory are not {page_count} different ones")
+        if rows and not 0 <= min(rows) <= max(rows) < self._row_count:
+            raise InvalidRequest(f"rows {list(rows)} are not all in 0..{self._row_count - 1}")
 
     def _count(self, kind: str, done: "concurrent.futures.Future[Any]") -> None:
         with self._lock:

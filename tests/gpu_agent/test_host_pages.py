@@ -94,9 +94,16 @@ def test_two_loads_of_one_page_into_one_row(make: Make, request: pytest.FixtureR
     assert torch.equal(memory[3:6], memory[:3])
 
 
-def test_a_row_named_twice_is_refused_for_a_load(make: Make) -> None:
-    with pytest.raises(InvalidRequest, match="twice"):
-        make(random_memory()).load(chain("twice", 2), [1, 1])
+@pytest.mark.parametrize("rows", [[1, 1], [0, -1], [0, ROWS], [0]])
+def test_wrong_rows_are_refused_before_anything_moves(
+    make: Make, request: pytest.FixtureRequest, rows: list[int]
+) -> None:
+    """Of pages that are stored too: their rows would be told to the engine as its own."""
+    pages, hashes = make(random_memory()), chain(request.node.name, 2)
+    stored(pages, hashes, [2, 3])
+    for move in (pages.save, pages.load):
+        with pytest.raises(InvalidRequest, match="rows"):
+            move(hashes, rows)
 
 
 def test_found_pages_stay_until_they_are_loaded() -> None:
