@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,26 @@ def test_rows_of_stored_pages_are_told_at_once_and_never_read(make: Make, reques
     assert stored(pages, hashes, [0, 1, 2, 3]) == [0, 1, 2, 3]
     pages.load(hashes, [8, 9, 10, 11]).done.result(20)
     assert torch.equal(memory[8:], torch.stack([first, *memory[1:4]]))
+
+
+def test_a_row_that_was_given_back_is_not_read_even_if_its_page_is_gone(
+    make: Make, request: pytest.FixtureRequest, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node loses a page between the question and the save, and the engine has reused its row."""
+    memory, hashes = random_memory(), chain(request.node.name, 3)
+    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    pages = make(memory)
+    stored(pages, hashes[:1], [0])
+    submit = pages._agent.save
+
+    def and_then(*arguments: Any) -> Any:
+        client.remove(namespace, hashes[:1])
+        memory[0] = 0
+        return submit(*arguments)
+
+    monkeypatch.setattr(pages._agent, "save", and_then)
+    assert stored(pages, hashes, [0, 1, 2]) == [0]
+    assert pages.present(hashes) == [False, True, True]
 
 
 def test_a_gap_ends_a_load(make: Make, request: pytest.FixtureRequest, client: Client) -> None:
