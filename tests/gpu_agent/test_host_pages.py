@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.host_pages import HostPages, PageCopy, host_config, host_pool
+from gpu_agent.host_pages import HostConfig, HostPages, PageCopy, host_config, host_pool
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.node_process import NodeProcess
@@ -28,6 +28,11 @@ def chain(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name} {number}".encode()).digest()[:16] for number in range(count)]
 
 
+def patient(memory: torch.Tensor) -> HostConfig:
+    """For tests that are not about time: the machine may be busy."""
+    return host_config(memory, lookup_timeout_s=10, load_timeout_s=10)
+
+
 def stored(pages: HostPages, hashes: list[bytes], rows: list[int]) -> list[int]:
     """Rows that were stored before, when the others are."""
     already, job = pages.save(hashes, rows)
@@ -40,9 +45,9 @@ def stored(pages: HostPages, hashes: list[bytes], rows: list[int]) -> list[int]:
 def make(client: Client) -> Iterator[Make]:
     made: list[HostPages] = []
 
-    def host_pages(memory: torch.Tensor, through: Client | None = None, **limits: object) -> HostPages:
+    def host_pages(memory: torch.Tensor) -> HostPages:
         namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
-        made.append(HostPages(through or client, namespace, memory, host_config(memory, **limits)))
+        made.append(HostPages(client, namespace, memory, patient(memory)))
         return made[-1]
 
     yield host_pages
@@ -136,7 +141,7 @@ def test_found_pages_stay_until_they_are_loaded() -> None:
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = HostPages(client, namespace, memory, host_config(memory))
+        pages = HostPages(client, namespace, memory, patient(memory))
         stored(pages, wanted, [0, 1, 2, 3])
         assert pages.present(wanted) == [True] * 4
         for number, other in enumerate(others):
@@ -158,7 +163,7 @@ def test_the_head_of_a_held_chain_is_evicted_last() -> None:
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = HostPages(client, namespace, memory, host_config(memory, load_timeout_s=0.1))
+        pages = HostPages(client, namespace, memory, host_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
         stored(pages, held, list(range(12)))
         assert pages.present(held) == [True] * 12
         time.sleep(1.3)  # HOLD_MARGIN_S and load_timeout_s
@@ -192,20 +197,20 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
         NodeProcess("--ram-bytes", "16MiB") as node,
         Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client,
     ):
-        pages = HostPages(client, namespace, memory, host_config(memory, save_timeout_s=1.5))
+        pages = HostPages(client, namespace, memory, host_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
         stored(pages, hashes[:3], [0, 1, 2])
         os.kill(node.pid, signal.SIGSTOP)
         try:
             load = pages.load(hashes[:3], [3, 4, 5])
             began = time.monotonic()
             pages.settle(load)
-            assert time.monotonic() - began < 1.5
+            assert time.monotonic() - began < 4
             memory[3:6] = 7  # the engine has given the rows to somebody else
             began = time.monotonic()
             assert pages.present(hashes) == [False] * 6
             already, save = pages.save(hashes, [0, 1, 2, 6, 7, 8])
             pages.settle(save)
-            assert time.monotonic() - began < 2.5
+            assert time.monotonic() - began < 6
             memory[6:9] = 9
         finally:
             os.kill(node.pid, signal.SIGCONT)

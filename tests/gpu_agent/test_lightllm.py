@@ -169,6 +169,8 @@ def service(
 ) -> Iterator[PyLocalCacheService]:
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
+    monkeypatch.setenv("KVSTORE_AGENT_LOOKUP_TIMEOUT_S", "10")  # the machine may be busy
+    monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "10")
     monkeypatch.setenv("KVSTORE_SALT", request.node.name)  # other tests store under the same hashes
     made = PyLocalCacheService(
         kvcache_tensor=torch.randint(0, 256, (8, 4096), dtype=torch.uint8),

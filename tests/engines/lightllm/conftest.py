@@ -5,6 +5,7 @@ server to be imported get an empty stand-in here, if they can not be imported; n
 """
 
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -36,6 +37,8 @@ KINDS: dict[str, tuple[int, int, int, int, torch.dtype, int]] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "hybrid": {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}
 }
+# For tests that are not about time; a test's own setting goes first.
+PATIENT = {"KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "5", "KVSTORE_AGENT_LOAD_TIMEOUT_S": "10", "KVSTORE_BACKOFF_S_MAX": "0.5"}
 _numbers = itertools.count()
 
 
@@ -57,7 +60,7 @@ def modules() -> Iterator[None]:
         for name in ("librosa", "fastapi", "lightllm.server.multimodal_params", "lightllm.server.core.objs.io_objs"):
             try:
                 importlib.import_module(name)
-            except ImportError:
+            except (ImportError, AttributeError, TypeError):
                 stand_in = types.ModuleType(name)
                 stand_in.__getattr__ = lambda _: MagicMock()  # type: ignore[method-assign]
                 patch.setitem(sys.modules, name, stand_in)
@@ -100,16 +103,11 @@ class Server:
         for page, is_ready in zip(pages, ready, strict=True):
             if page != -1 and not is_ready:
                 self.memory[page] = torch.randint(0, 256, self.memory[page].shape, dtype=torch.uint8)
+        update = self.client.update_pages_status_to_ready
         arguments = {"page_list": pages, "deref": True, "disk_offload_enable": True}
-        try:
-            self.locked(
-                self.client.update_pages_status_to_ready,
-                **arguments,
-                token_num_in_page_list=len(pages) * PAGE_TOKENS,
-            )
-        except TypeError:  # an older LightLLM counts by itself
-            self.client.lock.release()
-            self.locked(self.client.update_pages_status_to_ready, **arguments)
+        if "token_num_in_page_list" in inspect.signature(update).parameters:  # since August 2026
+            arguments["token_num_in_page_list"] = len(pages) * PAGE_TOKENS
+        self.locked(update, **arguments)
         return [page for page in pages if page != -1]
 
     def persist(self) -> None:
@@ -206,7 +204,8 @@ def make_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
 
     def make(address: str, kind: str = "bf16", **arguments: Any) -> Server:
         monkeypatch.setenv("KVSTORE_ADDRESS", address)
-        monkeypatch.setenv("KVSTORE_BACKOFF_S_MAX", "0.5")
+        for name in PATIENT.keys() - os.environ.keys():
+            monkeypatch.setenv(name, PATIENT[name])
         model = tmp_path / f"model-{kind}"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIGS.get(kind, {"model_type": "llama"})))

@@ -36,6 +36,12 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - began < seconds
 
 
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadlines that users have, but for saves. Bounds in tests are wider: the machine may be busy."""
+    for kind, seconds in (("LOOKUP", "0.5"), ("LOAD", "1"), ("SAVE", "2")):
+        monkeypatch.setenv(f"KVSTORE_AGENT_{kind}_TIMEOUT_S", seconds)
+
+
 def keys(hashes: list[int]) -> list[bytes]:
     return [value.to_bytes(16, "big") for value in hashes]
 
@@ -44,12 +50,12 @@ def keys(hashes: list[int]) -> list[bytes]:
 def pair(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[NodeProcess, Any, list[int]]:
     """A node, a server with the first two pages of a prompt in memory, and the prompt, six pages of which
     are stored."""
-    monkeypatch.setenv("KVSTORE_AGENT_SAVE_TIMEOUT_S", "2")
     node = start_node()
     first = make_server(node.address)
     hashes = first.hashes(1, 6)
     first.compute(hashes)
     first.persist()
+    hasten(monkeypatch)
     second = make_server(node.address)
     second.compute(hashes[:2])
     second.persist()
@@ -59,13 +65,13 @@ def pair(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
 def test_a_request_goes_on_without_the_store(pair: Any, fate: str) -> None:
-    """R7: it costs a request at most the deadline of a lookup."""
+    """R7: it costs a request at most the deadline of a lookup, 0.5 s."""
     node, server, hashes = pair
     with hung(node) if fate == "hung" else contextlib.nullcontext():
         if fate == "killed":
             node.kill()
         for _ in range(3):
-            with within(1.0):
+            with within(2.0):
                 given = server.match(hashes)
             assert (len(given), server.loaded_tokens) == (2, 0)
             server.release(given)
@@ -92,7 +98,7 @@ def test_a_page_that_was_found_and_can_not_be_read(pair: Any, fate: str, monkeyp
             return result
 
         monkeypatch.setattr(server.client, "allocate_pages", and_then)
-        with within(2.5):
+        with within(4.0):
             given = server.match(hashes)
         assert (len(given), server.loaded_tokens) == (2, 0)
         assert server.references() == 2
@@ -109,7 +115,7 @@ def test_the_writer_goes_on_without_the_store(pair: Any, fate: str) -> None:
             node.kill()
         for seed in range(2, 5):
             server.compute(server.hashes(seed, 5))
-            with within(2.0):
+            with within(4.0):
                 for payloads in server.worker._gather_offload_payloads():
                     server.worker._persist_pages_to_disk(payloads)
             assert server.references() == 0
@@ -136,7 +142,7 @@ def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_al
         return submit(*arguments)
 
     monkeypatch.setattr(server.service.pages._agent, "save", and_then)
-    with held, within(6.0):
+    with held, within(8.0):
         for payloads in server.worker._gather_offload_payloads():
             server.worker._persist_pages_to_disk(payloads)
         assert server.references() == 0
@@ -172,17 +178,17 @@ def test_after_an_abort_the_pages_belong_to_the_engine(pair: Any, mode: str, mon
         monkeypatch.setattr(agent, "load" if mode == "r" else "save", hang_first)
         wanted = hashes if mode == "r" else new
         task = server.service.create(hash_128s=wanted, kv_page_indexer=rows, mode=mode)
-        with within(3.0):
+        with within(5.0):
             server.service.abort(task)
         server.memory[:6] = POISON
     server.settle()
     time.sleep(0.3)
     assert (server.memory[:6] == POISON).all()
     assert set(task.state()) == {PyState.Aborted}
-    deadline = time.monotonic() + 10
-    while not all(server.service.query(hashes)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while not all(server.service.query(hashes)):
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert server.service.query(hashes) == [True] * 6
     if any(server.service.query(new)):  # what left before the abort is what it was
         monkeypatch.undo()
         read = server.service.create(hash_128s=new, kv_page_indexer=rows, mode="r")
