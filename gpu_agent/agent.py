@@ -14,7 +14,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -105,31 +105,24 @@ class Agent:
 
     def present(self, prefix_hashes: Sequence[bytes]) -> tuple[bool, ...]:
         """Which pages are stored; none if the store can not be asked in time."""
+        return self.ask(prefix_hashes) or (False,) * len(prefix_hashes)
 
-        def look_up(timeout_s: float) -> tuple[bool, ...]:
-            return self._client.lookup(self.namespace, prefix_hashes, timeout_s=timeout_s).present
+    def ask(self, prefix_hashes: Sequence[bytes], hold_s: float = 0.0) -> tuple[bool, ...] | None:
+        """Which pages are stored; None if the store can not be asked in time.
 
-        return self._ask(prefix_hashes, look_up) or (False,) * len(prefix_hashes)
-
-    def hold(self, prefix_hashes: Sequence[bytes], ttl_s: float) -> tuple[bool, ...] | None:
-        """Which pages are stored, and keeps those from eviction for `ttl_s`: for an engine that builds
-        on all that it was told. Counts as a use. None if the store can not be asked in time."""
-
-        def pin(timeout_s: float) -> tuple[bool, ...]:
-            # Pins end in the order in which they were made, each page the newest then: the head must be last.
-            tail_first = list(reversed(prefix_hashes))
-            return tuple(reversed(self._client.pin(self.namespace, tail_first, ttl_s, timeout_s=timeout_s)))
-
-        return self._ask(prefix_hashes, pin)
-
-    def _ask(
-        self, prefix_hashes: Sequence[bytes], question: Callable[[float], tuple[bool, ...]]
-    ) -> tuple[bool, ...] | None:
+        `hold_s`: keeps those that are from eviction for so long, and counts as a use: for an engine that
+        builds on what it is told.
+        """
         if not prefix_hashes:
             return ()
         self._add(lookups=1)
+        namespace, timeout_s = self.namespace, self.config.lookup_timeout_s
         try:
-            found = question(self.config.lookup_timeout_s)
+            if hold_s:  # pins end in the order in which they begin, each page the newest then: the head must be last
+                tail_first = list(reversed(prefix_hashes))
+                found = tuple(reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s)))
+            else:
+                found = self._client.lookup(namespace, prefix_hashes, timeout_s=timeout_s).present
         except InvalidRequest:
             raise
         except KVStoreError as error:

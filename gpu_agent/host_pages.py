@@ -30,8 +30,8 @@ from kvstore.keys import Namespace
 from kvstore.layout import PAGE_TOKENS_MAX
 
 _SPACE = "page"
-# Between an engine's question and its load it allocates pages under its own lock: milliseconds, mostly.
-HOLD_MARGIN_S = 1.0
+# Found pages are held for as long as a load may take, but what is held can not make room for others.
+HOLD_S_MAX = 2.0
 _PENDING_NBYTES_MAX = 1 << 40
 
 
@@ -76,13 +76,13 @@ class HostPages:
         pool = host_pool(memory, namespace.layout.page_tokens)
         self._agent = Agent(client, namespace, pool, config, PageCopy())
         self._row_count = memory.shape[0]
-        self._hold_s = config.load_timeout_s + HOLD_MARGIN_S
+        self._hold_s = min(config.load_timeout_s, HOLD_S_MAX)
         self._lock = threading.Lock()
         self._active = {"save": 0, "load": 0}
 
     def present(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Which pages are stored. They stay so until a load that is asked for now would have ended."""
-        return list(self._agent.hold(prefix_hashes, self._hold_s) or (False,) * len(prefix_hashes))
+        """Which pages are stored. They stay so until a load that begins now would have ended."""
+        return list(self._agent.ask(prefix_hashes, self._hold_s) or (False,) * len(prefix_hashes))
 
     def save(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> tuple[list[int], SaveJob]:
         """(rows that are not read, because their pages are stored already; the others' job).
@@ -92,13 +92,13 @@ class HostPages:
         there or named twice.
         """
         self._check_rows(rows, len(prefix_hashes))
-        held = self._agent.hold(prefix_hashes, self._hold_s)
-        if held is None:
+        found = self._agent.ask(prefix_hashes)
+        if found is None:
             return [], _nothing_saved(len(rows))
-        missing = [page for page, stored in enumerate(held) if not stored]
+        missing = [page for page, stored in enumerate(found) if not stored]
         job = self._agent.save([prefix_hashes[page] for page in missing], _units([rows[page] for page in missing]))
         self._count("save", job.done)
-        return [rows[page] for page, stored in enumerate(held) if stored], job
+        return [rows[page] for page, stored in enumerate(found) if stored], job
 
     def load(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> LoadJob:
         """Fills rows with the leading stored pages. Raises InvalidRequest as `save`."""
