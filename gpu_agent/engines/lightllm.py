@@ -133,8 +133,8 @@ class PyLocalCacheService:
                 already, save = self._pages.save(_keys(hash_128s), rows)
                 return WriteTask(len(rows), save, already)
             if mode == "r":
-                load = self._pages.load(_keys(hash_128s[start_pos:]), rows[start_pos:])
-                return ReadTask(len(rows) - start_pos, load)
+                read = self._pages.load(_keys(hash_128s[start_pos:]), rows[start_pos:])
+                return ReadTask(len(rows) - start_pos, read)
             raise InvalidRequest(f"mode is {mode!r}; it must be 'r' or 'w'")
         except Exception:
             log.exception("a task of mode %r failed at its start", mode)
