@@ -105,18 +105,30 @@ class Agent:
 
     def present(self, prefix_hashes: Sequence[bytes]) -> tuple[bool, ...]:
         """Which pages are stored; none if the store can not be asked in time."""
+        return self.ask(prefix_hashes) or (False,) * len(prefix_hashes)
+
+    def ask(self, prefix_hashes: Sequence[bytes], hold_s: float = 0.0) -> tuple[bool, ...] | None:
+        """Which pages are stored; None if the store can not be asked in time.
+
+        `hold_s`: keeps those that are from eviction for so long, and counts as a use: for an engine that
+        builds on what it is told.
+        """
         if not prefix_hashes:
             return ()
         self._add(lookups=1)
+        namespace, timeout_s = self.namespace, self.config.lookup_timeout_s
         try:
-            timeout_s = self.config.lookup_timeout_s
-            found = self._client.lookup(self.namespace, prefix_hashes, timeout_s=timeout_s).present
+            if hold_s:  # pins end in the order in which they begin, each page the newest then: the head must be last
+                tail_first = list(reversed(prefix_hashes))
+                found = tuple(reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s)))
+            else:
+                found = self._client.lookup(namespace, prefix_hashes, timeout_s=timeout_s).present
         except InvalidRequest:
             raise
         except KVStoreError as error:
             self._add(lookups_failed=1)
             self._report(error)
-            return (False,) * len(prefix_hashes)
+            return None
         self._report(None)
         return found
 

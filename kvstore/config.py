@@ -7,6 +7,7 @@ ConfigError naming the setting, its value and the range.
 """
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -97,6 +98,21 @@ def runtime_dir() -> str:
     """Where a process of this user puts its Unix sockets."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return f"{base}/kvstore" if base else f"/tmp/kvstore-{os.geteuid()}"
+
+
+def engine_arguments(variable: str) -> dict[str, Any]:
+    """The start arguments that an engine leaves in the environment of its processes, as a JSON object.
+    Raises ConfigError."""
+    text = os.environ.get(variable)
+    if not text:
+        raise ConfigError(f"{variable} is not set: this must run in a process of the engine, which sets it")
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable} is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{variable} holds a JSON {type(arguments).__name__}, not an object")
+    return arguments
 
 
 def split_address(address: str) -> tuple[str, int]:

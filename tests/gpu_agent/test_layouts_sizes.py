@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpu_agent import KVPool
+from gpu_agent.host_pages import host_pool
 from gpu_agent.layouts import lightllm, sglang, vllm
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "layouts.md"
@@ -19,17 +20,23 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def lightllm_heads(layers: int, heads: int = 8) -> Callable[[int], KVPool]:
-    return lambda page: lightllm.heads_pool(tensor(layers, SLOTS + 1, 2 * heads, 128), page)
+def lightllm_heads(layers: int, heads: int = 8, dtype: torch.dtype = BF16) -> Callable[[int], KVPool]:
+    return lambda page: lightllm.heads_pool(tensor(layers, SLOTS + 1, 2 * heads, 128, dtype=dtype), page)
 
 
-def lightllm_scaled(layers: int, dim: int) -> Callable[[int], KVPool]:
-    data, scale = tensor(layers, SLOTS + 1, 16, dim, dtype=INT8), tensor(layers, SLOTS + 1, 16, 16)
+def lightllm_scaled(layers: int, dim: int, scales: int = 16) -> Callable[[int], KVPool]:
+    data, scale = tensor(layers, SLOTS + 1, 16, dim, dtype=INT8), tensor(layers, SLOTS + 1, 16, scales)
     return lambda page: lightllm.scaled_pool(data, scale, page)
 
 
 def lightllm_latent(row: int, dtype: torch.dtype = BF16) -> Callable[[int], KVPool]:
     return lambda page: lightllm.latent_pool(tensor(61, SLOTS + 1, 1, row, dtype=dtype), page)
+
+
+def lightllm_hybrid(page: int) -> KVPool:
+    """Every fourth of 48 layers attends: 2 heads of 256; the others have 16 k and 32 v heads of 128."""
+    kv, conv = tensor(12, SLOTS + 1, 2 * 2, 256), tensor(36, 1000, (16 + 16 + 32) * 128, 3)
+    return lightllm.hybrid_pool(kv, conv, tensor(36, 1000, 32, 128, 128, dtype=torch.float32), page, 4)
 
 
 def sglang_heads(layers: int, heads: int = 8, dtype: torch.dtype = BF16) -> Callable[[int], KVPool]:
@@ -67,6 +74,12 @@ DOCUMENTED: dict[tuple[str, str, str], Callable[[int], KVPool]] = {
     ("LightLLM", "`MemoryManager`", "Llama-3-8B"): lightllm_heads(32),
     ("LightLLM", "PPL INT8", "Llama-3-8B"): lightllm_scaled(32, 128),
     ("LightLLM", "PPL INT4", "Llama-3-8B"): lightllm_scaled(32, 64),
+    ("LightLLM", "fp8, static scales", "Llama-3-8B"): lightllm_heads(32, dtype=UINT8),
+    ("LightLLM", "INT8, historic", "Llama-3-8B"): lightllm_scaled(32, 128, 1),
+    ("LightLLM", "hybrid, `Qwen3Next`", "Qwen3-Next-80B"): lightllm_hybrid,
+    ("LightLLM", "CPU page pool, int8", "Llama-3-8B"): lambda page: host_pool(
+        torch.empty((2, 32 * page * 16 * (128 + 2 * 16)), dtype=UINT8), page
+    ),
     ("LightLLM", "`Deepseek2`", "DeepSeek-V3"): lightllm_latent(576),
     ("LightLLM", "`Deepseek2` FP8, historic", "DeepSeek-V3"): lightllm_latent(578, UINT8),
     ("LightLLM", "DSA, 16-bit", "DeepSeek-V3.2"): lightllm_latent(648),

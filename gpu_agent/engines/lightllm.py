@@ -1,0 +1,307 @@
+"""LightLLM: the store as its disk cache, behind its CPU cache; nothing in LightLLM is changed.
+
+    PYTHONPATH="$(python -m gpu_agent.engines.lightllm):$PYTHONPATH" python -m lightllm.server.api_server
+        --enable_cpu_cache --enable_disk_cache ...
+
+LightLLM imports `PyLocalCacheService` and `PyState` from `light_mem` (the folder that the command prints),
+in the one process that owns its pool of CPU pages. It makes one service, asks `query`, and gives pages to
+`create`. What it does about an exception, a slow answer or a wrong one, and what follows for us:
+
+    query raises        the request is never forwarded, and nobody is told      nothing raises, all is logged
+    create raises       its writer thread is dead                               a task that is done and has failed
+    a read is slow      the request waits                                       load_timeout_s, then Aborted
+    a page of it fails  the whole read is discarded                             found pages are held until then
+    a write is slow     its pages stay referenced                               a page is copied out, sent later
+
+Settings come from the environment (KVSTORE_*, KVSTORE_AGENT_*): LightLLM has no place for them.
+"""
+
+import enum
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_agent.checkpoint import named
+from gpu_agent.host_pages import HostPages, host_config, host_pool
+from gpu_agent.jobs import LoadJob, SaveJob
+from gpu_agent.options import Identity, facts_text
+from kvstore.client import Client
+from kvstore.config import client_config, engine_arguments, load
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.keys import Namespace
+
+log = logging.getLogger(__name__)
+
+# Raised when LightLLM's CPU pages come to hold other bytes for the same arguments.
+LAYOUT_GENERATION = 1
+HASH_NBYTES = 16
+# Start arguments that decide what a page's bytes are, for every model, and for hybrid ones.
+_ARGUMENTS = (
+    "data_type",
+    "quant_type",
+    "expert_dtype",
+    "llm_kv_type",
+    "llm_kv_quant_group_size",
+    "mtp_mode",
+    "mtp_step",
+    "weight_version",
+    "cpu_cache_token_page_size",
+)
+_HYBRID_ARGUMENTS = (
+    "linear_att_hash_page_size",
+    "linear_att_page_block_num",
+    "linear_att_ssm_data_type",
+    "disable_linear_att_small_page_cpu_cache",
+)
+# Those that name a file whose content does.
+_FILES = ("kv_quant_calibration_config_path", "quant_cfg")
+# Of a model's configuration, what says nothing about its KV.
+_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache"}
+_DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+
+
+class PyState(enum.Enum):
+    """What has become of a page of a task. LightLLM asks for Finished only."""
+
+    Initial = 0
+    Working = 1
+    Finished = 2
+    Aborted = 3
+
+
+class PyLocalCacheService:
+    """What LightLLM makes of `--enable_disk_cache`. Thread-safe; only the constructor raises.
+
+    `kvcache_tensor`: its pool of CPU pages, uint8 `[pages, page_nbytes]`. File, size, shards and workers
+    are the original's and mean nothing here: nodes keep the pages and evict on their own. Raises
+    ConfigError and InvalidRequest, which end LightLLM's start.
+    """
+
+    _n = 1  # pages in a block: every page is an object of its own
+
+    def __init__(
+        self,
+        kvcache_tensor: torch.Tensor,
+        file: str = "",
+        storage_size: int = 0,
+        num_shard: int = 0,
+        num_worker: int = 0,
+        **others: Any,
+    ) -> None:
+        arguments = engine_arguments("LIGHTLLM_START_ARGS")
+        self.namespace = namespace_of(arguments, kvcache_tensor)
+        self._client = Client(client_config())
+        self._pages = HostPages(self._client, self.namespace, kvcache_tensor, host_config(kvcache_tensor))
+        log.info(
+            "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; not used: "
+            "--disk_cache_dir, --disk_cache_storage_size%s",
+            self._client.config.address,
+            self.namespace.model,
+            self.namespace.layout.page_nbytes,
+            self.namespace.digest.hex(),
+            "".join(f", {name}" for name in sorted(others)),
+        )
+
+    def query(self, hash_128s: Sequence[int]) -> list[bool]:
+        """Which pages can be read; all False if the store does not answer in time. They are held for long
+        enough to be read."""
+        try:
+            return self._pages.present(_keys(hash_128s))
+        except Exception:
+            log.exception("a query failed")
+            return [False] * len(hash_128s)
+
+    def create(
+        self,
+        hash_128s: Sequence[int],
+        kv_page_indexer: torch.Tensor,
+        mode: str,
+        start_pos: int = 0,
+        **others: Any,
+    ) -> "ReadTask | WriteTask":
+        """Begins to store ("w") or to read ("r", from position `start_pos` on) pages of a prefix.
+        `kv_page_indexer`: int32 CPU tensor, the row of each. A call that is wrong gets a failed task."""
+        failed = WriteTask if mode == "w" else ReadTask
+        try:
+            rows = _rows(kv_page_indexer, len(hash_128s))
+            if mode == "w":
+                already, save = self._pages.save(_keys(hash_128s), rows)
+                return WriteTask(len(rows), save, already)
+            if mode == "r":
+                read = self._pages.load(_keys(hash_128s[start_pos:]), rows[start_pos:])
+                return ReadTask(len(rows) - start_pos, read)
+            raise InvalidRequest(f"mode is {mode!r}; it must be 'r' or 'w'")
+        except Exception:
+            log.exception("a task of mode %r failed at its start", mode)
+            return failed(max(1, len(hash_128s) - start_pos))
+
+    def active_threads(self, mode: str) -> int:
+        """Tasks of a mode that are not done."""
+        return self._pages.active("save" if mode == "w" else "load")
+
+    def abort(self, task: "ReadTask | WriteTask") -> None:
+        """Returns when nobody touches the pages for this task any more, at the latest at its deadline. LightLLM
+        waits 120 s before it calls this, and no deadline is as long, so there is nothing left to wait for."""
+        try:
+            if task.job is not None:
+                self._pages.settle(task.job)
+            task.aborted = True
+        except Exception:
+            log.exception("an abort failed")
+
+    @property
+    def pages(self) -> HostPages:
+        """What does the work: counters, `check`."""
+        return self._pages
+
+    def close(self) -> None:
+        """Ends pending tasks in bounded time. LightLLM never calls it: its process just ends."""
+        self._pages.close()
+        self._client.close()
+
+
+class ReadTask:
+    """Pages on their way into rows. Without a job it has failed."""
+
+    page_already_list: Sequence[int] = ()
+
+    def __init__(self, count: int, job: LoadJob | None = None) -> None:
+        self.job = job
+        self.aborted = False
+        self._count = count
+
+    def ready(self) -> bool:
+        return self.job is None or self.job.done.done()
+
+    def data_safe(self) -> bool:
+        return self.ready()
+
+    def state(self) -> list[PyState]:
+        """One per page that was to be read."""
+        if not self.ready():
+            return [PyState.Working] * self._count
+        loaded = self.job.done.result().pages if self.job and not self.aborted else 0
+        return [PyState.Finished] * loaded + [PyState.Aborted] * (self._count - loaded)
+
+
+class WriteTask:
+    """Rows on their way into the store. Without a job it has failed.
+
+    `page_already_list`: rows that are not read, each once; never changes.
+    """
+
+    def __init__(self, count: int, job: SaveJob | None = None, already: Sequence[int] = ()) -> None:
+        self.page_already_list = list(already)
+        self.job = job
+        self.aborted = False
+        self._count = count
+
+    def ready(self) -> bool:
+        return self.job is None or self.job.done.done()
+
+    def data_safe(self) -> bool:
+        """The rows may be used again; the pages may still be on their way."""
+        return self.job is None or self.job.gathered.done()
+
+    def state(self) -> list[PyState]:
+        """One per page. Those that were stored before and those of this task have one fate: nobody asks."""
+        if not self.ready():
+            return [PyState.Working] * self._count
+        kept = self.job is not None and not self.aborted and self.job.done.result().dropped == 0
+        return [PyState.Finished if kept else PyState.Aborted] * self._count
+
+
+def namespace_of(arguments: Mapping[str, Any], memory: torch.Tensor) -> Namespace:
+    """The namespace of LightLLM's CPU pages. Its page hashes are of token ids alone, so all that decides
+    what the bytes are stands here. Raises ConfigError if a file that decides it can not be read.
+
+    Not the tensor-parallel size: a page holds the heads of all ranks, in the model's order. A hybrid model's
+    page holds their states rank by rank, and a node of several only what its own ranks have.
+    """
+    model_dir = arguments.get("model_dir")
+    if not model_dir:
+        raise ConfigError("LightLLM's start arguments name no model_dir")
+    if arguments.get("enable_rl"):
+        raise ConfigError(
+            "LightLLM runs with --enable_rl, which changes weights under the same name, and does not tell its disk "
+            "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
+        )
+    identity = named(load(Identity, "KVSTORE", {}), str(model_dir))
+    layout = host_pool(memory, int(arguments.get("cpu_cache_token_page_size") or 256)).layout
+    return identity.namespace(layout, facts_text("lightllm", **_facts(arguments, Path(str(model_dir)))))
+
+
+def _facts(arguments: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    config = _model_config(model_dir)
+    text = config.get("text_config") or config
+    facts = {name: arguments.get(name) for name in _ARGUMENTS}
+    facts["data_type"] = facts["data_type"] or text.get("dtype") or text.get("torch_dtype")
+    facts |= {name: text.get(name) for name in _DIMENSIONS}
+    facts |= {name: _content(arguments.get(name)) for name in _FILES}
+    drafts = arguments.get("mtp_draft_model_dir") or []
+    for number, draft in enumerate([drafts] if isinstance(drafts, str) else drafts):
+        weights = named(Identity(), str(draft))
+        facts[f"draft{number}"] = f"{weights.model}@{weights.revision}"
+    tp, dp, nodes = (int(arguments.get(name) or 1) for name in ("tp", "dp", "nnodes"))
+    if any(name.startswith("linear_") for name in text):
+        facts |= {name: arguments.get(name) for name in _HYBRID_ARGUMENTS}
+        facts["tp"] = tp // dp
+    if nodes > dp:
+        facts["node"] = f"{arguments.get('node_rank')}/{nodes}"
+    shape = {name: value for name, value in config.items() if name not in _NOT_IDENTITY}
+    facts["config"] = _digest(json.dumps(shape, sort_keys=True).encode())
+    facts["hash"] = "xxh3_128"
+    facts["layout"] = LAYOUT_GENERATION
+    return facts
+
+
+def _model_config(model_dir: Path) -> dict[str, Any]:
+    """The model's config.json; empty if there is none (the user names model and revision then)."""
+    path = model_dir / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can not be read: {error}") from error
+    return config
+
+
+def _content(path: str | None) -> str | None:
+    """Digest of a file that changes what bytes mean, or None if there is none."""
+    if not path:
+        return None
+    try:
+        return _digest(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} decides what the cache's bytes mean, and can not be read: {error}") from error
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _keys(hash_128s: Sequence[int]) -> list[bytes]:
+    return [int(value).to_bytes(HASH_NBYTES, "big") for value in hash_128s]
+
+
+def _rows(indexer: torch.Tensor, count: int) -> list[int]:
+    if indexer.dtype != torch.int32 or not indexer.is_cpu or list(indexer.shape) != [count]:
+        raise InvalidRequest(
+            f"kv_page_indexer must be an int32 CPU tensor of shape [{count}], not {indexer.dtype} "
+            f"{list(indexer.shape)} on {indexer.device}"
+        )
+    rows: list[int] = indexer.tolist()
+    return rows
+
+
+def light_mem_path() -> str:
+    """The folder that makes `import light_mem` find this module."""
+    return str(Path(__file__).parent / "light_mem_path")
+
+
+if __name__ == "__main__":
+    print(light_mem_path())

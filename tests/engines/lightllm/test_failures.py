@@ -1,0 +1,275 @@
+"""Whatever the store does, a request goes on, no page's reference is lost, and no byte is wrong."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent.engines.lightllm import PyState
+from kvstore import Client, ClientConfig
+from kvstore.node_process import NodeProcess
+
+Make = Callable[..., Any]
+POISON = 0xA5
+
+
+@contextlib.contextmanager
+def hung(node: NodeProcess) -> Iterator[None]:
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadlines that users have, but for saves. Bounds in tests are wider: the machine may be busy."""
+    for kind, seconds in (("LOOKUP", "0.5"), ("LOAD", "1"), ("SAVE", "2")):
+        monkeypatch.setenv(f"KVSTORE_AGENT_{kind}_TIMEOUT_S", seconds)
+
+
+def keys(hashes: list[int]) -> list[bytes]:
+    return [value.to_bytes(16, "big") for value in hashes]
+
+
+@pytest.fixture
+def pair(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[NodeProcess, Any, list[int]]:
+    """A node, a server with the first two pages of a prompt in memory, and the prompt, six pages of which
+    are stored."""
+    node = start_node()
+    first = make_server(node.address)
+    hashes = first.hashes(1, 6)
+    first.compute(hashes)
+    first.persist()
+    hasten(monkeypatch)
+    second = make_server(node.address)
+    second.compute(hashes[:2])
+    second.persist()
+    assert second.references() == 0
+    return node, second, hashes
+
+
+@pytest.mark.parametrize("fate", ["killed", "hung"])
+def test_a_request_goes_on_without_the_store(pair: Any, fate: str) -> None:
+    """R7: it costs a request at most the deadline of a lookup, 0.5 s."""
+    node, server, hashes = pair
+    with hung(node) if fate == "hung" else contextlib.nullcontext():
+        if fate == "killed":
+            node.kill()
+        for _ in range(3):
+            with within(2.0):
+                given = server.match(hashes)
+            assert (len(given), server.loaded_tokens) == (2, 0)
+            server.release(given)
+        assert server.references() == 0
+
+
+@pytest.mark.parametrize("fate", ["killed", "hung", "forgets"])
+def test_a_page_that_was_found_and_can_not_be_read(pair: Any, fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between lookup and load. The whole load is thrown away, and the request has what was in memory."""
+    node, server, hashes = pair
+    with contextlib.ExitStack() as until_the_end:
+        allocate = server.client.allocate_pages
+
+        def and_then(**arguments: Any) -> Any:
+            if fate == "killed":
+                node.kill()
+            elif fate == "hung":
+                until_the_end.enter_context(hung(node))
+            else:
+                with Client(ClientConfig(address=node.address)) as client:
+                    assert client.remove(server.service.namespace, keys(hashes[4:5])) == [True]
+            result = allocate(**arguments)
+            server.memory[result[0]] = POISON
+            return result
+
+        monkeypatch.setattr(server.client, "allocate_pages", and_then)
+        with within(4.0):
+            given = server.match(hashes)
+        assert (len(given), server.loaded_tokens) == (2, 0)
+        assert server.references() == 2
+        server.release(given)
+        assert server.references() == 0
+        assert server.locked(server.client.query_one_page, hash_key=hashes[3]) == (None, False)
+
+
+@pytest.mark.parametrize("fate", ["killed", "hung"])
+def test_the_writer_goes_on_without_the_store(pair: Any, fate: str) -> None:
+    node, server, _ = pair
+    with hung(node) if fate == "hung" else contextlib.nullcontext():
+        if fate == "killed":
+            node.kill()
+        for seed in range(2, 5):
+            server.compute(server.hashes(seed, 5))
+            with within(4.0):
+                for payloads in server.worker._gather_offload_payloads():
+                    server.worker._persist_pages_to_disk(payloads)
+            assert server.references() == 0
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk"])
+def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_all(
+    start_node: Make, make_server: Make, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node hangs between the writer's question and its pages; LightLLM reuses them when it is told to."""
+    monkeypatch.setenv("KVSTORE_WIRE", wire)
+    monkeypatch.setenv("KVSTORE_AGENT_SAVE_TIMEOUT_S", "3")
+    node = start_node()
+    server = make_server(node.address)
+    hashes = server.hashes(1, 8)
+    server.service.query(hashes)  # connects
+    pages = server.compute(hashes)
+    before = server.memory[pages].clone()
+    submit = server.service.pages._agent.save
+    held = contextlib.ExitStack()
+
+    def and_then(*arguments: Any) -> Any:
+        held.enter_context(hung(node))
+        return submit(*arguments)
+
+    monkeypatch.setattr(server.service.pages._agent, "save", and_then)
+    with held, within(8.0):
+        for payloads in server.worker._gather_offload_payloads():
+            server.worker._persist_pages_to_disk(payloads)
+        assert server.references() == 0
+        server.memory[pages] = POISON
+    server.settle()
+    with Client(ClientConfig(address=node.address)) as client:
+        client.node_status(timeout_s=10)
+    time.sleep(0.3)  # for what the node still had in its sockets
+    reader = make_server(node.address)
+    found = reader.service.query(hashes)
+    rows = torch.arange(8, dtype=torch.int32)
+    task = reader.service.create(hash_128s=hashes, kv_page_indexer=rows, mode="r")
+    reader.settle()
+    read = [state is PyState.Finished for state in task.state()]
+    assert sum(read) == [*found, False].index(False)
+    for page in range(sum(read)):
+        assert torch.equal(reader.memory[page], before[page])
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_after_an_abort_the_pages_belong_to_the_engine(pair: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node hangs when the job has just begun, and lives again when the engine has reused its pages."""
+    node, server, hashes = pair
+    agent = server.service.pages._agent
+    new, rows = server.hashes(7, 6), torch.arange(6, dtype=torch.int32)
+    submit = agent.load if mode == "r" else agent.save
+    with contextlib.ExitStack() as until_reused:
+
+        def hang_first(*arguments: Any) -> Any:
+            until_reused.enter_context(hung(node))
+            return submit(*arguments)
+
+        monkeypatch.setattr(agent, "load" if mode == "r" else "save", hang_first)
+        wanted = hashes if mode == "r" else new
+        task = server.service.create(hash_128s=wanted, kv_page_indexer=rows, mode=mode)
+        with within(5.0):
+            server.service.abort(task)
+        server.memory[:6] = POISON
+    server.settle()
+    time.sleep(0.3)
+    assert (server.memory[:6] == POISON).all()
+    assert set(task.state()) == {PyState.Aborted}
+    deadline = time.monotonic() + 30
+    while not all(server.service.query(hashes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    if any(server.service.query(new)):  # what left before the abort is what it was
+        monkeypatch.undo()
+        read = server.service.create(hash_128s=new, kv_page_indexer=rows, mode="r")
+        server.settle()
+        assert read.state()[0] is PyState.Finished
+        assert not (server.memory[0] == POISON).all()
+
+
+def test_a_load_of_which_nothing_is_there_is_no_success(pair: Any) -> None:
+    """LightLLM takes an empty list of states for one."""
+    _, server, _ = pair
+    absent = server.hashes(8, 3)
+    task = server.service.create(hash_128s=absent, kv_page_indexer=torch.arange(3, dtype=torch.int32), mode="r")
+    server.settle()
+    assert task.state() == [PyState.Aborted] * 3
+    assert not server.worker.load_pages(absent, [0, 1, 2], 0)
+
+
+def test_the_writer_thread_outlives_restarts_of_the_node(start_node: Make, make_server: Make, tmp_path: Path) -> None:
+    """R11: pages on disk hit again, and new ones are stored, without anything being done about it."""
+    flags = ("--data-dir", str(tmp_path / "data"), "--disk-bytes", "256MiB")
+    node = start_node(*flags)
+    ports = ("--port", node.address.rpartition(":")[2], "--bulk-port", str(node.bulk_port))
+    server = make_server(node.address)
+    writer = threading.Thread(target=server.worker.run, daemon=True)
+    writer.start()
+    stored: dict[int, tuple[list[int], torch.Tensor]] = {}
+
+    def write(seed: int) -> None:
+        hashes = server.hashes(seed, 4)
+        stored[seed] = (hashes, server.memory[server.compute(hashes)].clone())
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert writer.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    write(1)
+    wait(lambda: all(server.service.query(stored[1][0])))
+    with Client(ClientConfig(address=node.address)) as client:
+        client.flush()
+    node.kill()
+    write(2)  # nobody is there to take it
+    wait(lambda: server.references() == 0)
+    assert server.service.query(stored[1][0]) == [False] * 4
+    start_node(*flags, *ports)
+    wait(lambda: all(server.service.query(stored[1][0])))
+    write(3)
+    wait(lambda: all(server.service.query(stored[3][0])))
+    wait(lambda: server.references() == 0)
+    assert server.service.query(stored[2][0]) == [False] * 4
+    reader = make_server(node.address)
+    for seed in (1, 3):
+        hashes, bytes_before = stored[seed]
+        given = reader.match(hashes)
+        assert torch.equal(reader.memory[given], bytes_before)
+        reader.release(given)
+
+
+def test_a_damaged_page_is_not_read(start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checksum is compared before a byte of it reaches LightLLM's memory."""
+    monkeypatch.setenv("KVSTORE_WIRE", "shm")
+    node = start_node()
+    server = make_server(node.address)
+    hashes = server.hashes(1, 5)
+    server.compute(hashes)
+    server.persist()
+    namespace = server.service.namespace
+    with (
+        Client(ClientConfig(address=node.address, wire="shm")) as client,
+        client.open_get(namespace, keys(hashes)) as slots,
+    ):
+        slots.arena.memory[slots.offsets[3]] ^= 1
+    reader = make_server(node.address)
+    reader.memory[:] = POISON
+    given = reader.match(hashes)
+    assert (given, reader.loaded_tokens) == ([], 0)
+    assert reader.references() == 0
+    assert server.service.query(hashes) == [True, True, True, False, True]  # the node has dropped it
+    given = reader.match(hashes)
+    assert (len(given), reader.loaded_tokens) == (3, 3 * 64)
+    reader.release(given)

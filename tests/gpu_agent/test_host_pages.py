@@ -1,0 +1,286 @@
+"""Pages of an engine's host memory: every wire, every way in which the store can fail."""
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent.host_pages import HostConfig, HostPages, PageCopy, host_config, host_pool
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.node_process import NodeProcess
+
+ROWS, PAGE_NBYTES, PAGE_TOKENS = 12, 10_000, 64
+Make = Callable[..., HostPages]
+
+
+def random_memory(rows: int = ROWS) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, PAGE_NBYTES), dtype=torch.uint8)
+
+
+def chain(name: str, count: int) -> list[bytes]:
+    return [hashlib.sha256(f"{name} {number}".encode()).digest()[:16] for number in range(count)]
+
+
+def patient(memory: torch.Tensor) -> HostConfig:
+    """For tests that are not about time: the machine may be busy."""
+    return host_config(memory, lookup_timeout_s=10, load_timeout_s=10)
+
+
+def stored(pages: HostPages, hashes: list[bytes], rows: list[int]) -> list[int]:
+    """Rows that were stored before, when the others are."""
+    already, job = pages.save(hashes, rows)
+    assert job.done.result(20).dropped == 0
+    assert job.gathered.done()
+    return already
+
+
+@pytest.fixture
+def make(client: Client) -> Iterator[Make]:
+    made: list[HostPages] = []
+
+    def host_pages(memory: torch.Tensor) -> HostPages:
+        namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+        made.append(HostPages(client, namespace, memory, patient(memory)))
+        return made[-1]
+
+    yield host_pages
+    for pages in made:
+        pages.close()
+        assert pages.check() == []
+
+
+def test_pages_come_back_into_other_rows_and_no_other_row_changes(make: Make, request: pytest.FixtureRequest) -> None:
+    written, read = random_memory(), random_memory()
+    before, hashes = read.clone(), chain(request.node.name, 5)
+    assert stored(make(written), hashes, [7, 2, 11, 0, 4]) == []
+    pages = make(read)
+    assert pages.present(hashes) == [True] * 5
+    assert pages.load(hashes, [3, 9, 1, 10, 5]).done.result(20).pages == 5
+    assert torch.equal(read[[3, 9, 1, 10, 5]], written[[7, 2, 11, 0, 4]])
+    others = [0, 2, 4, 6, 7, 8, 11]
+    assert torch.equal(read[others], before[others])
+
+
+def test_rows_of_stored_pages_are_told_at_once_and_never_read(make: Make, request: pytest.FixtureRequest) -> None:
+    memory, hashes = random_memory(), chain(request.node.name, 4)
+    pages = make(memory)
+    assert stored(pages, hashes[:2], [0, 1]) == []
+    first = memory[0].clone()
+    memory[0] = 0  # the engine has reused it
+    assert stored(pages, hashes, [0, 1, 2, 3]) == [0, 1]
+    assert stored(pages, hashes, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    pages.load(hashes, [8, 9, 10, 11]).done.result(20)
+    assert torch.equal(memory[8:], torch.stack([first, *memory[1:4]]))
+
+
+def test_a_row_that_was_given_back_is_not_read_even_if_its_page_is_gone(
+    make: Make, request: pytest.FixtureRequest, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node loses a page between the question and the save, and the engine has reused its row."""
+    memory, hashes = random_memory(), chain(request.node.name, 3)
+    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    pages = make(memory)
+    stored(pages, hashes[:1], [0])
+    submit = pages._agent.save
+
+    def and_then(*arguments: Any) -> Any:
+        client.remove(namespace, hashes[:1])
+        memory[0] = 0
+        return submit(*arguments)
+
+    monkeypatch.setattr(pages._agent, "save", and_then)
+    assert stored(pages, hashes, [0, 1, 2]) == [0]
+    assert pages.present(hashes) == [False, True, True]
+
+
+def test_a_gap_ends_a_load(make: Make, request: pytest.FixtureRequest, client: Client) -> None:
+    memory, hashes = random_memory(), chain(request.node.name, 4)
+    pages = make(memory)
+    stored(pages, hashes, [0, 1, 2, 3])
+    client.remove(Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout), [hashes[2]])
+    assert pages.present(hashes) == [True, True, False, True]
+    before = memory.clone()
+    assert pages.load(hashes, [4, 5, 6, 7]).done.result(20).pages == 2
+    assert torch.equal(memory[[6, 7]], before[[6, 7]])
+
+
+def test_two_loads_of_one_page_into_one_row(make: Make, request: pytest.FixtureRequest) -> None:
+    memory, hashes = random_memory(), chain(request.node.name, 3)
+    pages = make(memory)
+    stored(pages, hashes, [0, 1, 2])
+    jobs = [pages.load(hashes, [3, 4, 5]) for _ in range(8)]
+    assert [job.done.result(20).pages for job in jobs] == [3] * 8
+    assert torch.equal(memory[3:6], memory[:3])
+
+
+@pytest.mark.parametrize("rows", [[1, 1], [0, -1], [0, ROWS], [0]])
+def test_wrong_rows_are_refused_before_anything_moves(
+    make: Make, request: pytest.FixtureRequest, rows: list[int]
+) -> None:
+    """Of pages that are stored too: their rows would be told to the engine as its own."""
+    pages, hashes = make(random_memory()), chain(request.node.name, 2)
+    stored(pages, hashes, [2, 3])
+    for move in (pages.save, pages.load):
+        with pytest.raises(InvalidRequest, match="rows"):
+            move(hashes, rows)
+
+
+def test_found_pages_stay_until_they_are_loaded() -> None:
+    """Enough new pages to evict them all come between the question and the load."""
+    memory = random_memory(40)
+    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    wanted, others = chain("wanted", 4), chain("others", 24)
+    with (
+        NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
+        Client(ClientConfig(address=node.address)) as client,
+    ):
+        pages = HostPages(client, namespace, memory, patient(memory))
+        stored(pages, wanted, [0, 1, 2, 3])
+        assert pages.present(wanted) == [True] * 4
+        for some in (slice(12), slice(12, 24)):  # of 20 slots, 4 are held
+            stored(pages, others[some], list(range(4, 16)))
+        before = memory[:4].clone()
+        memory[:4] = 0
+        assert pages.load(wanted, [0, 1, 2, 3]).done.result(20).pages == 4
+        assert torch.equal(memory[:4], before)
+        assert sum(pages.present(others)) < len(others)  # so there was no room for all
+        pages.close()
+
+
+def test_the_head_of_a_held_chain_is_evicted_last() -> None:
+    """When the pins end, the pages are ordered as if they had been read: a chain loses its end first."""
+    memory = random_memory(40)
+    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    held, others = chain("held", 12), chain("others", 12)
+    with (
+        NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
+        Client(ClientConfig(address=node.address)) as client,
+    ):
+        pages = HostPages(client, namespace, memory, host_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
+        stored(pages, held, list(range(12)))
+        assert pages.present(held) == [True] * 12
+        time.sleep(0.3)  # longer than load_timeout_s
+        for number, other in enumerate(others):
+            stored(pages, [other], [12 + number])
+        left = client.lookup(namespace, held).present
+        assert 0 < sum(left) < 12
+        assert list(left) == sorted(left, reverse=True)
+        pages.close()
+
+
+def test_a_node_that_is_gone_is_a_miss() -> None:
+    memory, hashes = random_memory(), chain("gone", 3)
+    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    with Client(ClientConfig(address="127.0.0.1:9")) as client:
+        pages = HostPages(client, namespace, memory, host_config(memory))
+        before = memory.clone()
+        assert pages.present(hashes) == [False] * 3
+        already, save = pages.save(hashes, [0, 1, 2])
+        assert (already, save.gathered.done(), save.done.result(0).dropped) == ([], True, 3)
+        assert pages.load(hashes, [0, 1, 2]).done.result(20).pages == 0
+        assert torch.equal(memory, before)
+        pages.close()
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alone(wire: str) -> None:
+    memory, hashes = random_memory(), chain("hung", 6)
+    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    with (
+        NodeProcess("--ram-bytes", "16MiB") as node,
+        Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client,
+    ):
+        pages = HostPages(client, namespace, memory, host_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
+        stored(pages, hashes[:3], [0, 1, 2])
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            load = pages.load(hashes[:3], [3, 4, 5])
+            began = time.monotonic()
+            pages.settle(load)
+            assert time.monotonic() - began < 4
+            memory[3:6] = 7  # the engine has given the rows to somebody else
+            began = time.monotonic()
+            assert pages.present(hashes) == [False] * 6
+            already, save = pages.save(hashes, [0, 1, 2, 6, 7, 8])
+            pages.settle(save)
+            assert time.monotonic() - began < 6
+            memory[6:9] = 9
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+        assert (load.done.result(5).pages, already) == (0, [])
+        time.sleep(0.5)
+        assert (memory[3:6] == 7).all()
+        assert (memory[6:9] == 9).all()
+        deadline = time.monotonic() + 15
+        while not any(pages.present(hashes[:3])) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert pages.present(hashes) == [True] * 3 + [False] * 3  # the reused rows were stored as nobody's page
+        pages.close()
+        assert pages.check() == []
+
+
+def test_many_threads_at_once(make: Make, request: pytest.FixtureRequest) -> None:
+    memory, hashes = random_memory(64), chain(request.node.name, 32)
+    pages = make(memory)
+    stored(pages, hashes, list(range(32)))
+    wrong: list[int] = []
+
+    def ask(number: int) -> None:
+        if (
+            pages.present(hashes) != [True] * 32
+            or pages.load(hashes[number : number + 1], [32 + number]).done.result(20).pages != 1
+        ):
+            wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert torch.equal(memory[32:], memory[:32])
+    assert (pages.active("load"), pages.active("save")) == (0, 0)
+
+
+def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.empty((100, 48 << 20), dtype=torch.uint8, device="meta")
+    config = host_config(memory)
+    assert (config.staging_nbytes, config.pending_nbytes_max) == (48 << 20, 2 * memory.nbytes)
+    assert (config.lookup_timeout_s, config.load_timeout_s) == (0.5, 1.0)
+    monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "3")
+    assert host_config(memory).load_timeout_s == 3.0
+    monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "61")
+    with pytest.raises(ConfigError, match="load_timeout_s"):
+        host_config(memory)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.uint8)[:, :4], torch.zeros(2, 2, 4, dtype=torch.uint8)],
+)
+def test_other_memory_is_refused(memory: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequest, match="host memory"):
+        host_pool(memory, 1)
+
+
+def test_a_scatter_stops_at_the_page_that_is_not_ready() -> None:
+    memory = random_memory()
+    before = memory.clone()
+    pool = host_pool(memory, PAGE_TOKENS)
+    pages = list(random_memory(3))
+
+    def ready(some: range) -> None:
+        if some.start == 2:
+            raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        PageCopy().scatter(pool, pool.unit_table(torch.tensor([5, 1, 6]), 3), pages, None, ready=ready)
+    assert torch.equal(memory[[5, 1]], torch.stack(pages[:2]))
+    assert torch.equal(memory[6], before[6])

@@ -1,0 +1,314 @@
+"""What LightLLM's module `light_mem` promises, without LightLLM: its namespace, and that nothing raises."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent.engines.lightllm import PyLocalCacheService, PyState, light_mem_path, namespace_of
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.node_process import NodeProcess
+
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
+HYBRID = {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}
+ARGUMENTS = {
+    "data_type": "bfloat16",
+    "quant_type": "none",
+    "llm_kv_type": "None",
+    "llm_kv_quant_group_size": 8,
+    "kv_quant_calibration_config_path": None,
+    "mtp_mode": None,
+    "mtp_step": 0,
+    "mtp_draft_model_dir": None,
+    "cpu_cache_token_page_size": 64,
+    "linear_att_hash_page_size": 512,
+    "linear_att_page_block_num": 8,
+    "linear_att_ssm_data_type": "float32",
+    "disable_linear_att_small_page_cpu_cache": False,
+    "weight_version": "default",
+    "tp": 2,
+    "dp": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "port": 8000,
+}
+MEMORY = torch.zeros((4, 4096), dtype=torch.uint8)
+Arguments = Callable[..., dict[str, Any]]
+
+
+def checkpoint(folder: Path, config: dict[str, Any] = CONFIG, weights: bytes = b"weights") -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Arguments:
+    """LightLLM's start arguments; those named have other values."""
+    model_dir = checkpoint(tmp_path / "model")
+    return lambda **changed: {**ARGUMENTS, "model_dir": model_dir, **changed}
+
+
+# ---- the namespace -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"data_type": "float16"},
+        {"quant_type": "fp8w8a8"},
+        {"expert_dtype": "fp4"},
+        {"llm_kv_type": "int8kv"},
+        {"llm_kv_quant_group_size": 16},
+        {"mtp_mode": "eagle_with_att"},
+        {"mtp_step": 2},
+        {"cpu_cache_token_page_size": 32},
+        {"weight_version": "2"},
+        {"nnodes": 2, "node_rank": 0},
+    ],
+    ids=str,
+)
+def test_what_changes_the_bytes_changes_the_namespace(arguments: Arguments, changed: dict[str, Any]) -> None:
+    assert namespace_of(arguments(**changed), MEMORY).digest != namespace_of(arguments(), MEMORY).digest
+
+
+@pytest.mark.parametrize("changed", [{"tp": 4}, {"port": 9000}, {"linear_att_hash_page_size": 256}], ids=str)
+def test_what_does_not_change_the_bytes_is_no_part_of_it(arguments: Arguments, changed: dict[str, Any]) -> None:
+    """A page of CPU memory holds the heads of all ranks."""
+    assert namespace_of(arguments(**changed), MEMORY).digest == namespace_of(arguments(), MEMORY).digest
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"tp": 4}, {"linear_att_hash_page_size": 256}, {"linear_att_ssm_data_type": "bfloat16"}],
+    ids=str,
+)
+def test_a_hybrid_models_states_lie_rank_by_rank(arguments: Arguments, tmp_path: Path, changed: dict[str, Any]) -> None:
+    hybrid = checkpoint(tmp_path / "hybrid", HYBRID)
+    kept = namespace_of(arguments(model_dir=hybrid), MEMORY)
+    assert namespace_of(arguments(model_dir=hybrid, **changed), MEMORY).digest != kept.digest
+    same = namespace_of(arguments(model_dir=hybrid, tp=4, dp=2), MEMORY)  # two ranks a replica, as before
+    assert same.digest == kept.digest
+
+
+def test_page_size_weights_configuration_and_name_are_in_the_namespace(arguments: Arguments, tmp_path: Path) -> None:
+    others = [
+        namespace_of(arguments(), torch.zeros((4, 8192), dtype=torch.uint8)),
+        namespace_of(arguments(model_dir=checkpoint(tmp_path / "b" / "model", weights=b"others")), MEMORY),
+        namespace_of(arguments(model_dir=checkpoint(tmp_path / "c" / "model", {**CONFIG, "head_dim": 8})), MEMORY),
+        namespace_of(arguments(model_dir=checkpoint(tmp_path / "d" / "other-name")), MEMORY),
+        namespace_of(arguments(), MEMORY),
+    ]
+    assert len({namespace.digest for namespace in others}) == len(others)
+    copy = namespace_of(arguments(model_dir=checkpoint(tmp_path / "e" / "model")), MEMORY)
+    assert copy.digest == others[-1].digest  # another machine's copy of the same checkpoint
+
+
+def test_a_named_revision_does_not_hide_another_configuration(
+    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a revision the checkpoint is not read, its configuration is."""
+    monkeypatch.setenv("KVSTORE_REVISION", "r1")
+    first = namespace_of(arguments(), MEMORY)
+    rope = namespace_of(arguments(model_dir=checkpoint(tmp_path / "b" / "model", {**CONFIG, "rope": 2})), MEMORY)
+    written_by = {**CONFIG, "transformers_version": "5"}
+    same = namespace_of(arguments(model_dir=checkpoint(tmp_path / "c" / "model", written_by)), MEMORY)
+    assert first.revision == "r1"
+    assert first.digest not in {rope.digest}
+    assert same.digest == first.digest
+
+
+@pytest.mark.parametrize("argument", ["kv_quant_calibration_config_path", "quant_cfg"])
+def test_a_file_counts_by_its_content(arguments: Arguments, tmp_path: Path, argument: str) -> None:
+    """fp8 pages have their scales in such a file: the same bytes mean other values under other scales."""
+    for name, text in [("one", "scales 1"), ("two", "scales 2"), ("copy", "scales 1")]:
+        (tmp_path / name).write_text(text)
+    one, two, copy, none = (
+        namespace_of(arguments(**{argument: path and str(tmp_path / path)}), MEMORY).digest
+        for path in ("one", "two", "copy", None)
+    )
+    assert len({one, two, none}) == 3
+    assert copy == one
+    with pytest.raises(ConfigError, match="absent"):
+        namespace_of(arguments(**{argument: str(tmp_path / "absent")}), MEMORY)
+
+
+def test_a_draft_models_weights_are_in_the_namespace(arguments: Arguments, tmp_path: Path) -> None:
+    """Its layers' KV is in the same page."""
+    drafts = [checkpoint(tmp_path / name / "draft", weights=name.encode()) for name in "ab"]
+    digests = {namespace_of(arguments(mtp_draft_model_dir=[draft]), MEMORY).digest for draft in drafts}
+    assert len(digests | {namespace_of(arguments(), MEMORY).digest}) == 3
+
+
+@pytest.mark.parametrize("variable", ["KVSTORE_TENANT", "KVSTORE_SALT", "KVSTORE_MODEL", "KVSTORE_REVISION"])
+def test_users_words_are_in_the_namespace(arguments: Arguments, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = namespace_of(arguments(), MEMORY)
+    monkeypatch.setenv(variable, "other")
+    assert namespace_of(arguments(), MEMORY).digest != before.digest
+
+
+def test_weights_that_change_while_it_runs_are_refused(arguments: Arguments) -> None:
+    with pytest.raises(ConfigError, match="enable_rl"):
+        namespace_of(arguments(enable_rl=True), MEMORY)
+
+
+# ---- the service -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def service(
+    arguments: Arguments, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[PyLocalCacheService]:
+    monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
+    monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
+    monkeypatch.setenv("KVSTORE_AGENT_LOOKUP_TIMEOUT_S", "10")  # the machine may be busy
+    monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "10")
+    monkeypatch.setenv("KVSTORE_SALT", request.node.name)  # other tests store under the same hashes
+    made = PyLocalCacheService(
+        kvcache_tensor=torch.randint(0, 256, (8, 4096), dtype=torch.uint8),
+        file="/nowhere/cache_file",
+        storage_size=1 << 30,
+        num_shard=8,
+        num_worker=24,
+        index_endpoint="redis:6379",
+        index_prefix="lightllm",
+        bandwidth_log=True,
+    )
+    yield made
+    made.close()
+    assert made.pages.check() == []
+
+
+def rows(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def settled(task: Any) -> None:
+    """As LightLLM waits; until then no page is called anything but on its way."""
+    deadline = time.monotonic() + 20
+    while not task.ready():
+        states = set(task.state())
+        assert states == {PyState.Working} or task.ready()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("value", [None, "", "no JSON", "[1]", "{}"])
+def test_a_start_without_start_arguments_says_so(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv("LIGHTLLM_START_ARGS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LIGHTLLM_START_ARGS", value)
+    with pytest.raises(ConfigError, match=r"LIGHTLLM_START_ARGS|model_dir"):
+        PyLocalCacheService(MEMORY)
+
+
+@pytest.mark.parametrize(
+    "memory", [torch.zeros(2, 8), torch.zeros(2, 2, 4, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.uint8)[:, :4]]
+)
+def test_the_pool_must_be_what_the_original_asks_for(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, memory: torch.Tensor
+) -> None:
+    monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
+    with pytest.raises(InvalidRequest, match="host memory"):
+        PyLocalCacheService(memory)
+
+
+def test_states_of_tasks(service: PyLocalCacheService) -> None:
+    hashes = [1 << 127, 2, (1 << 128) - 1]
+    write = service.create(hash_128s=hashes, kv_page_indexer=rows(0, 1, 2), mode="w", start_pos=0)
+    settled(write)
+    assert write.data_safe()
+    assert write.state() == [PyState.Finished] * 3
+    assert write.page_already_list == []
+    assert service.query([*hashes, 7]) == [True, True, True, False]
+    again = service.create(hash_128s=[*hashes, 7], kv_page_indexer=rows(0, 1, 2, 3), mode="w")
+    assert again.page_already_list == [0, 1, 2]
+    read = service.create(hash_128s=[*hashes, 9], kv_page_indexer=rows(0, 5, 6, 7), mode="r", start_pos=1)
+    settled(read)
+    assert read.state() == [PyState.Finished, PyState.Finished, PyState.Aborted]
+    assert [state.value for state in PyState] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "indexer", "mode"),
+    [
+        ([1, 2], rows(0), "w"),
+        ([1, 2], rows(0, 1).long(), "w"),
+        ([1, 2], rows(0, -1), "w"),
+        ([1, 2], rows(0, 8), "w"),
+        ([1, -2], rows(0, 1), "w"),
+        ([1, 1 << 128], rows(0, 1), "w"),
+        ([5, 5], rows(0, 1), "w"),
+        ([1, "x"], rows(0, 1), "w"),
+        ([1, 2], None, "w"),
+        ([1, 2], rows(0, 0), "r"),
+        ([1, 2], rows(0, -1), "r"),
+        ([1, 2], rows(0), "r"),
+        ([1, 2], rows(0, 1), "x"),
+    ],
+)
+def test_a_wrong_call_gets_a_task_that_is_over_and_has_failed(
+    service: PyLocalCacheService, hashes: list[Any], indexer: Any, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception here would end LightLLM's writer, or a request that nobody hears of again."""
+    task = service.create(hash_128s=hashes, kv_page_indexer=indexer, mode=mode)
+    assert task.ready()
+    assert task.data_safe()
+    assert set(task.state()) == {PyState.Aborted}
+    assert list(task.page_already_list) == []
+    assert "failed at its start" in caplog.text
+    service.abort(task)
+
+
+@pytest.mark.parametrize("hashes", [[-1], [1 << 128], ["x"], [3, 3], [None]])
+def test_a_wrong_query_finds_nothing(
+    service: PyLocalCacheService, hashes: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert service.query(hashes) == [False] * len(hashes)
+    assert "a query failed" in caplog.text
+
+
+def test_a_fault_of_ours_is_a_miss(
+    service: PyLocalCacheService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    for name in ("present", "save", "load"):
+        monkeypatch.setattr(service.pages, name, broken)
+    assert service.query([1, 2, 3]) == [False] * 3
+    for mode in ("r", "w"):
+        task = service.create(hash_128s=[1, 2, 3], kv_page_indexer=rows(0, 1, 2), mode=mode)
+        assert task.ready()
+        assert set(task.state()) == {PyState.Aborted}
+    assert caplog.text.count("RuntimeError: a bug") == 3
+
+
+def test_active_threads_counts_until_a_task_is_done(service: PyLocalCacheService) -> None:
+    assert (service.active_threads("r"), service.active_threads("w")) == (0, 0)
+    task = service.create(hash_128s=[11, 12], kv_page_indexer=rows(0, 1), mode="w")
+    settled(task)
+    assert (service.active_threads("r"), service.active_threads("w")) == (0, 0)
+
+
+def test_the_module_is_found_in_the_folder_that_the_command_prints() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "gpu_agent.engines.lightllm"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert said == light_mem_path()
+    path = os.pathsep.join([said, *sys.path])
+    code = (
+        "import light_mem, sys; print(light_mem.__file__, light_mem.PyLocalCacheService._n, 'lightllm' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+    ).stdout.split()
+    assert found == [f"{said}/light_mem/__init__.py", "1", "False"]
