@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from gpu_agent.checkpoint import named
-from gpu_agent.host_pages import HostPages, host_config, host_pool
+from gpu_agent.row_tier import RowTier, tier_config, row_pool
 from gpu_agent.jobs import LoadJob, SaveJob
 from gpu_agent.options import Identity, facts_text
 from kvstore.client import Client
@@ -96,7 +96,7 @@ class PyLocalCacheService:
         arguments = engine_arguments("LIGHTLLM_START_ARGS")
         self.namespace = namespace_of(arguments, kvcache_tensor)
         self._client = Client(client_config())
-        self._pages = HostPages(self._client, self.namespace, kvcache_tensor, host_config(kvcache_tensor))
+        self._pages = RowTier(self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor))
         log.info(
             "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; not used: "
             "--disk_cache_dir, --disk_cache_storage_size%s",
@@ -155,7 +155,7 @@ class PyLocalCacheService:
             log.exception("an abort failed")
 
     @property
-    def pages(self) -> HostPages:
+    def pages(self) -> RowTier:
         """What does the work: counters, `check`."""
         return self._pages
 
@@ -232,7 +232,7 @@ def namespace_of(arguments: Mapping[str, Any], memory: torch.Tensor) -> Namespac
             "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
         )
     identity = named(load(Identity, "KVSTORE", {}), str(model_dir))
-    layout = host_pool(memory, int(arguments.get("cpu_cache_token_page_size") or 256)).layout
+    layout = row_pool(memory, int(arguments.get("cpu_cache_token_page_size") or 256)).layout
     return identity.namespace(layout, facts_text("lightllm", **_facts(arguments, Path(str(model_dir)))))
 
 

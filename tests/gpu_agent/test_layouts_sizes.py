@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_agent import KVPool
-from gpu_agent.host_pages import host_pool
+from gpu_agent.row_tier import row_pool
 from gpu_agent.layouts import lightllm, sglang, vllm
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "layouts.md"
@@ -77,7 +77,7 @@ DOCUMENTED: dict[tuple[str, str, str], Callable[[int], KVPool]] = {
     ("LightLLM", "fp8, static scales", "Llama-3-8B"): lightllm_heads(32, dtype=UINT8),
     ("LightLLM", "INT8, historic", "Llama-3-8B"): lightllm_scaled(32, 128, 1),
     ("LightLLM", "hybrid, `Qwen3Next`", "Qwen3-Next-80B"): lightllm_hybrid,
-    ("LightLLM", "CPU page pool, int8", "Llama-3-8B"): lambda page: host_pool(
+    ("LightLLM", "CPU page pool, int8", "Llama-3-8B"): lambda page: row_pool(
         torch.empty((2, 32 * page * 16 * (128 + 2 * 16)), dtype=UINT8), page
     ),
     ("LightLLM", "`Deepseek2`", "DeepSeek-V3"): lightllm_latent(576),

@@ -36,7 +36,7 @@ _PENDING_NBYTES_MAX = 1 << 40
 
 
 @dataclass(frozen=True)
-class HostConfig(AgentConfig):
+class TierConfig(AgentConfig):
     """An agent whose engine waits. Environment as AgentConfig: KVSTORE_AGENT_LOAD_TIMEOUT_S, ..."""
 
     workers: int = setting(4, "threads for saves, and as many for loads", 1, 64)
@@ -45,19 +45,19 @@ class HostConfig(AgentConfig):
     load_timeout_s: float = setting(1.0, "deadline of a load, its wait for a thread included", 0.001, 60.0)
 
 
-def host_config(memory: torch.Tensor, **values: Any) -> HostConfig:
+def tier_config(memory: torch.Tensor, **values: Any) -> TierConfig:
     """From explicit values, the environment and the defaults, made to fit `memory`.
 
     A buffer holds a page at least, however large. Loads fill pages that the engine has allocated, so twice
     the memory is all that can wait, and a prompt that fits into it is never refused for its length.
     """
-    config = load(HostConfig, "KVSTORE_AGENT", values)
+    config = load(TierConfig, "KVSTORE_AGENT", values)
     staging_nbytes = max(config.staging_nbytes, memory.shape[-1])
     pending_nbytes_max = min(max(config.pending_nbytes_max, 2 * memory.nbytes, staging_nbytes), _PENDING_NBYTES_MAX)
     return replace(config, staging_nbytes=staging_nbytes, pending_nbytes_max=pending_nbytes_max)
 
 
-def host_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
+def row_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
     """`memory`: uint8 CPU tensor `[pages, page_nbytes]`, a row per page of `page_tokens` tokens."""
     check_shape("host memory", memory, "pages", "page_nbytes")
     if memory.dtype != torch.uint8 or not memory.is_cpu or not memory.is_contiguous():
@@ -69,11 +69,11 @@ def host_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
     return pool_of(tokens, GroupView("host", (0,), {"page": [memory]}, unit_tokens=tokens, space=_SPACE))
 
 
-class HostPages:
-    """Thread-safe. `memory` as in `host_pool`; `namespace.layout` is its layout. `client` is not closed here."""
+class RowTier:
+    """Thread-safe. `memory` as in `row_pool`; `namespace.layout` is its layout. `client` is not closed here."""
 
-    def __init__(self, client: Client, namespace: Namespace, memory: torch.Tensor, config: HostConfig) -> None:
-        pool = host_pool(memory, namespace.layout.page_tokens)
+    def __init__(self, client: Client, namespace: Namespace, memory: torch.Tensor, config: TierConfig) -> None:
+        pool = row_pool(memory, namespace.layout.page_tokens)
         self._agent = Agent(client, namespace, pool, config, PageCopy())
         self._row_count = memory.shape[0]
         self._hold_s = min(config.load_timeout_s, HOLD_S_MAX)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.host_pages import HostConfig, HostPages, PageCopy, host_config, host_pool
+from gpu_agent.row_tier import TierConfig, RowTier, PageCopy, tier_config, row_pool
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.node_process import NodeProcess
 
 ROWS, PAGE_NBYTES, PAGE_TOKENS = 12, 10_000, 64
-Make = Callable[..., HostPages]
+Make = Callable[..., RowTier]
 
 
 def random_memory(rows: int = ROWS) -> torch.Tensor:
@@ -28,12 +28,12 @@ def chain(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name} {number}".encode()).digest()[:16] for number in range(count)]
 
 
-def patient(memory: torch.Tensor) -> HostConfig:
+def patient(memory: torch.Tensor) -> TierConfig:
     """For tests that are not about time: the machine may be busy."""
-    return host_config(memory, lookup_timeout_s=10, load_timeout_s=10)
+    return tier_config(memory, lookup_timeout_s=10, load_timeout_s=10)
 
 
-def stored(pages: HostPages, hashes: list[bytes], rows: list[int]) -> list[int]:
+def stored(pages: RowTier, hashes: list[bytes], rows: list[int]) -> list[int]:
     """Rows that were stored before, when the others are."""
     already, job = pages.save(hashes, rows)
     assert job.done.result(20).dropped == 0
@@ -43,14 +43,14 @@ def stored(pages: HostPages, hashes: list[bytes], rows: list[int]) -> list[int]:
 
 @pytest.fixture
 def make(client: Client) -> Iterator[Make]:
-    made: list[HostPages] = []
+    made: list[RowTier] = []
 
-    def host_pages(memory: torch.Tensor) -> HostPages:
-        namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
-        made.append(HostPages(client, namespace, memory, patient(memory)))
+    def row_tier(memory: torch.Tensor) -> RowTier:
+        namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
+        made.append(RowTier(client, namespace, memory, patient(memory)))
         return made[-1]
 
-    yield host_pages
+    yield row_tier
     for pages in made:
         pages.close()
         assert pages.check() == []
@@ -85,7 +85,7 @@ def test_a_row_that_was_given_back_is_not_read_even_if_its_page_is_gone(
 ) -> None:
     """The node loses a page between the question and the save, and the engine has reused its row."""
     memory, hashes = random_memory(), chain(request.node.name, 3)
-    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     pages = make(memory)
     stored(pages, hashes[:1], [0])
     submit = pages._agent.save
@@ -104,7 +104,7 @@ def test_a_gap_ends_a_load(make: Make, request: pytest.FixtureRequest, client: C
     memory, hashes = random_memory(), chain(request.node.name, 4)
     pages = make(memory)
     stored(pages, hashes, [0, 1, 2, 3])
-    client.remove(Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout), [hashes[2]])
+    client.remove(Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout), [hashes[2]])
     assert pages.present(hashes) == [True, True, False, True]
     before = memory.clone()
     assert pages.load(hashes, [4, 5, 6, 7]).done.result(20).pages == 2
@@ -135,13 +135,13 @@ def test_wrong_rows_are_refused_before_anything_moves(
 def test_found_pages_stay_until_they_are_loaded() -> None:
     """Enough new pages to evict them all come between the question and the load."""
     memory = random_memory(40)
-    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     wanted, others = chain("wanted", 4), chain("others", 24)
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = HostPages(client, namespace, memory, patient(memory))
+        pages = RowTier(client, namespace, memory, patient(memory))
         stored(pages, wanted, [0, 1, 2, 3])
         assert pages.present(wanted) == [True] * 4
         for some in (slice(12), slice(12, 24)):  # of 20 slots, 4 are held
@@ -157,13 +157,13 @@ def test_found_pages_stay_until_they_are_loaded() -> None:
 def test_the_head_of_a_held_chain_is_evicted_last() -> None:
     """When the pins end, the pages are ordered as if they had been read: a chain loses its end first."""
     memory = random_memory(40)
-    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     held, others = chain("held", 12), chain("others", 12)
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,
     ):
-        pages = HostPages(client, namespace, memory, host_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
+        pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1))
         stored(pages, held, list(range(12)))
         assert pages.present(held) == [True] * 12
         time.sleep(0.3)  # longer than load_timeout_s
@@ -177,9 +177,9 @@ def test_the_head_of_a_held_chain_is_evicted_last() -> None:
 
 def test_a_node_that_is_gone_is_a_miss() -> None:
     memory, hashes = random_memory(), chain("gone", 3)
-    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     with Client(ClientConfig(address="127.0.0.1:9")) as client:
-        pages = HostPages(client, namespace, memory, host_config(memory))
+        pages = RowTier(client, namespace, memory, tier_config(memory))
         before = memory.clone()
         assert pages.present(hashes) == [False] * 3
         already, save = pages.save(hashes, [0, 1, 2])
@@ -192,12 +192,12 @@ def test_a_node_that_is_gone_is_a_miss() -> None:
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alone(wire: str) -> None:
     memory, hashes = random_memory(), chain("hung", 6)
-    namespace = Namespace("host-pages", host_pool(memory, PAGE_TOKENS).layout)
+    namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     with (
         NodeProcess("--ram-bytes", "16MiB") as node,
         Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client,
     ):
-        pages = HostPages(client, namespace, memory, host_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
+        pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
         stored(pages, hashes[:3], [0, 1, 2])
         os.kill(node.pid, signal.SIGSTOP)
         try:
@@ -251,14 +251,14 @@ def test_many_threads_at_once(make: Make, request: pytest.FixtureRequest) -> Non
 
 def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.empty((100, 48 << 20), dtype=torch.uint8, device="meta")
-    config = host_config(memory)
+    config = tier_config(memory)
     assert (config.staging_nbytes, config.pending_nbytes_max) == (48 << 20, 2 * memory.nbytes)
     assert (config.lookup_timeout_s, config.load_timeout_s) == (0.5, 1.0)
     monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "3")
-    assert host_config(memory).load_timeout_s == 3.0
+    assert tier_config(memory).load_timeout_s == 3.0
     monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "61")
     with pytest.raises(ConfigError, match="load_timeout_s"):
-        host_config(memory)
+        tier_config(memory)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +267,13 @@ def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_other_memory_is_refused(memory: torch.Tensor) -> None:
     with pytest.raises(InvalidRequest, match="host memory"):
-        host_pool(memory, 1)
+        row_pool(memory, 1)
 
 
 def test_a_scatter_stops_at_the_page_that_is_not_ready() -> None:
     memory = random_memory()
     before = memory.clone()
-    pool = host_pool(memory, PAGE_TOKENS)
+    pool = row_pool(memory, PAGE_TOKENS)
     pages = list(random_memory(3))
 
     def ready(some: range) -> None:
