@@ -224,6 +224,7 @@ class Engine:
             setattr(c, name, None)
         for name in ("pp_prefetch_states", "pp_prefetch_decisions", "extra_host_mem_release_queues"):
             setattr(c, name, {})
+        c.prefetch_hits_sync_groups, c.prefetch_completion_sync_groups = [], []
         c.tp_group, c.host_memory_mode = tp_group, "cache"
         c.mem_pool_device, c.mem_pool_host = self.group.anchor_entry.device_pool, self.group
         c.storage_host_pool, c.page_size, c.io_backend = self.host, self.page, "kernel"
