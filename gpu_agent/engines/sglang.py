@@ -41,6 +41,7 @@ from gpu_agent.options import Identity, facts_text, read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.restorable import covered, together
 from kvstore.client import Client
+from kvstore.config import check_settings, load, setting
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 
@@ -49,19 +50,23 @@ Result = TypeVar("Result")
 
 # The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, query and reads together, and 10 s for
 # each thread when it detaches. Its own keys stand in the same mapping as ours.
-DEFAULTS = {
-    "lookup_timeout_s": 0.3,
-    "load_timeout_s": 0.7,
-    "save_timeout_s": 5.0,
-    "timeout_per_ki_token_s": 0.2,
-    "workers": 1,
-}
-OWN = ("timeout_per_ki_token_s", "backend_name", "module_path", "class_name", "interface_v1", "allocator")
+DEFAULTS = {"lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "save_timeout_s": 5.0, "workers": 1}
+ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 BATCH_PAGES_MAX = 128  # of one call of the engine
 OPEN_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
 STATS_MAX = 1024
 GENERATION = 1  # of what a page's bytes mean; raised when SGLang changes that under the same shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class HiCacheConfig:
+    """What only this adapter has. Environment: KVSTORE_SGLANG_TIMEOUT_PER_KI_TOKEN_S."""
+
+    timeout_per_ki_token_s: float = setting(0.2, "what a load or save gets for each 1024 tokens on top", 0.0, 60.0)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +86,11 @@ class KVStoreHiCache(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Raises ConfigError for an option that is wrong and for weights that nothing names."""
         self._engine = storage_config
-        options = read_options({**DEFAULTS, **(storage_config.extra_config or {})}, OWN)
+        known = (*ENGINES_OWN, *(field.name for field in dataclasses.fields(HiCacheConfig)))
+        options = read_options({**DEFAULTS, **(storage_config.extra_config or {})}, known)
         self._config = options.agent
         self._interface_v1 = bool(options.own.get("interface_v1"))
-        self._per_ki_token_s = float(options.own["timeout_per_ki_token_s"])
+        self._per_ki_token_s = load(HiCacheConfig, "KVSTORE_SGLANG", options.own).timeout_per_ki_token_s
         self._identity, self._facts = _weights(options.identity, storage_config.model_name)
         self._epochs = process_epochs()
         self._client = Client(options.client)

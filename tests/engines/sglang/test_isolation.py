@@ -233,7 +233,12 @@ def test_weights_that_nothing_names_end_the_start(config: dict[str, Any], engine
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"adress": "x"}, "unknown option 'adress'"), ({"wire": "rdma"}, "wire='rdma'"), ({"workers": 0}, "workers=0")],
+    [
+        ({"adress": "x"}, "unknown option 'adress'"),
+        ({"wire": "rdma"}, "wire='rdma'"),
+        ({"workers": 0}, "workers=0"),
+        ({"timeout_per_ki_token_s": -1.0}, "timeout_per_ki_token_s=-1.0"),
+    ],
 )
 def test_a_wrong_option_ends_the_start_with_its_name(engine: Make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
