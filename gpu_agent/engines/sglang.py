@@ -358,22 +358,21 @@ def _guarded(what: str, failed: Result, call: Callable[[], Result]) -> Result:
 
 
 def _weights(identity: Identity, served_name: str | None) -> tuple[Identity, dict[str, Any]]:
-    """Which weights, and what else of the server's arguments decides what KV they make.
-
-    The engine tells a backend only the name that it serves under, which anyone may choose. Raises
-    ConfigError if the server's arguments are not there and the options name no weights either.
-    """
+    """The engine tells a backend only the name that it serves under, which anyone may choose; its arguments
+    say more. Raises ConfigError if they are not there and the options name no weights either."""
     try:
-        args: Any = get_server_args()
+        args = get_server_args()
     except ValueError as error:
         if not identity.revision:
             raise ConfigError('the weights have no name: set "revision" (and "model")') from error
         return dataclasses.replace(identity, model=identity.model or served_name or ""), {"draft": served_name}
-    facts = {
-        name: getattr(args, name)
-        for name in ("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format")
-    }
-    facts["weight_version"] = args.weight_version
+    return weights(identity, args)
+
+
+def weights(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
+    """Which weights, and what else of the server's arguments decides what KV they make."""
+    names = ("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format", "weight_version")
+    facts = {name: getattr(args, name) for name in names}
     scales = args.quantization_param_path
     facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
     facts["draft"] = f"{args.speculative_draft_model_path}@{args.speculative_draft_model_revision}"

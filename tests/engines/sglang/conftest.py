@@ -1,5 +1,6 @@
 """SGLang on a CPU: a stub for torchvision, the harness, and engines attached to a node of our own."""
 
+import os
 import sys
 import uuid
 import warnings
@@ -13,6 +14,7 @@ from kvstore.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # install.sh's ninja
 
 with warnings.catch_warnings():  # what SGLang and its dependencies warn of is not ours
     warnings.simplefilter("ignore")

@@ -4,13 +4,16 @@ The controller's constructor wants streams and kernels, so its fields are set he
 its queues and the storage backend is SGLang's code.
 """
 
+import contextlib
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +41,19 @@ WAIT_S = 30.0
 def start_node(*flags: str) -> NodeProcess:
     """A node in the environment that has one."""
     return NodeProcess(*flags, python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable))
+
+
+@contextlib.contextmanager
+def stopped(node: NodeProcess) -> Iterator[None]:
+    """It hangs: its sockets are open and nobody answers."""
+    os.kill(node.pid, signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{node.pid}/task").iterdir())
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
+        time.sleep(0.001)  # one of its threads has to run for all to stop
+    try:
+        yield
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
 
 
 def options(address: str, **more: Any) -> dict[str, Any]:

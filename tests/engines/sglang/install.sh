@@ -10,7 +10,7 @@ python=$venv/bin/python
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "SGLang's tests need Python 3.11" >&2; exit 1; }
 missing=
 command -v g++ >/dev/null || missing="$missing g++"
-echo '#include <openssl/sha.h>' | g++ -E - >/dev/null 2>&1 || missing="$missing libssl-dev"
+echo '#include <openssl/sha.h>' | g++ -E -x c++ - >/dev/null 2>&1 || missing="$missing libssl-dev"
 headers=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 [ -f "$headers/Python.h" ] || missing="$missing python3.11-dev"
 if [ -n "$missing" ]; then

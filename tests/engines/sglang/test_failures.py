@@ -1,8 +1,6 @@
 """R7, R11: a node that dies, hangs, comes back or is slow, while SGLang's threads set, ask and get."""
 
 import contextlib
-import os
-import signal
 import socket
 import threading
 import time
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PAGE, dsa, fill, indexer_transfer, mha, options, page_bytes, start_node
+from harness import PAGE, dsa, fill, indexer_transfer, mha, options, page_bytes, start_node, stopped
 
 from gpu_agent.engines.sglang import DEFAULTS
 
@@ -38,17 +36,8 @@ class Node:
         named = [part for pair in zip(("--port", "--bulk-port", "--metrics-port"), ports, strict=True) for part in pair]
         self.process = start_node(*self._flags, *named)
 
-    @contextlib.contextmanager
-    def hung(self) -> Iterator[None]:
-        """Its sockets are open and nobody answers."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        tasks = list(Path(f"/proc/{self.process.pid}/task").iterdir())
-        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
-            time.sleep(0.001)  # one of its threads has to run for all to stop
-        try:
-            yield
-        finally:
-            os.kill(self.process.pid, signal.SIGCONT)
+    def hung(self) -> contextlib.AbstractContextManager[None]:
+        return stopped(self.process)
 
 
 @pytest.fixture

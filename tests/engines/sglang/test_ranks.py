@@ -34,14 +34,15 @@ def found(shared_node: NodeProcess) -> list[dict[str, Any]]:
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(RANK), str(rank), job],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return [json.loads(text.strip().splitlines()[-1]) for text in said]
+    said = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], [errors[-3000:] for _, errors in said]
+    return [json.loads(text.strip().splitlines()[-1]) for text, _ in said]
 
 
 def test_ranks_use_what_all_of_them_have(found: list[dict[str, Any]]) -> None:
