@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gpu_agent import AgentConfig, KVPool
 from gpu_agent.host_pages import HostPages
 from gpu_agent.layouts.group import GroupView, pool_of
 from kvstore import Client, ClientConfig, Namespace, prefix_hashes
+from kvstore.errors import DeadlineExceeded
 from kvstore.node_process import NodeProcess
 
 COUNT, TIMEOUT_S = 10, 5.0
@@ -90,6 +92,26 @@ def test_without_a_node_everything_is_missing_at_once() -> None:
         assert pages.put(HASHES[:1], [torch.zeros(pages.page_nbytes, dtype=torch.uint8)], 0.5) == [False]
         assert time.monotonic() - start < 3.0
         pages.close(0.0)
+
+
+def test_calls_end_by_their_own_deadlines(pages: HostPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the agent's, which are longer; the deadline is what reaches the client."""
+    asked: list[Any] = []
+
+    def late(*args: Any, **more: Any) -> None:
+        asked.append(more.get("timeout_s", args[-1]))
+        raise DeadlineExceeded("late")
+
+    for name in ("open", "lookup"):
+        monkeypatch.setattr(pages._client, name, late)
+    assert pages.save(HASHES, torch.arange(COUNT), 0.25) == [False] * COUNT
+    assert pages.load(HASHES, torch.arange(COUNT), 0.5) == [False] * COUNT
+    assert pages.present(HASHES, 0.75) == [False] * COUNT
+    save, after_save, load, present = asked
+    assert 0 < save <= 0.25
+    assert after_save == pages.agent.config.lookup_timeout_s
+    assert 0.25 < load <= 0.5
+    assert present == 0.75
 
 
 def test_a_node_that_is_full_says_which_pages_it_has() -> None:

@@ -33,7 +33,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvstore.node_process import NodeProcess
 
-host_memory_budget_scope(1 << 40).__enter__()  # small pools on a machine that others use too
+_budget = host_memory_budget_scope(1 << 40)  # it wants 10 GiB free for the smallest of pools; kept, or it ends
+_budget.__enter__()
 PAGE = 16
 WAIT_S = 30.0
 
