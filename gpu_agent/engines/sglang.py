@@ -12,12 +12,10 @@ stored as far as all of them can restore it. How to use it: docs/engines/sglang.
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,13 +29,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
 
-from gpu_agent.checkpoint import named
+from gpu_agent.engines.sglang_weights import GENERATION, served_weights, weight_version
 from gpu_agent.epochs import process_epochs
 from gpu_agent.host_pages import HostPages
 from gpu_agent.layouts.sglang_host import host_pool, page_numbers
-from gpu_agent.options import Identity, facts_text, read_options
+from gpu_agent.options import facts_text, read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.restorable import covered, together
 from kvstore.client import Client
@@ -56,7 +53,8 @@ BATCH_PAGES_MAX = 128  # of one call of the engine
 OPEN_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
 STATS_MAX = 1024
-GENERATION = 1  # of what a page's bytes mean; raised when SGLang changes that under the same shapes
+# After new weights: the engine flushes what the old ones computed, but a backup of it may be under way.
+SETTLE_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +89,9 @@ class KVStoreHiCache(HiCacheStorage):
         self._config = options.agent
         self._interface_v1 = bool(options.own.get("interface_v1"))
         self._per_ki_token_s = load(HiCacheConfig, "KVSTORE_SGLANG", options.own).timeout_per_ki_token_s
-        self._identity, self._facts = _weights(options.identity, storage_config.model_name)
+        self._identity, self._facts = served_weights(options.identity, storage_config.model_name)
         self._epochs = process_epochs()
+        self._version, self._settled = weight_version(), 0.0
         self._client = Client(options.client)
         self._pools: dict[str, _Pool] = {}
         self._pages: dict[str, HostPages] = {}
@@ -190,6 +189,7 @@ class KVStoreHiCache(HiCacheStorage):
         return _guarded("a query", PoolTransferResult.empty(), lambda: self._exists(keys, pool_transfers or []))
 
     def _exists(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        self._follow_weights()
         # Transfers in groups of blocks are a second form of pages that never gates.
         gates = [transfer for transfer in transfers if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
         if self._pools[PoolName.KV.value].view is None and not gates:
@@ -258,6 +258,8 @@ class KVStoreHiCache(HiCacheStorage):
         def run() -> list[bool]:
             if not keys or self._pools[getattr(name, "value", name)].view is None:
                 return [True] * len(keys)
+            if not self._follow_weights() and move is HostPages.save:
+                return [False] * len(keys)
             pages = self._pages_of(name)
             tokens = pages.namespace.layout.page_tokens
             numbers = page_numbers(indices, tokens, len(keys))
@@ -290,6 +292,8 @@ class KVStoreHiCache(HiCacheStorage):
 
     def _copy(self, keys: list[str], tensors: Any, copy: Callable[..., list[bool]], timeout_s: float) -> list[bool]:
         def run() -> list[bool]:
+            if not self._follow_weights() and copy is HostPages.put:
+                return [False] * len(keys)
             pages = self._pages_of(PoolName.KV)
             tokens = pages.namespace.layout.page_tokens * len(keys)
             return copy(pages, _hashes(keys), tensors, self._timeout_s(timeout_s, tokens))
@@ -326,6 +330,18 @@ class KVStoreHiCache(HiCacheStorage):
     def _pages_of(self, name: Any) -> HostPages:
         return self._pages[getattr(name, "value", name)]
 
+    def _follow_weights(self) -> bool:
+        """R2: an update that names a new version ends the epoch. False while KV of the old weights may still
+        be on its way to us."""
+        version = weight_version()
+        with self._lock:
+            changed, self._version = version != self._version, version
+            if changed:
+                self._settled = time.monotonic() + SETTLE_S
+        if changed:
+            self.clear()
+        return time.monotonic() >= self._settled
+
     def _timeout_s(self, base_s: float, tokens: int) -> float:
         return base_s + self._per_ki_token_s * tokens / 1024
 
@@ -355,25 +371,3 @@ def _guarded(what: str, failed: Result, call: Callable[[], Result]) -> Result:
     except Exception:  # the edge to the engine's threads
         log.exception("%s failed", what)
     return failed
-
-
-def _weights(identity: Identity, served_name: str | None) -> tuple[Identity, dict[str, Any]]:
-    """The engine tells a backend only the name that it serves under, which anyone may choose; its arguments
-    say more. Raises ConfigError if they are not there and the options name no weights either."""
-    try:
-        args = get_server_args()
-    except ValueError as error:
-        if not identity.revision:
-            raise ConfigError('the weights have no name: set "revision" (and "model")') from error
-        return dataclasses.replace(identity, model=identity.model or served_name or ""), {"draft": served_name}
-    return weights(identity, args)
-
-
-def weights(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
-    """Which weights, and what else of the server's arguments decides what KV they make."""
-    names = ("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format", "weight_version")
-    facts = {name: getattr(args, name) for name in names}
-    scales = args.quantization_param_path
-    facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
-    facts["draft"] = f"{args.speculative_draft_model_path}@{args.speculative_draft_model_revision}"
-    return named(identity, args.model_path, args.revision or ""), facts

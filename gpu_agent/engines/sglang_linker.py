@@ -24,7 +24,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from gpu_agent.agent import Agent
-from gpu_agent.engines.sglang import GENERATION, weights
+from gpu_agent.engines.sglang_weights import GENERATION, weight_version, weights
+from gpu_agent.epochs import process_epochs
 from gpu_agent.jobs import LoadJob
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.layer_batches import LayerBatch
@@ -118,7 +119,9 @@ class KVStoreLinker(UnifiedCacheLinker):
             cp_size=params.attn_cp_size,
         )
         self._client = Client(options.client)
-        self._agent = Agent(self._client, namespace, entry.view, options.agent, transfer_for(entry.view.device))
+        self._epochs, self._version = process_epochs(), weight_version()
+        self._namespace, self._limits = namespace, options.agent
+        self._agent = self._made()
         self.layer_done_counter = LayerWiseLoadCounter(len(entry.components[0]))
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[LoadJob]]] = {}
@@ -126,6 +129,11 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect
             self._client.open(namespace, 2.0)
+
+    def _made(self) -> Agent:
+        namespace = dataclasses.replace(self._namespace, epoch=self._epochs.current(self._namespace.epoch))
+        view = self._entry.view
+        return Agent(self._client, namespace, view, self._limits, transfer_for(view.device))
 
     # ---- loads -----------------------------------------------------------------------------
 
@@ -224,6 +232,12 @@ class KVStoreLinker(UnifiedCacheLinker):
         concurrent.futures.wait(self._pending)
         self._pending.clear()
         self.layer_done_counter.reset()
+        version = weight_version()
+        if version != self._version:  # R2: the engine flushes after an update, and this is how we hear of it
+            self._version = version
+            self._epochs.advance()
+            self._agent.close()
+            self._agent = self._made()
 
     def close(self) -> None:
         self.reset()

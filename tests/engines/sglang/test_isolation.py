@@ -10,7 +10,7 @@ from harness import PAGE, Engine, fill, hashes, indexer_transfer, mamba, mha, ml
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-import gpu_agent.engines.sglang as adapter
+import gpu_agent.engines.sglang_weights as adapter
 from kvstore.errors import ConfigError
 
 Make = Callable[..., Any]
@@ -250,7 +250,7 @@ def test_pages_without_a_flat_form_need_interface_v1(engine: Make) -> None:
         engine(mha(v_dim=16), interface_v1=0)
 
 
-# ---- clear ----------------------------------------------------------------------------------
+# ---- new weights, and clear ----------------------------------------------------------------------------------
 
 
 def test_after_a_clear_old_pages_miss_and_new_ones_hit(config: dict[str, Any], engine: Make) -> None:
@@ -281,3 +281,20 @@ def test_a_clear_covers_every_pool(engine: Make) -> None:
     assert before.keys() == after.keys()
     assert not set(before.values()) & set(after.values())
     assert one.query(tokens, [indexer_transfer()]).storage_hit_count == 0
+
+
+def test_an_update_that_names_a_version_ends_the_epoch(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2: the server's next weights miss what the last ones stored, and nothing of the last ones that is still on
+    its way is stored as if it were the next ones'."""
+    serving = SimpleNamespace(weight_version="step-1")
+    monkeypatch.setattr(adapter, "get_serving", lambda: serving)
+    for v1 in (0, 1):
+        one = engine(mha(), interface_v1=v1)
+        stored(one)
+        assert hits(one) == 8
+        serving.weight_version = f"step-{2 + v1}"
+        assert hits(one) == 0
+        assert one.backup(TOKENS, SLOTS).completed_tokens == 0
+        monkeypatch.setattr(one.backend, "_settled", 0.0)  # as 15 seconds later
+        stored(one)
+        assert hits(one) == 8

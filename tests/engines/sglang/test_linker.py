@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 
+import gpu_agent.engines.sglang_linker as adapter
 from kvstore.errors import ConfigError
 
 Make = Callable[..., Any]
@@ -250,6 +251,20 @@ def test_other_weights_miss(linker: Make, arguments: Any) -> None:
     assert linker(mha()).lookup("r", transfer()) == list(range(1, 11))
     arguments.kv_cache_dtype = "fp8_e4m3"
     assert linker(mha()).lookup("r", transfer()) == []
+
+
+def test_after_an_update_that_names_a_version_old_pages_miss(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = ["1"]
+    monkeypatch.setattr(adapter, "weight_version", lambda: version[0])
+    one = linker(mha())
+    offloaded(one)
+    one.reset()
+    assert one.lookup("r", transfer()) == list(range(1, 11))
+    version[0] = "2"
+    one.reset()  # SGLang flushes
+    assert one.lookup("r", transfer()) == []
+    offloaded(one)
+    assert one.lookup("r", transfer()) == list(range(1, 11))
 
 
 @pytest.mark.parametrize(
