@@ -64,9 +64,11 @@ def test_other_pools_miss(engine: Make, other: tuple[str, Callable[[], Any]]) ->
 
 
 def test_layouts_of_equal_shape_miss(engine: Make) -> None:
-    """As many layers as tokens: page_first and page_first_direct then have pages of one shape."""
-    stored(engine(mha("page_first", layers=PAGE)))
-    assert hits(engine(mha("page_first_direct", layers=PAGE))) == 0
+    """As many layers as heads: page_first_direct and page_head then have pages of one shape."""
+    writer, reader = engine(mha("page_first_direct")), engine(mha("page_head"))
+    assert writer.backend._pages["kv"].namespace.layout == reader.backend._pages["kv"].namespace.layout
+    stored(writer)
+    assert hits(reader) == 0
 
 
 def test_page_sizes_miss(engine: Make) -> None:

@@ -199,6 +199,25 @@ def test_a_load_that_fails_says_so_and_a_wait_ends(linker: Make) -> None:
     assert one.finish_layer_wise_loading(index) is False
 
 
+def test_nothing_is_written_any_more_when_a_failed_batch_is_over(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One load of the batch fails at once, the other one is still writing."""
+    one = linker(mha())
+    offloaded(one)
+    transfer_of_agent, written = one._agent._transfer, []
+    inner = transfer_of_agent.scatter
+
+    def slow(*args: Any, **more: Any) -> None:
+        threading.Event().wait(0.5)
+        inner(*args, **more)
+        written.append(True)
+
+    monkeypatch.setattr(transfer_of_agent, "scatter", slow)
+    assert one.load("a", transfer(TARGET + 256, tokens=[7, *TOKENS[1:]]))
+    assert one.load("b", transfer(TARGET))
+    assert one.finish_layer_wise_loading(one.start_layer_wise_loading()) is False
+    assert written == [True]
+
+
 def test_a_node_that_hangs_fails_a_load_by_its_deadline_and_a_lookup_at_once(linker: Make) -> None:
     with harness.start_node("--ram-bytes", "16MiB", "--extent-bytes", "1MiB") as own:
         options = {"address": own.address, "lookup_timeout_s": 0.3, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
