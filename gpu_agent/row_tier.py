@@ -1,7 +1,7 @@
 """Whole pages of an engine's host memory, kept in the store: for an engine that has a CPU cache of its
 own and asks for a tier below it.
 
-    host memory [pages, page_nbytes] --- PageCopy: whole rows --- Agent --- client
+    host memory [pages, page_nbytes] --- UnitCopies: whole rows --- Agent --- client
 
 The engine waits for what it asks here, so all of it is short: a store that does not answer is a miss.
 What `present` finds stays readable until it can be loaded: it is held by a pin that ends by itself, for such
@@ -21,8 +21,7 @@ from gpu_agent.config import AgentConfig
 from gpu_agent.jobs import AgentStats, LoadJob, SaveJob, SaveResult
 from gpu_agent.layouts.group import GroupView, check_shape, pool_of
 from gpu_agent.pool import KVPool
-from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, check_pages
-from gpu_agent.units import UnitTable
+from gpu_agent.unit_copies import UnitCopies
 from kvstore.client import Client
 from kvstore.config import load, setting
 from kvstore.errors import InvalidRequest
@@ -74,7 +73,7 @@ class RowTier:
 
     def __init__(self, client: Client, namespace: Namespace, memory: torch.Tensor, config: TierConfig) -> None:
         pool = row_pool(memory, namespace.layout.page_tokens)
-        self._agent = Agent(client, namespace, pool, config, PageCopy())
+        self._agent = Agent(client, namespace, pool, config, UnitCopies())
         self._row_count = memory.shape[0]
         self._hold_s = min(config.load_timeout_s, HOLD_S_MAX)
         self._lock = threading.Lock()
@@ -145,58 +144,6 @@ class RowTier:
     def _uncount(self, kind: str) -> None:
         with self._lock:
             self._active[kind] -= 1
-
-
-class PageCopy:
-    """Transfer between rows of a host pool and pages: one copy each, without a tensor in between."""
-
-    def fence(self, pool: KVPool) -> Fence:
-        return None
-
-    @torch.inference_mode()
-    def gather(
-        self,
-        pool: KVPool,
-        units: UnitTable,
-        pages: Sequence[torch.Tensor],
-        fence: Fence,
-        gathered: Gathered | None = None,
-        landed: Landed | None = None,
-    ) -> None:
-        check_pages(pool, units, pages)
-        memory = pool.planes[0].bits
-        for number, (row, page) in enumerate(zip(units.flat(_SPACE).tolist(), pages, strict=True)):
-            page.copy_(memory[row])
-            if landed:
-                landed(range(number, number + 1))
-        if gathered:
-            gathered()
-
-    @torch.inference_mode()
-    def scatter(
-        self,
-        pool: KVPool,
-        units: UnitTable,
-        pages: Sequence[torch.Tensor],
-        fence: Fence,
-        skip_tokens: int = 0,
-        placed: Placed | None = None,
-        ready: Ready | None = None,
-    ) -> None:
-        check_pages(pool, units, pages)
-        pool.check_skip(skip_tokens, units.page_count)
-        memory, skip = pool.planes[0].bits, skip_tokens // pool.layout.page_tokens
-        for number, (row, page) in enumerate(zip(units.flat(_SPACE).tolist(), pages, strict=True)):
-            if ready:
-                ready(range(number, number + 1))
-            if number >= skip:
-                memory[row].copy_(page)
-        if placed:
-            placed(0, None)
-
-    def host_memory(self, memory: memoryview) -> bool:
-        """The CPU copies: nothing to do."""
-        return True
 
 
 def _units(rows: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.row_tier import TierConfig, RowTier, PageCopy, tier_config, row_pool
+from gpu_agent.row_tier import RowTier, TierConfig, row_pool, tier_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.node_process import NodeProcess
@@ -268,19 +268,3 @@ def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_memory_is_refused(memory: torch.Tensor) -> None:
     with pytest.raises(InvalidRequest, match="host memory"):
         row_pool(memory, 1)
-
-
-def test_a_scatter_stops_at_the_page_that_is_not_ready() -> None:
-    memory = random_memory()
-    before = memory.clone()
-    pool = row_pool(memory, PAGE_TOKENS)
-    pages = list(random_memory(3))
-
-    def ready(some: range) -> None:
-        if some.start == 2:
-            raise ValueError("damaged")
-
-    with pytest.raises(ValueError, match="damaged"):
-        PageCopy().scatter(pool, pool.unit_table(torch.tensor([5, 1, 6]), 3), pages, None, ready=ready)
-    assert torch.equal(memory[[5, 1]], torch.stack(pages[:2]))
-    assert torch.equal(memory[6], before[6])
