@@ -1,6 +1,6 @@
 """vLLM's own scheduler with its OffloadingConnector and our tier, and a worker that is played.
 
-    schedule -> [CPU rows -> "GPU"] -> [new blocks get their bytes] -> ["GPU" -> CPU rows] -> output
+    schedule -> ["GPU" -> CPU rows, of the step before] -> [CPU rows -> "GPU"] -> [new blocks get their bytes] -> output
 
 The bytes of a block follow from its hash, so that whoever restores a wrong row, or none, is caught: before a
 request is computed, all its full blocks that need not be computed must hold their bytes.
@@ -38,7 +38,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_TOKENS = 16
-BLOCKS = 64
 MODULE = "gpu_agent.engines.vllm_tier"
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,6 +71,7 @@ class Engine:
         connector: str | None = None,
         window: int | None = None,
         cpu_chunks: int = 256,
+        gpu_blocks: int = 64,
     ) -> None:
         groups = _groups(window)
         row_nbytes = sum(groups[0].kv_cache_spec.page_size_bytes for _ in groups[0].layer_names)
@@ -88,12 +88,12 @@ class Engine:
             kv_connector_extra_config=extra,
             **({"kv_connector": connector} if connector else ours),
         )
-        self.config = _vllm_config(model, transfer)
+        self.config = _vllm_config(model, transfer, gpu_blocks)
         self._hash = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(self._hash)
         self.scheduler = Scheduler(
             vllm_config=self.config,
-            kv_cache_config=_kv_cache_config(groups),
+            kv_cache_config=_kv_cache_config(groups, gpu_blocks),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
             log_stats=True,
@@ -102,12 +102,13 @@ class Engine:
         self.tier = self.manager.secondary_tiers[0]
         memory = self.manager.primary_tier.get_kv_memoryview()
         self.rows: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(-1, row_nbytes)
-        self.gpu = torch.zeros(BLOCKS, row_nbytes, dtype=torch.uint8)
+        self.gpu = torch.zeros(gpu_blocks, row_nbytes, dtype=torch.uint8)
+        self._stores: dict[int, Any] = {}  # job id -> a copy that the next step begins with
         self.slowest_s = 0.0  # of all steps
         self.computed: dict[str, int] = {}  # of each request, when it was scheduled first
 
-    def submit(self, name: str, tokens: list[int], cache_salt: str | None = None) -> Request:
-        sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    def submit(self, name: str, tokens: list[int], cache_salt: str | None = None, max_tokens: int = 2) -> Request:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
         hasher = get_request_block_hasher(BLOCK_TOKENS, self._hash)
         request = Request(name, tokens, sampling, None, cache_salt=cache_salt, block_hasher=hasher)
@@ -137,15 +138,16 @@ class Engine:
         plan = self.scheduler.schedule()
         worker, received = OffloadingWorkerMetadata(), set()
         meta = plan.kv_connector_metadata
+        for job_id, job in self._stores.items():
+            self.rows[job.dst_spec.block_ids] = self.gpu[job.src_spec.block_ids]
+            worker.mark_completed(job_id)
+        self._stores = meta.store_jobs
         for job_id, job in meta.load_jobs.items():
             self.gpu[job.dst_spec.block_ids] = self.rows[job.src_spec.block_ids]
             worker.mark_completed(job_id)
             received.add(job.req_id)
         for name, count in plan.num_scheduled_tokens.items():
             self._compute(self.scheduler.requests[name], count)
-        for job_id, job in meta.store_jobs.items():
-            self.rows[job.dst_spec.block_ids] = self.gpu[job.src_spec.block_ids]
-            worker.mark_completed(job_id)
         names = list(plan.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
         sampled = [[7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests]
@@ -194,19 +196,19 @@ def _groups(window: int | None) -> list[KVCacheGroupSpec]:
     ]
 
 
-def _kv_cache_config(groups: list[KVCacheGroupSpec]) -> KVCacheConfig:
+def _kv_cache_config(groups: list[KVCacheGroupSpec], blocks: int) -> KVCacheConfig:
     """Groups lie over each other: a block belongs to one of them at a time."""
     tensors = []
     for group in groups:
         page = group.kv_cache_spec.page_size_bytes
-        size = page * len(group.layer_names) * BLOCKS
+        size = page * len(group.layer_names) * blocks
         tensors.append(
-            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=page * BLOCKS, block_stride=page)
+            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=page * blocks, block_stride=page)
         )
-    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
-def _vllm_config(model: str, transfer: KVTransferConfig) -> VllmConfig:
+def _vllm_config(model: str, transfer: KVTransferConfig, blocks: int) -> VllmConfig:
     cache = CacheConfig(block_size=BLOCK_TOKENS)
     cache.kv_cache_layout = "LBNHC"  # a worker would choose
     limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
@@ -218,6 +220,6 @@ def _vllm_config(model: str, transfer: KVTransferConfig) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )
-    config.cache_config.num_gpu_blocks = BLOCKS
+    config.cache_config.num_gpu_blocks = blocks
     config.scheduler_config.disable_hybrid_kv_cache_manager = False  # forced on where no device is known
     return config
