@@ -22,13 +22,21 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import Locality, LookupResult, RequestOffloadingContext, get_offload_group_idx
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    OffloadingCounterMetadata,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
 from gpu_agent.checkpoint import named
+from gpu_agent.jobs import AgentStats
 from gpu_agent.options import Options, facts_text, read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.verdicts import Verdicts
@@ -41,6 +49,16 @@ log = logging.getLogger(__name__)
 
 # Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our connector.
 _OWN = ("facts", "engine_revision", "locality")
+# Prometheus counters beside those that vLLM keeps of every tier: of AgentStats.
+_COUNTERS = {
+    "lookups": "Batches of keys that the store was asked for.",
+    "lookups_failed": "Batches of keys that the store did not answer for in time: misses.",
+    "pages_stored": "Pages stored now.",
+    "pages_existing": "Pages to store that were stored already.",
+    "pages_dropped": "Pages to store that were not: the store failed, was too slow or full.",
+    "pages_loaded": "Pages that reached the CPU tier intact.",
+    "loads_failed": "Loads that ended early because the store failed or was too slow.",
+}
 # Of a model's configuration, what says nothing about its KV.
 _NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
 
@@ -91,6 +109,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._agent: Agent = Agent(self._client, namespace, pool, config)
         self._verdicts = Verdicts(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _Job] = {}
+        self._told = AgentStats()  # counts that `get_stats` has handed over
         log.info("tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex())
 
     # ---- lookups ---------------------------------------------------------------------------
@@ -158,9 +177,28 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._agent.close()
         self._client.close()
 
+    # ---- counts ----------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {_metric(name): OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()}
+
+    def get_stats(self) -> Any:
+        """What was counted since the last call; vLLM adds it up."""
+        stats, now = OffloadingConnectorStats(), replace(self._agent.stats)
+        for name in _COUNTERS:
+            if count := getattr(now, name) - getattr(self._told, name):
+                stats.increase_counter(_metric(name), count)
+        self._told = now
+        return stats
+
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
         return self._agent.check() + self._verdicts.check()
+
+
+def _metric(name: str) -> str:
+    return f"vllm:kvstore_tier_{name}"
 
 
 _Future = concurrent.futures.Future[Any]  # of a SaveResult or a LoadResult

@@ -22,6 +22,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -104,6 +105,7 @@ class Engine:
         self.rows: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(-1, row_nbytes)
         self.gpu = torch.zeros(gpu_blocks, row_nbytes, dtype=torch.uint8)
         self._stores: dict[int, Any] = {}  # job id -> a copy that the next step begins with
+        self.stats = OffloadingConnectorStats()  # what a server would add to its metrics
         self.slowest_s = 0.0  # of all steps
         self.computed: dict[str, int] = {}  # of each request, when it was scheduled first
 
@@ -157,7 +159,10 @@ class Engine:
             sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=worker),
         )
-        self.scheduler.update_from_output(plan, output)
+        for said in self.scheduler.update_from_output(plan, output).values():
+            stats = said.scheduler_stats and said.scheduler_stats.kv_connector_stats
+            if stats:
+                self.stats.aggregate(OffloadingConnectorStats(data=stats))
         self.slowest_s = max(self.slowest_s, time.monotonic() - start)
 
     def _compute(self, request: Request, count: int) -> None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns
     from scheduler_harness import Engine, model_directory, prompt
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 pytestmark = pytest.mark.filterwarnings("default")
 Start = Callable[..., Engine]
@@ -118,6 +119,20 @@ def test_a_full_cpu_tier_is_a_miss(start: Start) -> None:
     first.serve("cold", prompt(124))
     assert second.serve("warm", prompt(124)) == 0
     assert second.serve("short", prompt(40)) == 32
+
+
+def test_counts_reach_vllm_s_metrics(start: Start, node: NodeProcess) -> None:
+    first, second = start(), start()
+    first.serve("cold", prompt(60))
+    second.serve("warm", prompt(60))
+    node.kill()
+    second.serve("away", prompt(60, 3))
+    counts = second.stats.reduce()
+    ours = {name.removeprefix("vllm:kvstore_tier_"): counts[name] for name in counts if "kvstore" in name}
+    # The last lookup failed, and what was computed instead could not be stored.
+    assert ours == {"lookups": 2, "lookups_failed": 1, "pages_loaded": 3, "pages_dropped": 3}
+    extra = second.config.kv_transfer_config.kv_connector_extra_config
+    assert {name for name in counts if "kvstore" in name} <= set(TieringOffloadingSpec.build_metric_definitions(extra))
 
 
 # ---- the store fails -------------------------------------------------------------------------------
