@@ -103,13 +103,14 @@ class Agent:
         """Leading pages that are stored; 0 if the store can not be asked in time."""
         return [*self.present(prefix_hashes), False].index(False)
 
-    def present(self, prefix_hashes: Sequence[bytes]) -> tuple[bool, ...]:
-        """Which pages are stored; none if the store can not be asked in time."""
+    def present(self, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> tuple[bool, ...]:
+        """Which pages are stored; none if the store can not be asked in time. `timeout_s`: here and in
+        `save` and `load`, by default the configured deadline."""
         if not prefix_hashes:
             return ()
         self._add(lookups=1)
         try:
-            timeout_s = self.config.lookup_timeout_s
+            timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
             found = self._client.lookup(self.namespace, prefix_hashes, timeout_s=timeout_s).present
         except InvalidRequest:
             raise
@@ -120,13 +121,19 @@ class Agent:
         self._report(None)
         return found
 
-    def save(self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None = None) -> SaveJob:
+    def save(
+        self,
+        prefix_hashes: Sequence[bytes],
+        units: Units,
+        pool: KVPool | None = None,
+        timeout_s: float | None = None,
+    ) -> SaveJob:
         """Stores the pages of a chain, head first, that are not stored yet.
 
         `units`: where their tokens are (`gpu_agent.units`). Never waits: a save that exceeds a limit
         is dropped and counted. Raises InvalidRequest for what is wrong with the call itself.
         """
-        job = self._job(prefix_hashes, units, pool, self.config.save_timeout_s)
+        job = self._job(prefix_hashes, units, pool, self.config.save_timeout_s if timeout_s is None else timeout_s)
         gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
         gathered.set_running_or_notify_cancel()
         count = len(job.prefix_hashes)
@@ -149,6 +156,7 @@ class Agent:
         skip_tokens: int = 0,
         pool: KVPool | None = None,
         placed: Placed | None = None,
+        timeout_s: float | None = None,
     ) -> LoadJob:
         """Puts the leading stored pages of a chain into the slots named by `units`.
 
@@ -160,7 +168,7 @@ class Agent:
         worker's thread for each, ascending, and a stream that waits for the event may compute that layer.
         It is not called, or not for all layers, if the load ends early: `done` tells.
         """
-        job = self._job(prefix_hashes, units, pool, self.config.load_timeout_s)
+        job = self._job(prefix_hashes, units, pool, self.config.load_timeout_s if timeout_s is None else timeout_s)
         count = len(job.prefix_hashes)
         job.pool.check_skip(skip_tokens, count)
         skipped = skip_tokens // self.namespace.layout.page_tokens

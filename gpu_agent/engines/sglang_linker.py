@@ -1,0 +1,254 @@
+"""SGLang's UnifiedCacheLinker: KV straight between the GPU and the store, without a host tier (0.5.23).
+
+    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
+    --unified-cache-external-linker-config '{"linker": "KVStoreLinker", "linker_module_path":
+      "gpu_agent.engines.sglang_linker", "linker_extra_config": {"address": "store:7440"}}'
+
+For models whose cache is plain K and V or plain latents. A load that fails ends its requests, so what
+`lookup` promises is pinned at the node for `hold_s`. How to use it: docs/engines/sglang.md.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+
+from gpu_agent.agent import Agent
+from gpu_agent.engines.sglang_weights import GENERATION, weight_version, weights
+from gpu_agent.epochs import process_epochs
+from gpu_agent.jobs import LoadJob
+from gpu_agent.kernels.available import transfer_for
+from gpu_agent.layer_batches import LayerBatch
+from gpu_agent.layouts.sglang import mha_pool, mla_pool
+from gpu_agent.options import facts_text, read_options
+from gpu_agent.pool import KVPool
+from gpu_agent.transfer import Fence
+from kvstore.client import Client
+from kvstore.config import check_settings, load, setting
+from kvstore.errors import ConfigError, KVStoreError
+
+log = logging.getLogger(__name__)
+
+# A load that is refused fails its requests, so nothing is refused for its size.
+DEFAULTS = {"lookup_timeout_s": 0.1, "load_timeout_s": 5.0, "pending_nbytes_max": 1 << 40}
+OFFLOADS_MAX = 256  # waiting; more are refused, the engine offers their pages again
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkerConfig:
+    """What only this adapter has. Environment: KVSTORE_SGLANG_LINKER_HOLD_S."""
+
+    hold_s: float = setting(30.0, "how long pages that a lookup promised can not be evicted", 1.0, 3600.0)
+    timeout_per_ki_token_s: float = setting(0.5, "what a batch of loads gets for each 1024 tokens on top", 0.0, 60.0)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+class _Pages(DevicePoolEntry):
+    """The engine's view of a plain pool, and ours of the same tensors."""
+
+    def __init__(self, kvcache: Any, page_size: int) -> None:
+        """Raises ConfigError for a pool that holds more, or something else, than K and V or latents."""
+        first = kvcache.start_layer or 0
+        if type(kvcache) is MHATokenToKVPool and kvcache.k_scale_buffer is None:
+            self.view: KVPool = mha_pool(kvcache.k_buffer, kvcache.v_buffer, page_size, first)
+            components = [list(kvcache.k_buffer), list(kvcache.v_buffer)]
+        elif type(kvcache) is MLATokenToKVPool:
+            self.view = mla_pool(kvcache.kv_buffer, page_size, first)
+            components = [list(kvcache.kv_buffer)]
+        else:
+            raise ConfigError(
+                f"the linker serves plain MHA and MLA pools, not {type(kvcache).__name__}: use "
+                "--enable-hierarchical-cache with KVStoreHiCache"
+            )
+        super().__init__(
+            name=PoolName.KV,
+            indices_from_pool=PoolName.KV,
+            device_pool=kvcache,
+            components=components,
+            layer_mapping={layer: layer for layer in range(len(components[0]))},
+            page_size=page_size,
+            rows_are_pages=False,
+        )
+        self.rank_replicated = len(components) == 1
+        self.first_layer = first
+
+
+class KVStoreLinker(UnifiedCacheLinker):
+    """All methods are called by the scheduler's thread; loads and saves run on the agent's."""
+
+    def __init__(
+        self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None
+    ) -> None:
+        """Raises ConfigError for an option that is wrong and a model that is not served."""
+        if set(components) != {ComponentType.FULL} or params.mtp_draft_device_pools:
+            raise ConfigError("the linker serves full attention without packed draft layers only")
+        self.forward_stream = forward_stream
+        known = [field.name for field in dataclasses.fields(LinkerConfig)]
+        options = read_options({**DEFAULTS, **(extra_config or {})}, known)
+        self._config: LinkerConfig = load(LinkerConfig, "KVSTORE_SGLANG_LINKER", options.own)
+        entry = _Pages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
+        self.pools = {PoolName.KV: entry}
+        self._entry, self._page_size = entry, params.page_size
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        ranked = torch.distributed.is_initialized() and group is not None
+        rank = torch.distributed.get_rank(group=group) if ranked else 0
+        size = torch.distributed.get_world_size(group=group) if ranked else 1
+        self._writes = not entry.rank_replicated or rank == 0
+        identity, facts = weights(options.identity, server_args)
+        del facts["draft"]  # its layers are not in this pool
+        namespace = identity.namespace(
+            entry.view.layout,
+            facts_text("sglang-linker", generation=GENERATION, pool_dtype=entry.device_pool.dtype, **facts),
+            tp_rank=0 if entry.rank_replicated else rank,
+            tp_size=1 if entry.rank_replicated else size,
+            pp_rank=params.pp_rank,
+            pp_size=params.pp_size,
+            cp_rank=params.attn_cp_rank,
+            cp_size=params.attn_cp_size,
+        )
+        self._client = Client(options.client)
+        self._epochs, self._version = process_epochs(), weight_version()
+        self._namespace, self._limits = namespace, options.agent
+        self._agent = self._made()
+        self.layer_done_counter = LayerWiseLoadCounter(len(entry.components[0]))
+        self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
+        self._batches: dict[int, tuple[LayerBatch, list[LoadJob]]] = {}
+        self._offloads = concurrent.futures.ThreadPoolExecutor(1, "kvstore-offload")
+        self._pending: deque[concurrent.futures.Future[bool]] = deque()
+        with contextlib.suppress(KVStoreError):  # the first request need not connect
+            self._client.open(namespace, 2.0)
+
+    def _made(self) -> Agent:
+        namespace = dataclasses.replace(self._namespace, epoch=self._epochs.current(self._namespace.epoch))
+        view = self._entry.view
+        return Agent(self._client, namespace, view, self._limits, transfer_for(view.device))
+
+    # ---- loads -----------------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every length up to the first page that is not there. These can not be evicted for `hold_s`."""
+        hashes, _ = _kv(transfers)
+        if not hashes:
+            return []
+        try:
+            there = self._client.pin(
+                self._agent.namespace, hashes, self._config.hold_s, timeout_s=self._agent.config.lookup_timeout_s
+            )
+        except KVStoreError as error:
+            log.info("lookup failed: %s", error)
+            return []
+        return list(range(1, [*there, False].index(False) + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        hashes, slots = _kv(transfers)
+        if not hashes or slots is None:
+            return False
+        if rid in self._queued:
+            raise RuntimeError(f"a load of {rid} is queued already")
+        self._entry.prepare_locations(slots)  # raises for what are no pages
+        self._queued[rid] = hashes, slots.detach().to("cpu", torch.int64)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, {}
+        counter = self.layer_done_counter
+        index: int = counter.update_producer()
+        batch = LayerBatch(
+            [self._entry.first_layer + layer for layer in range(counter.num_layers)],
+            len(queued),
+            lambda layer: counter.complete(index, layer - self._entry.first_layer),
+            functools.partial(counter.fail, index),
+        )
+        tokens = sum(slots.numel() for _, slots in queued.values())
+        timeout_s = self._agent.config.load_timeout_s + self._config.timeout_per_ki_token_s * tokens / 1024
+        jobs = []
+        for hashes, slots in queued.values():
+            job = self._agent.load(hashes, slots, placed=batch.placed, timeout_s=timeout_s)
+            job.done.add_done_callback(functools.partial(batch.loaded, len(hashes)))
+            jobs.append(job)
+        self._batches[index] = batch, jobs
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        _, jobs = self._batches.pop(counter_index, (None, []))
+        concurrent.futures.wait([job.done for job in jobs])  # nothing writes to the slots after this
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._queued.pop(rid, None) is not None
+
+    # ---- offloads --------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        hashes, slots = _kv(transfers)
+        if not hashes or slots is None or len(self._pending) >= OFFLOADS_MAX:
+            return False
+        if not self._writes:
+            done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+            done.set_result(True)
+            self._pending.append(done)
+            return True
+        events = self.record_offload_ready() if self._entry.view.device.type == "cuda" else []
+        self._pending.append(self._offloads.submit(self._save, hashes, slots, events))
+        return True
+
+    def _save(self, hashes: list[bytes], slots: torch.Tensor, events: list[Fence]) -> bool:
+        for event in events:
+            if event is not None:
+                event.synchronize()
+        try:
+            return not self._agent.save(hashes, slots.detach().to("cpu", torch.int64)).done.result().dropped
+        except KVStoreError as error:
+            log.warning("an offload failed: %s", error)
+            return False
+
+    def num_completed_offloads(self) -> int:
+        return next((n for n, done in enumerate(self._pending) if not done.done()), len(self._pending))
+
+    def pop_completed_offload(self) -> bool:
+        return self._pending.popleft().result()
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Every transfer has ended when it returns."""
+        self._queued.clear()
+        for index in list(self._batches):
+            self.finish_layer_wise_loading(index)
+        concurrent.futures.wait(self._pending)
+        self._pending.clear()
+        self.layer_done_counter.reset()
+        version = weight_version()
+        if version != self._version:  # R2: the engine flushes after an update, and this is how we hear of it
+            self._version = version
+            self._epochs.advance()
+            self._agent.close()
+            self._agent = self._made()
+
+    def close(self) -> None:
+        self.reset()
+        self._offloads.shutdown()
+        self._agent.close()
+        self._client.close()
+
+
+def _kv(transfers: list[PoolTransfer]) -> tuple[list[bytes], torch.Tensor | None]:
+    """(keys, device slots) of the KV transfer; no keys if there is none."""
+    for transfer in transfers:
+        if transfer.name == PoolName.KV and transfer.keys:
+            return [bytes.fromhex(key) for key in transfer.keys], transfer.device_indices
+    return [], None

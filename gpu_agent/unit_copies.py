@@ -1,0 +1,103 @@
+"""Gather and scatter for pools in host memory whose units are large: one copy for each unit and plane,
+straight between the slot and the page.
+
+`TorchTransfer` gathers a plane of all pages at once and copies the result into the pages: right for
+token slots, which are too small to be copied one by one, and twice the traffic for whole pages.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gpu_agent.pool import KVPool, PoolPlane
+from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, TorchTransfer, check_pages
+from gpu_agent.units import UnitTable
+
+# Pages that are told of together: enough to be worth a call, few enough that their checksums are made
+# while they are still in a cache.
+RUN_NBYTES = 4 << 20
+
+
+class UnitCopies(TorchTransfer):
+    """CPU pools only. Copies release the GIL and use torch's threads."""
+
+    @torch.inference_mode()
+    def gather(
+        self,
+        pool: KVPool,
+        units: UnitTable,
+        pages: Sequence[torch.Tensor],
+        fence: Fence,
+        gathered: Gathered | None = None,
+        landed: Landed | None = None,
+    ) -> None:
+        check_pages(pool, units, pages)
+        rows = _rows(pool, units)
+        for run in _runs(pool, units.page_count):
+            for number in run:
+                for plane in pool.planes:
+                    for slot, target in _pairs(plane, rows[plane.space][number], pages[number]):
+                        _fill(target, slot)
+            if landed:
+                landed(run)
+        if gathered:
+            gathered()
+
+    @torch.inference_mode()
+    def scatter(
+        self,
+        pool: KVPool,
+        units: UnitTable,
+        pages: Sequence[torch.Tensor],
+        fence: Fence,
+        skip_tokens: int = 0,
+        placed: Placed | None = None,
+        ready: Ready | None = None,
+    ) -> None:
+        if placed or skip_tokens:  # by layers, or parts of a page: not what whole host pages are for
+            return super().scatter(pool, units, pages, fence, skip_tokens, placed, ready)
+        check_pages(pool, units, pages)
+        rows = _rows(pool, units)
+        for run in _runs(pool, units.page_count):
+            if ready:
+                ready(run)
+            for number in run:
+                for plane in pool.planes:
+                    for slot, source in _pairs(plane, rows[plane.space][number], pages[number]):
+                        _empty(source, slot)
+
+
+def _rows(pool: KVPool, units: UnitTable) -> dict[str, list[list[int]]]:
+    """By space and page: the slots' numbers."""
+    return {space: units.flat(space).view(units.page_count, -1).tolist() for space in pool.spaces}
+
+
+def _runs(pool: KVPool, count: int) -> Iterator[range]:
+    step = max(1, RUN_NBYTES // pool.layout.page_nbytes)
+    for start in range(0, count, step):
+        yield range(start, min(start + step, count))
+
+
+def _pairs(plane: PoolPlane, slots: list[int], page: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(a slot of the pool, its bytes in the page) for each unit of one plane."""
+    offset, nbytes = plane.piece.offset, plane.piece.plane.unit_nbytes
+    for slot in slots:
+        yield plane.bits[slot], page[offset : offset + nbytes]
+        offset += nbytes
+
+
+def _fill(target: torch.Tensor, slot: torch.Tensor) -> None:
+    if _aligned(target, slot):
+        target.view(slot.dtype).view(slot.shape).copy_(slot)
+    else:
+        target.copy_(slot.contiguous().view(-1).view(torch.uint8))
+
+
+def _empty(source: torch.Tensor, slot: torch.Tensor) -> None:
+    # Inside a page a plane may start at any byte, an int32 may not.
+    words = source if _aligned(source, slot) else source.clone()
+    slot.copy_(words.view(slot.dtype).view(slot.shape))
+
+
+def _aligned(run: torch.Tensor, slot: torch.Tensor) -> bool:
+    return run.storage_offset() % slot.element_size() == 0

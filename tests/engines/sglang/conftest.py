@@ -1,0 +1,62 @@
+"""SGLang on a CPU: a stub for torchvision, the harness, and engines attached to a node of our own."""
+
+import os
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.node_process import NodeProcess
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # install.sh's ninja
+
+with warnings.catch_warnings():  # what SGLang and its dependencies warn of is not ours
+    warnings.simplefilter("ignore")
+    import harness
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_rank() -> Iterator[None]:
+    context = harness.parallel()
+    context.__enter__()
+    harness.hashes(list(range(16)), 16)  # builds SGLang's extension now, not within a test's deadline
+    yield
+    context.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def shared_node() -> Iterator[NodeProcess]:
+    """For all tests that neither stop it nor fill it; every test has weights of its own."""
+    with harness.start_node("--ram-bytes", "512MiB", "--extent-bytes", "16MiB") as node:
+        yield node
+
+
+@pytest.fixture
+def config(shared_node: NodeProcess) -> dict[str, Any]:
+    return harness.options(shared_node.address, revision=str(uuid.uuid4()))
+
+
+@pytest.fixture
+def engine(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+    """`engine(entry, ..., model="other")`: a rank with these pools and options, detached at the end."""
+    made: list[Any] = []
+
+    def make(*entries: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        made.append(harness.Engine(entries, {**config, **options}, **(settings or {})))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.detach()

@@ -1,0 +1,300 @@
+"""R1, R2, R3: what differs in anything that decides a page's bytes never hits."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import PAGE, Engine, fill, hashes, indexer_transfer, mamba, mha, mla, parallel
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+import gpu_agent.engines.sglang_weights as adapter
+from kvstore.errors import ConfigError
+
+Make = Callable[..., Any]
+TOKENS = list(range(8 * PAGE))
+SLOTS = torch.arange(len(TOKENS))
+
+
+def stored(engine: Any) -> None:
+    fill(engine.host)
+    assert engine.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
+
+
+def hits(engine: Any) -> int:
+    return engine.query(TOKENS).storage_hit_count // engine.page
+
+
+def test_a_twin_hits(engine: Make) -> None:
+    """So that the misses below mean something."""
+    stored(engine(mha()))
+    assert hits(engine(mha())) == 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"model": "other"}, {"revision": "2"}, {"tenant": "team-b"}, {"salt": "lora-1"}, {"epoch": 1}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_options_miss(engine: Make, options: dict[str, Any]) -> None:
+    stored(engine(mha()))
+    assert hits(engine(mha(), **options)) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    {
+        "layer_first": lambda: mha("layer_first"),
+        "page_first_direct": lambda: mha("page_first_direct"),
+        "page_head": lambda: mha("page_head"),
+        "float16": lambda: mha(dtype=torch.float16),
+        "fp8": lambda: mha(dtype=torch.float8_e4m3fn),
+        "heads": lambda: mha(heads=2, dim=64),
+        "layers": lambda: mha(layers=2, heads=8),
+        "layer range": lambda: mha(first_layer=4),
+        "latents": mla,
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_other_pools_miss(engine: Make, other: tuple[str, Callable[[], Any]]) -> None:
+    stored(engine(mha()))
+    assert hits(engine(other[1]())) == 0
+
+
+def test_layouts_of_equal_shape_miss(engine: Make) -> None:
+    """As many layers as tokens: page_first and page_first_direct then have pages of one shape."""
+    stored(engine(mha("page_first", layers=PAGE)))
+    assert hits(engine(mha("page_first_direct", layers=PAGE))) == 0
+
+
+def test_page_sizes_miss(engine: Make) -> None:
+    """With bytes and keys as they would be if both had one size of page."""
+    small = engine(mha(page=PAGE))
+    stored(small)
+    large = engine(mha(page=2 * PAGE))
+    assert large.backend.batch_exists(small.hashes(TOKENS)) == 0
+
+
+def test_ranks_miss_where_heads_are_split(engine: Make) -> None:
+    with parallel(0, 2):
+        stored(engine(mha()))
+    with parallel(1, 2):
+        assert hits(engine(mha())) == 0
+    assert hits(engine(mha())) == 0  # one rank of one
+    with parallel(0, 2):
+        assert hits(engine(mha())) == 8
+
+
+def test_ranks_share_latents_but_not_states(engine: Make) -> None:
+    def namespaces(rank: int) -> dict[str, bytes]:
+        with parallel(rank, 2):
+            made = engine(mla(), mamba(), mha(name=PoolName.DRAFT))
+        return {name: pages.namespace.digest for name, pages in made.backend._pages.items()}
+
+    first, second = namespaces(0), namespaces(1)
+    assert first["kv"] == second["kv"]
+    assert first["mamba"] != second["mamba"]
+    assert first["draft"] != second["draft"]
+
+
+def test_pools_of_one_shape_are_apart(engine: Make) -> None:
+    made = engine(mha(), mha(name=PoolName.SWA))
+    kv, window = (made.backend._pages[name].namespace for name in ("kv", "swa"))
+    assert kv.layout == window.layout
+    assert kv.digest != window.digest
+
+
+def test_a_tenants_salt_is_in_the_keys() -> None:
+    """SGLang's own: the chain of a salted or adapted request starts elsewhere."""
+    plain, salted, adapted = (
+        hashes(TOKENS, PAGE),
+        *(
+            get_storage_hash_str(adapter_key, None, page_size=PAGE)
+            for adapter_key in (_key(cache_salt="tenant-a"), _key(extra_key="lora-1"))
+        ),
+    )
+    assert not set(plain) & set(salted)
+    assert not set(plain) & set(adapted)
+    assert not set(salted) & set(adapted)
+
+
+def _key(**extra: Any) -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey(TOKENS, **extra)
+
+
+# ---- the served name names no weights -------------------------------------------------------
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, path: str, **args: Any) -> None:
+    """As a server that was started with these arguments."""
+    defaults = {
+        "model_path": path,
+        "revision": None,
+        "dtype": "auto",
+        "quantization": None,
+        "quantization_param_path": None,
+        "kv_cache_dtype": "auto",
+        "json_model_override_args": "{}",
+        "load_format": "auto",
+        "weight_version": "default",
+        "speculative_draft_model_path": None,
+        "speculative_draft_model_revision": None,
+    }
+    monkeypatch.setattr(adapter, "get_server_args", lambda: SimpleNamespace(**{**defaults, **args}))
+
+
+def unnamed(config: dict[str, Any], make: Make, *pools: Any) -> Any:
+    """An engine whose options name no weights."""
+    config.pop("model", None), config.pop("revision", None)
+    return make(*(pools or (mha(),)))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Any) -> list[str]:
+    """Two checkpoints in directories of one name."""
+    paths = []
+    for number in range(2):
+        path = tmp_path / str(number) / "llama"
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(bytes([number]) * 1000 + str(tmp_path).encode())
+        paths.append(str(path))
+    return paths
+
+
+def test_other_weights_under_one_served_name_miss(
+    config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, checkpoints[0])
+    stored(unnamed(config, engine))
+    assert hits(unnamed(config, engine)) == 8
+    serve(monkeypatch, checkpoints[1])
+    assert hits(unnamed(config, engine)) == 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"dtype": "float16"},
+        {"quantization": "awq"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"json_model_override_args": '{"rope_theta": 1}'},
+        {"load_format": "dummy"},
+        {"weight_version": "2"},
+    ],
+    ids=lambda args: next(iter(args)),
+)
+def test_other_arguments_miss(
+    config: dict[str, Any],
+    engine: Make,
+    checkpoints: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: dict[str, Any],
+) -> None:
+    serve(monkeypatch, checkpoints[0])
+    stored(unnamed(config, engine))
+    serve(monkeypatch, checkpoints[0], **args)
+    assert hits(unnamed(config, engine)) == 0
+
+
+def test_other_scales_miss(
+    config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    scales = tmp_path / "scales.json"
+    serve(monkeypatch, checkpoints[0], quantization_param_path=str(scales))
+    scales.write_text("1.0")
+    stored(unnamed(config, engine))
+    scales.write_text("2.0")
+    assert hits(unnamed(config, engine)) == 0
+
+
+def test_another_draft_model_misses_with_its_own_pool_only(
+    config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def namespaces() -> dict[str, bytes]:
+        made = unnamed(config, engine, mha(), mha(name=PoolName.DRAFT))
+        return {name: pages.namespace.digest for name, pages in made.backend._pages.items()}
+
+    serve(monkeypatch, checkpoints[0], speculative_draft_model_path="eagle-a")
+    before = namespaces()
+    serve(monkeypatch, checkpoints[0], speculative_draft_model_path="eagle-b")
+    after = namespaces()
+    assert before["kv"] == after["kv"]
+    assert before["draft"] != after["draft"]
+
+
+def test_weights_that_nothing_names_end_the_start(config: dict[str, Any], engine: Make) -> None:
+    with pytest.raises(ConfigError, match='set "revision"'):
+        unnamed(config, engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adress": "x"}, "unknown option 'adress'"),
+        ({"wire": "rdma"}, "wire='rdma'"),
+        ({"workers": 0}, "workers=0"),
+        ({"timeout_per_ki_token_s": -1.0}, "timeout_per_ki_token_s=-1.0"),
+    ],
+)
+def test_a_wrong_option_ends_the_start_with_its_name(engine: Make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine(mha(), **options)
+
+
+def test_pages_without_a_flat_form_need_interface_v1(engine: Make) -> None:
+    with pytest.raises(ConfigError, match='set "interface_v1": 1'):
+        engine(mha(v_dim=16), interface_v1=0)
+
+
+# ---- new weights, and clear ----------------------------------------------------------------------------------
+
+
+def test_after_a_clear_old_pages_miss_and_new_ones_hit(config: dict[str, Any], engine: Make) -> None:
+    one = engine(mha())
+    stored(one)
+    assert one.controller.clear_storage_backend()
+    assert hits(one) == 0
+    stored(one)
+    assert hits(one) == 8
+    one.detach()
+    again = Engine([mha()], config)  # attached again, within the same process
+    assert hits(again) == 8
+    again.controller.clear_storage_backend()
+    assert hits(again) == 0
+    again.detach()
+
+
+def test_a_clear_covers_every_pool(engine: Make) -> None:
+    from harness import dsa
+
+    one = engine(*dsa())
+    tokens = list(range(4 * 64))
+    one.backup(tokens, torch.arange(len(tokens)), [indexer_transfer()])
+    assert one.query(tokens, [indexer_transfer()]).storage_hit_count == len(tokens)
+    before = {name: pages.namespace.digest for name, pages in one.backend._pages.items()}
+    one.controller.clear_storage_backend()
+    after = {name: pages.namespace.digest for name, pages in one.backend._pages.items()}
+    assert before.keys() == after.keys()
+    assert not set(before.values()) & set(after.values())
+    assert one.query(tokens, [indexer_transfer()]).storage_hit_count == 0
+
+
+def test_an_update_that_names_a_version_ends_the_epoch(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2: the server's next weights miss what the last ones stored, and nothing of the last ones that is still on
+    its way is stored as if it were the next ones'."""
+    serving = SimpleNamespace(weight_version="step-1")
+    monkeypatch.setattr(adapter, "get_serving", lambda: serving)
+    for v1 in (0, 1):
+        one = engine(mha(), interface_v1=v1)
+        stored(one)
+        assert hits(one) == 8
+        serving.weight_version = f"step-{2 + v1}"
+        assert hits(one) == 0
+        assert one.backup(TOKENS, SLOTS).completed_tokens == 0
+        monkeypatch.setattr(one.backend, "_settled", 0.0)  # as 15 seconds later
+        stored(one)
+        assert hits(one) == 8

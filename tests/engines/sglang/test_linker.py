@@ -1,0 +1,282 @@
+"""The linker with SGLang's own pools, counter and configuration, on CPU tensors."""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import PAGE, hashes
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
+
+import gpu_agent.engines.sglang_linker as adapter
+from kvstore.errors import ConfigError
+
+Make = Callable[..., Any]
+LAYERS, SLOTS = 4, 1024
+TOKENS = list(range(10 * PAGE))
+SOURCE = torch.arange(len(TOKENS)) + PAGE
+TARGET = torch.arange(len(TOKENS)).view(10, PAGE).flip(0).reshape(-1) + 512  # pages in another order
+
+
+def mha() -> Any:
+    return MHATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 2, 16, LAYERS, "cpu", False, start_layer=0, end_layer=LAYERS)
+
+
+def later_stage() -> Any:
+    return MHATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 2, 16, LAYERS, "cpu", False, start_layer=8, end_layer=12)
+
+
+def mla() -> Any:
+    return MLATokenToKVPool(SLOTS, PAGE, torch.bfloat16, 48, 16, LAYERS, "cpu", False, start_layer=0, end_layer=LAYERS)
+
+
+POOLS = {"mha": mha, "later stage": later_stage, "mla": mla}
+
+
+def tensors(pool: Any) -> list[torch.Tensor]:
+    """By layer: the bytes of all slots."""
+    if hasattr(pool, "k_buffer"):
+        pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        return [torch.cat([k, v], dim=-1).view(torch.uint8) for k, v in pairs]
+    return [latents.view(torch.uint8) for latents in pool.kv_buffer]
+
+
+def fill(pool: Any) -> None:
+    for buffer in [*getattr(pool, "k_buffer", []), *getattr(pool, "v_buffer", []), *getattr(pool, "kv_buffer", [])]:
+        buffer.view(torch.uint8).copy_(torch.randint(0, 256, buffer.view(torch.uint8).shape, dtype=torch.uint8))
+
+
+def transfer(slots: torch.Tensor | None = None, pages: int = 10, tokens: list[int] = TOKENS) -> list[PoolTransfer]:
+    return [PoolTransfer(name=PoolName.KV, keys=hashes(tokens, PAGE)[:pages], device_indices=slots)]
+
+
+@pytest.fixture
+def arguments() -> SimpleNamespace:
+    """Of the server, as far as they are read."""
+    return SimpleNamespace(
+        model_path="a-model",
+        revision=str(uuid.uuid4()),
+        dtype="auto",
+        quantization=None,
+        quantization_param_path=None,
+        kv_cache_dtype="auto",
+        json_model_override_args="{}",
+        load_format="auto",
+        weight_version="default",
+        speculative_draft_model_path=None,
+        speculative_draft_model_revision=None,
+    )
+
+
+@pytest.fixture
+def linker(shared_node: Any, arguments: SimpleNamespace) -> Iterator[Make]:
+    """`linker(pool, option=...)`: by SGLang's factory, from its configuration."""
+    made = []
+
+    def make(pool: Any, components: Any = frozenset({ComponentType.FULL}), **options: Any) -> Any:
+        params = SimpleNamespace(
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+            page_size=PAGE,
+            mtp_draft_device_pools=(),
+            attn_tp_cache_group=None,
+            tp_cache_group=None,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+        )
+        extra = {"address": shared_node.address, "lookup_timeout_s": 2.0, **options}
+        config = {
+            "linker": "KVStoreLinker",
+            "linker_module_path": "gpu_agent.engines.sglang_linker",
+            "linker_extra_config": extra,
+        }
+        made.append(
+            create_unified_cache_linker(
+                arguments, params, backend="dynamic", config=config, components=set(components), forward_stream=None
+            )
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def offloaded(linker: Any, slots: torch.Tensor = SOURCE, **more: Any) -> bool:
+    assert linker.offload(transfer(slots, **more))
+    while not linker.num_completed_offloads():
+        threading.Event().wait(0.01)
+    return bool(linker.pop_completed_offload())
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk"])
+@pytest.mark.parametrize("kind", POOLS)
+def test_pages_come_back_layer_by_layer(linker: Make, kind: str, wire: str) -> None:
+    source, target = POOLS[kind](), POOLS[kind]()
+    fill(source)
+    fill(target)
+    before = [layer.clone() for layer in tensors(target)]
+    writer, reader = linker(source, wire=wire), linker(target, wire=wire)
+    assert reader.lookup("r", transfer()) == []
+    assert offloaded(writer)
+    assert reader.lookup("r", transfer()) == list(range(1, 11))
+    assert reader.load("r", transfer(TARGET))
+    index = reader.start_layer_wise_loading()
+    counter = reader.layer_done_counter
+    counter.set_consumer(index)
+    for layer, (have, want) in enumerate(zip(tensors(target), tensors(source), strict=True)):
+        counter.wait_until(layer)
+        now = tensors(target)[layer]
+        assert torch.equal(now[TARGET], want[SOURCE]), f"layer {layer}"
+        del have
+    assert reader.finish_layer_wise_loading(index)
+    untouched = torch.ones(SLOTS, dtype=torch.bool)
+    untouched[TARGET] = False
+    for now, then in zip(tensors(target), before, strict=True):
+        assert torch.equal(now[:SLOTS][untouched], then[:SLOTS][untouched])
+    assert reader.start_layer_wise_loading() == -1
+
+
+def test_requests_of_one_batch_are_ready_together(linker: Make) -> None:
+    pool = mha()
+    fill(pool)
+    one = linker(pool)
+    other = [7, *TOKENS[1:]]
+    assert offloaded(one)
+    assert offloaded(one, SOURCE, tokens=other)
+    assert one.load("a", transfer(TARGET))
+    assert one.load("b", transfer(TARGET + 256, tokens=other))
+    index = one.start_layer_wise_loading()
+    assert one.finish_layer_wise_loading(index)
+    for layer in tensors(pool):
+        assert torch.equal(layer[TARGET], layer[SOURCE])
+        assert torch.equal(layer[TARGET + 256], layer[SOURCE])
+
+
+def test_lengths_end_at_the_first_page_that_is_gone(linker: Make) -> None:
+    one = linker(mha())
+    offloaded(one)
+    key = bytes.fromhex(hashes(TOKENS, PAGE)[4])
+    assert one._client.remove(one._agent.namespace, [key]) == [True]
+    assert one.lookup("r", transfer()) == [1, 2, 3, 4]
+
+
+def test_what_a_lookup_promised_stays_while_the_node_evicts(arguments: Any, linker: Make) -> None:
+    """The node has room for 32 pages; 200 others come between lookup and load."""
+    pool = mha()
+    fill(pool)
+    with harness.start_node("--ram-bytes", "512KiB", "--extent-bytes", "64KiB") as small:
+        one = linker(pool, address=small.address)
+        assert offloaded(one)
+        assert one.lookup("r", transfer()) == list(range(1, 11))
+        for number in range(20):
+            offloaded(one, tokens=[1000 + number, *TOKENS[1:]])
+        assert one.lookup("other", transfer(tokens=[1000, *TOKENS[1:]])) == []  # it did evict
+        assert one.load("r", transfer(TARGET))
+        assert one.finish_layer_wise_loading(one.start_layer_wise_loading())
+        for layer in tensors(pool):
+            assert torch.equal(layer[TARGET], layer[SOURCE])
+        one.close()
+
+
+def test_a_load_that_fails_says_so_and_a_wait_ends(linker: Make) -> None:
+    one = linker(mha())
+    offloaded(one)
+    assert one.load("r", transfer(TARGET))
+    one._client.remove_namespace(one._agent.namespace)
+    index = one.start_layer_wise_loading()
+    one.layer_done_counter.set_consumer(index)
+    for layer in range(LAYERS):
+        one.layer_done_counter.wait_until(layer)  # does not hang
+    assert one.finish_layer_wise_loading(index) is False
+
+
+def test_a_node_that_hangs_fails_a_load_by_its_deadline_and_a_lookup_at_once(linker: Make) -> None:
+    with harness.start_node("--ram-bytes", "16MiB", "--extent-bytes", "1MiB") as own:
+        options = {"address": own.address, "lookup_timeout_s": 0.3, "load_timeout_s": 0.5, "save_timeout_s": 0.5}
+        one = linker(mha(), timeout_per_ki_token_s=0.0, **options)
+        offloaded(one)
+        with harness.stopped(own):
+            assert one.load("r", transfer(TARGET))
+            assert one.finish_layer_wise_loading(one.start_layer_wise_loading()) is False
+            assert one.lookup("r", transfer()) == []
+            assert offloaded(one, tokens=[7, *TOKENS[1:]]) is False
+        one.close()
+
+
+def test_a_queued_load_can_be_cancelled(linker: Make) -> None:
+    one = linker(mha())
+    assert one.load("r", transfer(TARGET))
+    assert one.cancel_queued_load("r") is True
+    assert one.cancel_queued_load("r") is False
+    assert one.start_layer_wise_loading() == -1
+    assert one.load("r", []) is False
+
+
+def test_offloads_end_in_their_order(linker: Make) -> None:
+    one = linker(mha())
+    for number in range(20):
+        assert one.offload(transfer(SOURCE, tokens=[number, *TOKENS[1:]]))
+    results = []
+    while len(results) < 20:
+        results += [one.pop_completed_offload() for _ in range(one.num_completed_offloads())]
+        threading.Event().wait(0.01)
+    assert results == [True] * 20
+    assert one.num_completed_offloads() == 0
+
+
+def test_after_a_reset_nothing_is_under_way(linker: Make) -> None:
+    one = linker(mha())
+    offloaded(one)
+    one.load("a", transfer(TARGET))
+    one.start_layer_wise_loading()
+    one.load("b", transfer(TARGET))
+    one.offload(transfer(SOURCE, tokens=[7, *TOKENS[1:]]))
+    one.reset()
+    assert one.num_completed_offloads() == 0
+    assert one.cancel_queued_load("b") is False
+    assert one.lookup("r", transfer()) == list(range(1, 11))
+
+
+def test_other_weights_miss(linker: Make, arguments: Any) -> None:
+    offloaded(linker(mha()))
+    assert linker(mha()).lookup("r", transfer()) == list(range(1, 11))
+    arguments.kv_cache_dtype = "fp8_e4m3"
+    assert linker(mha()).lookup("r", transfer()) == []
+
+
+def test_after_an_update_that_names_a_version_old_pages_miss(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = ["1"]
+    monkeypatch.setattr(adapter, "weight_version", lambda: version[0])
+    one = linker(mha())
+    offloaded(one)
+    one.reset()
+    assert one.lookup("r", transfer()) == list(range(1, 11))
+    version[0] = "2"
+    one.reset()  # SGLang flushes
+    assert one.lookup("r", transfer()) == []
+    offloaded(one)
+    assert one.lookup("r", transfer()) == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("pool", "more", "message"),
+    [
+        (object, {}, "not object"),
+        (mha, {"components": {ComponentType.FULL, ComponentType.SWA}}, "full attention"),
+        (mha, {"hold": 3}, "unknown option 'hold'"),
+        (mha, {"hold_s": 0.0}, "hold_s=0.0"),
+    ],
+)
+def test_what_is_not_served_ends_the_start(linker: Make, pool: Any, more: dict[str, Any], message: str) -> None:
+    made = SimpleNamespace(start_layer=0) if pool is object else pool()
+    with pytest.raises(ConfigError, match="SimpleNamespace" if pool is object else message):
+        linker(made, **more)

@@ -1,0 +1,71 @@
+"""Several ranks as processes of their own: what they agree on is the least that any of them has."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+
+from kvstore.node_process import NodeProcess
+
+RANK = Path(__file__).with_name("rank.py")
+PAGES = 10
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def found(shared_node: NodeProcess) -> list[dict[str, Any]]:
+    """What each of two ranks found, by scenario."""
+    config = harness.options(shared_node.address, lookup_timeout_s=10.0, load_timeout_s=10.0, save_timeout_s=10.0)
+    job = json.dumps({"config": config, "revision": str(uuid.uuid4()), "port": free_port()})
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(RANK), str(rank), job],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], [errors[-3000:] for _, errors in said]
+    return [json.loads(text.strip().splitlines()[-1]) for text, _ in said]
+
+
+def test_ranks_use_what_all_of_them_have(found: list[dict[str, Any]]) -> None:
+    """Rank 1 has lost page 7 before the query; then rank 0 loses page 3, between query and read."""
+    first, second = (rank["heads"] for rank in found)
+    assert first["stored"] == second["stored"] == PAGES
+    assert first["hit"] == second["hit"] == 7
+    assert first["loaded"] == second["loaded"] == 3
+    assert first["right"]
+    assert second["right"]
+
+
+def test_ranks_intersect_their_sets_of_lengths(found: list[dict[str, Any]]) -> None:
+    """States end at {3, 6, 9} and {3, 6, 8}: both restore 6."""
+    first, second = (rank["states"] for rank in found)
+    assert (first["restorable"], second["restorable"]) == ([3, 6, 9], [3, 6, 8])
+    assert first["hit"] == second["hit"] == 6
+
+
+def test_one_rank_writes_latents_that_both_read_also_after_a_clear(found: list[dict[str, Any]]) -> None:
+    first, second = (rank["latents"] for rank in found)
+    assert (first["sets"], second["sets"]) == (1, 0)
+    assert first["loaded"] == second["loaded"] == PAGES
+    assert second["right"]
+    assert first["after clear"] == second["after clear"] == 0
+    assert first["stored again"] == second["stored again"] == PAGES

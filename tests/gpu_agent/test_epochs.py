@@ -1,0 +1,64 @@
+"""Epochs of a process: new after each advance, the same on ranks that have the same seed."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from gpu_agent.epochs import Epochs
+
+_RANK = """
+import os, sys, torch.distributed as dist
+from gpu_agent.epochs import process_epochs
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+epochs = process_epochs()
+assert epochs is process_epochs()
+epochs.advance()
+print(epochs.current(7))
+dist.barrier()
+"""
+
+
+def test_an_epoch_is_the_configured_one_until_the_first_advance() -> None:
+    epochs = Epochs("seed")
+    assert epochs.current(7) == 7
+    epochs.advance()
+    assert epochs.current(7) != 7
+    assert epochs.current(7) == epochs.current(7)
+
+
+def test_no_epoch_comes_twice() -> None:
+    epochs, seen = Epochs("seed"), {0, 1}
+    for _ in range(100):
+        epochs.advance()
+        now = {epochs.current(0), epochs.current(1)}
+        assert all(0 <= epoch < 1 << 63 for epoch in now)
+        assert len(now) == 2
+        assert not now & seen
+        seen |= now
+
+
+def test_equal_seeds_agree_and_others_do_not() -> None:
+    same, twin, other = Epochs("a"), Epochs("a"), Epochs("b")
+    for epochs in (same, twin, other):
+        epochs.advance()
+    assert same.current(0) == twin.current(0) != other.current(0)
+
+
+def test_ranks_agree_through_torchs_store() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, address, str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=120)[0].strip() for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert first == second != "7"
