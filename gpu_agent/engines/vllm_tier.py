@@ -39,6 +39,7 @@ from gpu_agent.checkpoint import named
 from gpu_agent.jobs import AgentStats
 from gpu_agent.options import Options, facts_text, read_options
 from gpu_agent.pool import KVPool
+from gpu_agent.unit_copies import UnitCopies
 from gpu_agent.verdicts import Verdicts
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
@@ -106,7 +107,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             pending_nbytes_max=max(options.agent.pending_nbytes_max, options.agent.staging_nbytes, rows.nbytes),
         )
         self._client = Client(options.client)
-        self._agent: Agent = Agent(self._client, namespace, pool, config)
+        self._agent: Agent = Agent(self._client, namespace, pool, config, UnitCopies())
         self._verdicts = Verdicts(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _Job] = {}
         self._told = AgentStats()  # counts that `get_stats` has handed over
