@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 CYCLES ?= 300
 
-.PHONY: help setup demo test test-crash docker-test gpu-test test-vllm test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
+.PHONY: help setup demo test test-crash docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -44,17 +44,31 @@ docker-test: $(READY)
 # Engines, each in an environment of its own that its install.sh fills (1.5 to 3.5 GB; Python 3.11). The node runs in ours.
 ENGINE_PYTHON ?= python3.11
 
-.venv-%/.ready: tests/engines/%/install.sh pyproject.toml
+define engine_environment
 	@command -v $(ENGINE_PYTHON) >/dev/null || { echo "the engines need Python 3.11; set ENGINE_PYTHON=..."; exit 1; }
-	@$(ENGINE_PYTHON) -m venv .venv-$*
-	bash tests/engines/$*/install.sh .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(ENGINE_PYTHON) -m venv $(@D)
+	bash $< $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
+endef
+
+.venv-%/.ready: tests/engines/%/install.sh pyproject.toml
+	$(engine_environment)
+
+.venv-vllm-official/.ready: tests/engines/vllm/install-official.sh pyproject.toml
+	$(engine_environment)
 
 .PRECIOUS: .venv-%/.ready
 
 test-vllm test-sglang test-lightllm test-lmcache: test-%: $(READY) .venv-%/.ready
 	KVSTORE_NODE_PYTHON=$(BIN)/python .venv-$*/bin/python -m pytest tests/engines/$* $(ARGS)
+
+# vLLM that runs on a CPU is a community build. The official wheel does not, but its scheduler does.
+test-vllm: test-vllm-scheduler
+
+test-vllm-scheduler: $(READY) .venv-vllm-official/.ready
+	KVSTORE_NODE_PYTHON=$(BIN)/python .venv-vllm-official/bin/python -m pytest \
+		$(wildcard tests/engines/vllm/test_tier*.py tests/engines/vllm/test_scheduler*.py) $(ARGS)
 
 # On a machine whose python has torch for its GPU, CuPy, pytest and transformers; PYTHON names another one.
 gpu-test:

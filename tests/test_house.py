@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rich": ("kvstore/cli/",),
     "torch": ("gpu_agent/",),
     "cupy": ("gpu_agent/kernels/",),
-    "transformers": ("gpu_agent/engines/transformers.py",),
+    "transformers": ("gpu_agent/engines/transformers.py", "gpu_agent/engines/transformers_paged.py"),
     "vllm": ("gpu_agent/engines/",),
     "sglang": ("gpu_agent/engines/",),
     "lmcache": ("gpu_agent/engines/",),

@@ -30,7 +30,7 @@ from kvstore.keys import Namespace, prefix_hashes
 from kvstore.layout import LayerGroup, PageLayout, Plane
 
 PAGE_TOKENS = 64
-_GROUP = "attention"
+KV_GROUP = "attention"
 # Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
 _NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
 
@@ -131,8 +131,8 @@ class TransformersAdapter:
         for layer, (keys, values) in enumerate(pairs):
             if keys.shape[0] != 1:
                 raise InvalidRequest(f"the cache holds a batch of {keys.shape[0]} prompts; save them one by one")
-            tensors[_GROUP, layer, "k"] = keys[0].transpose(0, 1)
-            tensors[_GROUP, layer, "v"] = values[0].transpose(0, 1)
+            tensors[KV_GROUP, layer, "k"] = keys[0].transpose(0, 1)
+            tensors[KV_GROUP, layer, "v"] = values[0].transpose(0, 1)
         return KVPool(self.namespace.layout, tensors)
 
 
@@ -146,7 +146,7 @@ def namespace_of(model: PreTrainedModel, name: str, revision: str, page_tokens: 
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype = dtype_name(model.dtype)
     planes = (Plane("k", dtype, (heads, dim)), Plane("v", dtype, (heads, dim)))
-    layout = PageLayout(page_tokens, (LayerGroup(_GROUP, tuple(range(text.num_hidden_layers)), planes),))
+    layout = PageLayout(page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),))
     identity = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_IDENTITY}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
     return Namespace(model=name, layout=layout, revision=revision, salt=f"transformers config={digest[:32]}")

@@ -1,0 +1,173 @@
+"""Hugging Face transformers, continuous batching: KV out of its paged cache, and into it (5.19 and newer).
+
+    adapter.load(tokens)        before manager.add_request(tokens): its own prefix sharing then finds the blocks
+    adapter.save(tokens)        after the request, or while others run
+
+A block of the paged cache is a page of the same layout that `transformers.py` stores, so that both share
+pages. The generation loop is paused only while block tables are looked at or changed, not while bytes move:
+meanwhile a request of ours, which the scheduler does not know, holds the blocks.
+
+    load    pause: take free blocks | pages travel | pause: give them their hashes, let go: they are cached
+    save    pause: hold the prefix  | pages travel | pause: let go
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+
+from gpu_agent.agent import Agent
+from gpu_agent.config import AgentConfig
+from gpu_agent.engines.transformers import KV_GROUP, namespace_of, weights_digest
+from gpu_agent.jobs import SaveResult
+from gpu_agent.pool import KVPool
+from kvstore.client import Client
+from kvstore.errors import InvalidRequest
+from kvstore.keys import prefix_hashes
+
+log = logging.getLogger(__name__)
+
+_FULL = "full_attention"
+
+
+class PagedAdapter:
+    """Saves and loads the KV of one manager of continuous batching, which must have been started.
+
+    `name` and `revision`: as of `TransformersAdapter`; the cache's `page_size` are the tokens of a page.
+    Thread-safe. Calls return by the agent's deadlines and wait for the loop to come to its next batch; the
+    loop does not wait for the store. End them before the manager is stopped and started again: it then gives
+    all blocks to others. Raises InvalidRequest for a manager whose blocks can not be shared.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        manager: ContinuousBatchingManager,
+        name: str,
+        revision: str | None = None,
+        config: AgentConfig | None = None,
+    ) -> None:
+        self._manager: Any = manager
+        model: Any = manager.model
+        if not hasattr(manager, "pause") or not manager.is_running():
+            raise InvalidRequest("the manager does not run (call start()), or transformers is older than 5.19")
+        if manager.distributed_helper.tp_size > 1:
+            raise InvalidRequest(
+                "the manager is one of several in a tensor-parallel group; only one alone can be paused"
+            )
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        with manager.pause():  # the loop makes the cache when it begins
+            processor: Any = manager.batch_processor
+            self._cache = _shareable(processor.cache)
+        self._blocks = self._cache.cache_allocators[_FULL]
+        self._page_tokens = int(self._blocks.tokens_per_page)
+        revision = weights_digest(model) if revision is None else revision
+        self.namespace = namespace_of(model, name, revision, self._page_tokens)
+        self._agent = Agent(client, self.namespace, _pool(self.namespace.layout, self._blocks), config)
+
+    def load(self, tokens: Sequence[int]) -> int:
+        """Leading `tokens` whose KV is in the cache now: those that were, and those that are stored and fit.
+
+        They are cached like those of a former request: transformers may evict them for a request that runs.
+        """
+        ids = list(tokens)
+        hashes = prefix_hashes(ids[:-1], self._page_tokens)  # a model needs a token to compute its next from
+        stored = self._agent.lookup(hashes)
+        if not stored:
+            return 0
+        count = stored * self._page_tokens
+        request = RequestState(f"kvstore-load-{next(self._numbers)}", ids[:count])
+        with self._held(request.request_id):
+            with self._paused():
+                here = self._cache.search_prefix_match(request.request_id, ids[: count + 1])
+                if here == count or not self._cache.can_store_request_tokens(request, count):
+                    return int(here)
+                units = self._units(request.request_id, count)
+            loaded = self._agent.load(hashes[:stored], units, skip_tokens=here).done.result()
+            with self._paused():
+                self._cache.mark_complete_blocks(request, {_FULL: loaded.loaded})
+        return loaded.pages * self._page_tokens
+
+    def save(self, tokens: Sequence[int]) -> SaveResult:
+        """Stores the blocks of `tokens` that are in the cache: of a request that runs, or that ended and was
+        not evicted. Pages that are not there count as dropped."""
+        ids = list(tokens)
+        hashes = prefix_hashes(ids, self._page_tokens)
+        request_id = f"kvstore-save-{next(self._numbers)}"
+        with self._held(request_id):
+            with self._paused():
+                here = self._cache.search_prefix_match(request_id, [*ids, 0])  # it leaves the last token out
+                units = self._units(request_id, here) if here else torch.empty(0, dtype=torch.int64)
+            pages = here // self._page_tokens
+            result = self._agent.save(hashes[:pages], units).done.result()
+        if pages == len(hashes):
+            return result
+        lost = len(hashes) - pages
+        return SaveResult(result.stored, result.existing, result.dropped + lost, result.reason or "not in the cache")
+
+    def close(self) -> None:
+        """The manager and the client stay as they are."""
+        self._agent.close()
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        held = [name for name in self._blocks.block_table if name.startswith("kvstore-")]
+        return self._agent.check() + ([f"blocks are held by {held}"] if held else [])
+
+    def __enter__(self) -> "PagedAdapter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _held(self, request_id: str) -> Iterator[None]:
+        """Whatever blocks the request got are let go in the end: cached if they have a hash, else free."""
+        try:
+            yield
+        finally:
+            with self._paused():
+                self._cache.free_blocks(request_id)
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Nobody but us changes block tables. A loop that has ended needs no pause."""
+        with self._lock, contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._manager.pause())
+            except RuntimeError:
+                if self._manager.is_running():
+                    raise
+            yield
+
+    def _units(self, request_id: str, count: int) -> torch.Tensor:
+        return torch.tensor(self._blocks.get_write_indices(request_id, 0, count), dtype=torch.int64)
+
+
+def _shareable(cache: Any) -> Any:
+    """The cache, if a prefix's blocks say all about the prefix. Raises InvalidRequest."""
+    kinds = sorted(cache.cache_allocators)
+    if kinds != [_FULL]:
+        raise InvalidRequest(f"the paged cache has layers of {', '.join(kinds)}; only full attention can be stored")
+    if not cache.use_prefix_sharing:
+        raise InvalidRequest(
+            "the manager shares no prefixes, so that nobody would find what is loaded; set allow_block_sharing=True"
+        )
+    return cache
+
+
+def _pool(layout: Any, blocks: Any) -> KVPool:
+    """`blocks.cache_tensor`: `[tokens, 2, heads, dim]`, which is for each block and layer its keys, then its values.
+    A token's number, as the cache itself uses it, is the one that its keys have in the first layer."""
+    rows = blocks.cache_tensor.view(-1, *blocks.cache_tensor.shape[2:])
+    tensors = {}
+    for position, layer in enumerate(blocks.layer_indices):
+        for plane, name in enumerate(("k", "v")):
+            tensors[KV_GROUP, layer, name] = rows[(2 * position + plane) * blocks.tokens_per_page :]
+    return KVPool(layout, tensors)

@@ -1,0 +1,328 @@
+"""vLLM, second route: a tier behind vLLM's own CPU offloading (vLLM 0.32 and newer).
+
+    GPU <-> rows of the CPU tier (vLLM moves these) <-> store (we move these, a page per row)
+
+    row := one chunk of one KV-cache group: every layer of every rank, padded to 4096 bytes
+    key := block hash (32 bytes) || group (4 bytes, big-endian), which is our prefix hash as it is
+
+vLLM calls a tier in the scheduler's process, in the middle of a step: nothing here waits for the store
+but `drain_jobs` and `shutdown`. A store that fails is a miss: what is loaded lies verified in a row before
+a request is told of it, so no load into the GPU can fail for us.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    OffloadingCounterMetadata,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from gpu_agent.agent import Agent
+from gpu_agent.checkpoint import named
+from gpu_agent.jobs import AgentStats
+from gpu_agent.options import Options, facts_text, read_options
+from gpu_agent.pool import KVPool
+from gpu_agent.unit_copies import UnitCopies
+from gpu_agent.verdicts import Verdicts
+from kvstore.client import Client
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.keys import Namespace
+from kvstore.layout import PAGE_TOKENS_MAX, opaque_layout
+
+log = logging.getLogger(__name__)
+
+# Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our connector.
+_OWN = ("facts", "engine_revision", "locality")
+# Prometheus counters beside those that vLLM keeps of every tier: of AgentStats.
+_COUNTERS = {
+    "lookups": "Batches of keys that the store was asked for.",
+    "lookups_failed": "Batches of keys that the store did not answer for in time: misses.",
+    "pages_stored": "Pages stored now.",
+    "pages_existing": "Pages to store that were stored already.",
+    "pages_dropped": "Pages to store that were not: the store failed, was too slow or full.",
+    "pages_loaded": "Pages that reached the CPU tier intact.",
+    "loads_failed": "Loads that ended early because the store failed or was too slow.",
+}
+# Of a model's configuration, what says nothing about its KV.
+_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
+
+
+class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unused-ignore]
+    """vLLM's OffloadingConnector, which tells our tier how the engine computes its KV.
+
+    vLLM gives a tier little of its configuration: not the revision, not how weights are quantised, not
+    which attention backend reads the bytes. Without this connector these must be named by hand (`salt`).
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        for tier in vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ():
+            if tier.get("module_path") == __name__:
+                tier["facts"] = engine_facts(vllm_config)
+                tier["engine_revision"] = vllm_config.model_config.revision or ""
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
+    """One per engine, in the scheduler's process. Not thread-safe: vLLM calls it under its manager's lock.
+
+    `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: the options, flat. Raises
+    ConfigError for a wrong one; the node need not be up.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **values: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        options = read_options(values, _OWN)
+        self.locality = _locality(options.own.get("locality", "REMOTE"))
+        rows = torch.frombuffer(primary_kv_view, dtype=torch.uint8).view(-1, self.block_size_bytes)
+        self.namespace = namespace = _namespace(offloading_spec.config, options, rows.shape[1])
+        pool = KVPool(namespace.layout, {("opaque", 0, "bytes"): rows})
+        # Rows that wait are vLLM's and there already: they cost us nothing, so that all of them may wait.
+        config = replace(
+            options.agent,
+            staging_nbytes=max(options.agent.staging_nbytes, rows.shape[1]),
+            pending_nbytes_max=max(options.agent.pending_nbytes_max, options.agent.staging_nbytes, rows.nbytes),
+        )
+        self._client = Client(options.client)
+        self._agent: Agent = Agent(self._client, namespace, pool, config, UnitCopies())
+        self._verdicts = Verdicts(self._agent.present, config.lookup_timeout_s)
+        self._jobs: dict[int, _Job] = {}
+        self._told = AgentStats()  # counts that `get_stats` has handed over
+        log.info("tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex())
+
+    # ---- lookups ---------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        found = self._verdicts.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._verdicts.flush()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._verdicts.release(req_context.req_id)
+
+    # ---- jobs ------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, lambda keys, rows: self._agent.save(keys, rows).done)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._submit(job_metadata, lambda keys, rows: self._agent.load(keys, rows).done)
+
+    def _submit(self, metadata: Any, start: Callable[[list[bytes], torch.Tensor], "_Future"]) -> None:
+        job = _Job(metadata.is_promotion)
+        for keys, rows in _chains(metadata):
+            try:
+                job.add(keys, start(keys, rows))
+            except KVStoreError as error:  # a mistake of ours must not end the engine
+                log.error("a transfer of %d rows was refused: %s", len(keys), error)
+                job.add(keys, None)
+        self._jobs[metadata.job_id] = job
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        done = [job_id for job_id, job in self._jobs.items() if job.done()]
+        return [self._finish(job_id, self._jobs.pop(job_id)) for job_id in done]
+
+    def _finish(self, job_id: int, job: "_Job") -> Any:
+        moved, lost = job.outcome()
+        if job.is_load:
+            self._verdicts.mark_miss(lost)  # or the scheduler asks for the same load for ever
+        return JobResult(
+            job_id=job_id,
+            success=not lost,
+            successful_keys=tuple(moved) if job.is_load and moved and lost else None,
+            transfer_time=job.ended - job.started,
+            transfer_bytes=len(moved) * self.block_size_bytes,
+        )
+
+    def has_pending_work(self) -> bool:
+        return bool(self._jobs)
+
+    def drain_jobs(self) -> None:
+        """Every job ends by its deadline, so this does. None is aborted, each is still reported."""
+        for job in self._jobs.values():
+            job.wait()
+
+    def shutdown(self) -> None:
+        """Nobody reads or writes rows afterwards: vLLM unmaps them next."""
+        self._verdicts.close()
+        self._agent.close()
+        self._client.close()
+
+    # ---- counts ----------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {_metric(name): OffloadingCounterMetadata(documentation=text) for name, text in _COUNTERS.items()}
+
+    def get_stats(self) -> Any:
+        """What was counted since the last call; vLLM adds it up."""
+        stats, now = OffloadingConnectorStats(), replace(self._agent.stats)
+        for name in _COUNTERS:
+            if count := getattr(now, name) - getattr(self._told, name):
+                stats.increase_counter(_metric(name), count)
+        self._told = now
+        return stats
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self._agent.check() + self._verdicts.check()
+
+
+def _metric(name: str) -> str:
+    return f"vllm:kvstore_tier_{name}"
+
+
+_Future = concurrent.futures.Future[Any]  # of a SaveResult or a LoadResult
+
+
+class _Job:
+    """A transfer of vLLM's as some of ours, one for each group. A future of None: refused."""
+
+    def __init__(self, is_load: bool) -> None:
+        self.is_load = is_load
+        self.started = self.ended = time.monotonic()
+        self._parts: list[tuple[list[bytes], _Future | None]] = []
+
+    def add(self, keys: list[bytes], future: "_Future | None") -> None:
+        """`keys` in the order of their tokens."""
+        self._parts.append((keys, future))
+        if future:
+            future.add_done_callback(self._stamp)
+
+    def _stamp(self, _: Any) -> None:
+        self.ended = time.monotonic()
+
+    def done(self) -> bool:
+        return all(future is None or future.done() for _, future in self._parts)
+
+    def wait(self) -> None:
+        concurrent.futures.wait([future for _, future in self._parts if future])
+
+    def outcome(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys that are where they should be now, and the others."""
+        moved: list[bytes] = []
+        lost: list[bytes] = []
+        for keys, future in self._parts:
+            count = 0
+            if future:
+                result = future.result()
+                # Of a save nobody asks which pages were dropped.
+                count = result.pages if self.is_load else len(keys) - result.dropped
+            moved += keys[:count]
+            lost += keys[count:]
+        return moved, lost
+
+
+def _chains(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
+    """A job's keys and rows, for each group in the order of their tokens: vLLM may hand over a set. Groups
+    are chains of their own, so that a page that is missing in one cuts only that one short."""
+    groups: dict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
+    for key, row in zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True):
+        position = metadata.req_context.get_offload_key_position(key) or 0
+        groups[get_offload_group_idx(key)].append((position, key, row))
+    for chain in groups.values():
+        chain.sort()
+        yield [key for _, key, _ in chain], torch.tensor([row for _, _, row in chain], dtype=torch.int64)
+
+
+# ---- whose pages -----------------------------------------------------------------------------------
+
+
+def _namespace(config: Any, options: Options, row_nbytes: int) -> Namespace:
+    """Of an engine's rows. A row holds all ranks, so that the sizes of the parallel groups are part of it and
+    ranks are not; rows in canonical layout are the same for every size.
+
+    The hash's seed is no part of it: the first key of a chain, and so every key, is made from it.
+    """
+    facts = options.own.get("facts")
+    if not facts and not (options.identity.salt and options.identity.revision):
+        raise ConfigError(
+            "vLLM's OffloadingConnector does not tell a tier which weights and which attention backend the engine "
+            'uses; set "kv_connector": "KVStoreOffloadingConnector" and "kv_connector_module_path": '
+            f'"{__name__}", or name them by hand in the tier\'s options revision and salt'
+        )
+    parallel = config.parallel
+    portable = config.canonical_layout and parallel.is_parallelism_agnostic
+    shard = {} if portable else {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
+    shape = {
+        "kv_dtype": config.model.dtype,
+        "kv_layout": config.kv_cache_layout,
+        "canonical": int(config.canonical_layout),
+        "replicated": int(config.replicated_layout),
+        "cp": "any" if portable else f"{parallel.pcp_size}x{parallel.dcp_size}",
+        "chunk_blocks": config.cache.blocks_per_chunk,
+        "hash_tokens": config.cache.tokens_per_hash,
+        "groups": _digest([(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]),
+    }
+    identity = named(options.identity, config.model.name, options.own.get("engine_revision", ""))
+    # A page that nobody looks into. Groups may have blocks of different lengths: of the shortest.
+    tokens = min(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk
+    layout = opaque_layout(row_nbytes, min(tokens, PAGE_TOKENS_MAX))
+    return identity.namespace(layout, facts_text("vllm-tier", **shape, **(facts or {})), **shard)
+
+
+def engine_facts(vllm_config: Any) -> dict[str, str]:
+    """What decides an engine's KV beside the weights' name and the shape of its cache: how it computes, and
+    which backend reads the bytes. A backend that vLLM chooses by itself follows from its release and the device."""
+    model, backend, draft = (
+        vllm_config.model_config,
+        vllm_config.attention_config.backend,
+        vllm_config.speculative_config,
+    )
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NOT_IDENTITY}
+    capability = current_platform.get_device_capability()
+    facts = {
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "device": f"{current_platform.device_name}{capability.as_version_str() if capability else ''}",
+        "backend": backend.name if backend else "auto",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization),
+        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+        "config": _digest(config),
+    }
+    if draft:
+        facts["draft"] = f"{draft.method}:{draft.model}"
+    rope = str([getattr(model.hf_text_config, name, None) for name in ("rope_scaling", "rope_parameters")])
+    if "longrope" in rope or "dynamic" in rope:
+        facts["max_len"] = str(model.max_model_len)  # such embeddings depend on how long a prompt may be
+    return facts
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _locality(name: str) -> Any:
+    if name not in Locality.__members__:
+        raise ConfigError(f"locality={name!r} must be one of {', '.join(Locality.__members__)}")
+    return Locality[name]

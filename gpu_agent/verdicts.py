@@ -1,0 +1,120 @@
+"""Which pages are stored: asked in the background, answered at once to an engine that polls.
+
+    lookup   None ... None  True|False      new keys of a step are asked in one call, after `flush`
+
+A verdict stands as long as a request that asked for it lives. It is an answer about a cache: pages may
+be gone when they are loaded, and `mark_miss` then ends what would else be asked for again and again.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+log = logging.getLogger(__name__)
+
+
+class _Verdict:
+    """`found`: None until the store answered, or was waited for long enough."""
+
+    __slots__ = ("asked", "found", "requests")
+
+    def __init__(self, asked: float) -> None:
+        self.asked = asked
+        self.found: bool | None = None
+        self.requests: set[str] = set()
+
+
+class Verdicts:
+    """All methods are called by the engine's thread and never wait, but for `close`. `ask(keys)` runs on a
+    thread of its own. What waits for it is bounded by the keys of the requests that live.
+
+    The clock is an argument so that tests need not wait.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Sequence[bytes]], Sequence[bool]],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._verdicts: dict[bytes, _Verdict] = {}
+        self._keys_of: dict[str, set[bytes]] = {}
+        self._new: dict[bytes, _Verdict] = {}  # of this step
+        self._wanted: dict[bytes, _Verdict] = {}
+        self._wake = threading.Condition()  # guards _wanted and _closed
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-lookup", daemon=True)
+        self._thread.start()
+
+    def lookup(self, key: bytes, request: str) -> bool | None:
+        """None: ask again later. False at the latest when `timeout_s` is over."""
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._verdicts[key] = self._new[key] = _Verdict(self._clock())
+        elif verdict.found is None and self._clock() - verdict.asked > self._timeout_s:
+            verdict.found = False
+        verdict.requests.add(request)
+        self._keys_of.setdefault(request, set()).add(key)
+        return verdict.found
+
+    def flush(self) -> None:
+        """The step is over: its new keys are asked now."""
+        if self._new:
+            with self._wake:
+                self._wanted.update(self._new)
+                self._wake.notify()
+            self._new = {}
+
+    def mark_miss(self, keys: Iterable[bytes]) -> None:
+        """These could not be loaded, whatever the store said."""
+        for key in keys:
+            if key in self._verdicts:
+                self._verdicts[key].found = False
+
+    def release(self, request: str) -> None:
+        """The request is gone, and verdicts with the last request that asked for them."""
+        for key in self._keys_of.pop(request, ()):
+            verdict = self._verdicts[key]
+            verdict.requests.discard(request)
+            if not verdict.requests:
+                del self._verdicts[key]
+                self._new.pop(key, None)
+
+    def close(self) -> None:
+        """Returns when the call that is under way does."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        asked = {(request, key) for key, verdict in self._verdicts.items() for request in verdict.requests}
+        known = {(request, key) for request, keys in self._keys_of.items() for key in keys}
+        found = [] if asked == known else [f"verdicts: {len(asked ^ known)} askers are known on one side only"]
+        if not set(self._new) <= set(self._verdicts):
+            found.append("verdicts: a key is new that nobody asked for")
+        return found
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._wanted or self._closed)
+                if self._closed:
+                    return
+                wanted, self._wanted = self._wanted, {}
+            waiting = {key: verdict for key, verdict in wanted.items() if verdict.found is None and verdict.requests}
+            if not waiting:
+                continue
+            try:
+                answers = self._ask(list(waiting))
+            except Exception:  # the edge of a thread: whatever broke, the engine gets its answer
+                log.exception("a lookup of %d pages broke", len(waiting))
+                answers = (False,) * len(waiting)
+            for verdict, answer in zip(waiting.values(), answers, strict=True):
+                if verdict.found is None:  # nobody gave it up meanwhile
+                    verdict.found = answer

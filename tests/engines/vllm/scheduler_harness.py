@@ -1,0 +1,230 @@
+"""vLLM's own scheduler with its OffloadingConnector and our tier, and a worker that is played.
+
+    schedule -> ["GPU" -> CPU rows, of the step before] -> [CPU rows -> "GPU"] -> [new blocks get their bytes] -> output
+
+The bytes of a block follow from its hash, so that whoever restores a wrong row, or none, is caught: before a
+request is computed, all its full blocks that need not be computed must hold their bytes.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_TOKENS = 16
+MODULE = "gpu_agent.engines.vllm_tier"
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "dtype": "float32",
+}
+
+
+def model_directory(path: Path, **changes: Any) -> str:
+    """A checkpoint without weights: what a scheduler reads of one."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
+    return str(path)
+
+
+class Engine:
+    """`options`: of the tier. `window`: tokens of a sliding window that half of the layers have."""
+
+    def __init__(
+        self,
+        model: str,
+        options: dict[str, Any],
+        connector: str | None = None,
+        window: int | None = None,
+        cpu_chunks: int = 256,
+        gpu_blocks: int = 64,
+    ) -> None:
+        groups = _groups(window)
+        row_nbytes = sum(groups[0].kv_cache_spec.page_size_bytes for _ in groups[0].layer_names)
+        tier = {"type": "KVStoreTier", "module_path": MODULE, **options}
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": cpu_chunks * row_nbytes,
+            "secondary_tiers": [tier],
+        }
+        ours = {"kv_connector": "KVStoreOffloadingConnector", "kv_connector_module_path": MODULE}
+        transfer = KVTransferConfig(
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+            **({"kv_connector": connector} if connector else ours),
+        )
+        self.config = _vllm_config(model, transfer, gpu_blocks)
+        self._hash = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(self._hash)
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=_kv_cache_config(groups, gpu_blocks),
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        self.manager = self.scheduler.connector.connector_scheduler.manager
+        self.tier = self.manager.secondary_tiers[0]
+        memory = self.manager.primary_tier.get_kv_memoryview()
+        self.rows: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(-1, row_nbytes)
+        self.gpu = torch.zeros(gpu_blocks, row_nbytes, dtype=torch.uint8)
+        self._stores: dict[int, Any] = {}  # job id -> a copy that the next step begins with
+        self.stats = OffloadingConnectorStats()  # what a server would add to its metrics
+        self.slowest_s = 0.0  # of all steps
+        self.computed: dict[str, int] = {}  # of each request, when it was scheduled first
+
+    def submit(self, name: str, tokens: list[int], cache_salt: str | None = None, max_tokens: int = 2) -> Request:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        sampling.update_from_generation_config({}, 2)
+        hasher = get_request_block_hasher(BLOCK_TOKENS, self._hash)
+        request = Request(name, tokens, sampling, None, cache_salt=cache_salt, block_hasher=hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def busy(self) -> bool:
+        return self.scheduler.has_requests() or self.scheduler.connector.has_pending_push_work()
+
+    def run(self, seconds: float = 10.0) -> None:
+        """Steps until nothing is left to do, transfers to the store included."""
+        end = time.monotonic() + seconds
+        while self.busy():
+            assert time.monotonic() < end, f"still busy after {seconds} s"
+            self.step()
+            time.sleep(0.002)
+        assert self.tier.check() == []
+
+    def serve(self, name: str, tokens: list[int], seconds: float = 10.0) -> int:
+        """Tokens of a prompt that were not computed."""
+        self.submit(name, tokens)
+        self.run(seconds)
+        return self.computed[name]
+
+    def step(self) -> None:
+        start = time.monotonic()
+        plan = self.scheduler.schedule()
+        worker, received = OffloadingWorkerMetadata(), set()
+        meta = plan.kv_connector_metadata
+        for job_id, job in self._stores.items():
+            self.rows[job.dst_spec.block_ids] = self.gpu[job.src_spec.block_ids]
+            worker.mark_completed(job_id)
+        self._stores = meta.store_jobs
+        for job_id, job in meta.load_jobs.items():
+            self.gpu[job.dst_spec.block_ids] = self.rows[job.src_spec.block_ids]
+            worker.mark_completed(job_id)
+            received.add(job.req_id)
+        for name, count in plan.num_scheduled_tokens.items():
+            self._compute(self.scheduler.requests[name], count)
+        names = list(plan.num_scheduled_tokens)
+        requests = [self.scheduler.requests[name] for name in names]
+        sampled = [[7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests]
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=worker),
+        )
+        for said in self.scheduler.update_from_output(plan, output).values():
+            stats = said.scheduler_stats and said.scheduler_stats.kv_connector_stats
+            if stats:
+                self.stats.aggregate(OffloadingConnectorStats(data=stats))
+        self.slowest_s = max(self.slowest_s, time.monotonic() - start)
+
+    def _compute(self, request: Request, count: int) -> None:
+        done = request.num_computed_tokens - count  # schedule() has added those of this step
+        self.computed.setdefault(request.request_id, done)
+        for group, blocks in enumerate(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
+            for index, block in enumerate(blocks[: request.num_computed_tokens // BLOCK_TOKENS]):
+                expected = block_bytes(request.block_hashes[index], group, self.gpu.shape[1])
+                if (index + 1) * BLOCK_TOKENS > done:
+                    self.gpu[block] = expected
+                elif block:  # 0 stands for what fell out of a window
+                    assert torch.equal(self.gpu[block], expected), f"block {index} of group {group} is wrong"
+
+    def close(self) -> None:
+        if self.rows is not None:
+            self.rows = None
+            self.scheduler.shutdown()
+
+
+def block_bytes(block_hash: bytes, group: int, nbytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(block_hash[:6], "little") * 8 + group)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def prompt(count: int, seed: int = 7) -> list[int]:
+    return [seed * index % 500 + 5 for index in range(count)]
+
+
+def _groups(window: int | None) -> list[KVCacheGroupSpec]:
+    shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    if window is None:
+        return [KVCacheGroupSpec([f"layers.{n}" for n in range(4)], FullAttentionSpec(**shape))]
+    return [
+        KVCacheGroupSpec(["layers.0", "layers.2"], SlidingWindowSpec(**shape, sliding_window=window)),
+        KVCacheGroupSpec(["layers.1", "layers.3"], FullAttentionSpec(**shape)),
+    ]
+
+
+def _kv_cache_config(groups: list[KVCacheGroupSpec], blocks: int) -> KVCacheConfig:
+    """Groups lie over each other: a block belongs to one of them at a time."""
+    tensors = []
+    for group in groups:
+        page = group.kv_cache_spec.page_size_bytes
+        size = page * len(group.layer_names) * blocks
+        tensors.append(
+            KVCacheTensor(size=size, layers=group.layer_names, layer_stride=page * blocks, block_stride=page)
+        )
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def _vllm_config(model: str, transfer: KVTransferConfig, blocks: int) -> VllmConfig:
+    cache = CacheConfig(block_size=BLOCK_TOKENS)
+    cache.kv_cache_layout = "LBNHC"  # a worker would choose
+    limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    config = VllmConfig(
+        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=512),
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(**limits, is_encoder_decoder=False, async_scheduling=False),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=transfer,
+    )
+    config.cache_config.num_gpu_blocks = blocks
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False  # forced on where no device is known
+    return config

@@ -1,0 +1,172 @@
+"""Which engines share a tier's pages: those whose rows hold the same bytes for the same key."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore import ConfigError, Namespace
+
+sys.path.insert(0, str(Path(__file__).parent))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what vLLM imports warns
+    from scheduler_harness import Engine, model_directory
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+
+    from gpu_agent.engines.vllm_tier import KVStoreTier, engine_facts
+
+pytestmark = pytest.mark.filterwarnings("default")
+ROW_NBYTES = 8192
+FACTS = {"vllm": "0.33", "backend": "FLASH_ATTN"}
+
+
+def config(**changes: Any) -> OffloadingConfig:
+    parallel = OffloadingParallelConfig(
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=changes.pop("agnostic", False),
+    )
+    known = {name: changes.pop(name) for name in list(changes) if name.endswith(("_size", "_index"))}
+    plain = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layers.0", "layers.1"), group_id=0),),
+        worker_kv_bytes_per_block=ROW_NBYTES,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name="org/model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=replace(parallel, **known),
+        kv_cache_layout="LBHNC",
+    )
+    return replace(plain, **changes)
+
+
+def namespace(config: OffloadingConfig, row_nbytes: int = ROW_NBYTES, **options: Any) -> Namespace:
+    view = memoryview(bytearray(4 * row_nbytes)).cast("B", (4, row_nbytes))
+    values = {"facts": FACTS, "address": "localhost:1", "staging_nbytes": 65536, **options}
+    tier = KVStoreTier(SimpleNamespace(config=config), view, "KVStoreTier", **values)
+    try:
+        assert tier.check() == []
+        return tier.namespace
+    finally:
+        tier.shutdown()
+
+
+CHANGES: dict[str, Callable[[], Namespace]] = {
+    "nothing": lambda: namespace(config()),
+    "tenant": lambda: namespace(config(), tenant="b"),
+    "model": lambda: namespace(config(model=OffloadingModelConfig(name="org/other", dtype="bfloat16"))),
+    "named model": lambda: namespace(config(), model="mine"),
+    "KV dtype": lambda: namespace(config(model=OffloadingModelConfig(name="org/model", dtype="fp8"))),
+    "revision of the engine": lambda: namespace(config(), engine_revision="abc"),
+    "revision of the user": lambda: namespace(config(), revision="def"),
+    "salt": lambda: namespace(config(), salt="x"),
+    "epoch": lambda: namespace(config(), epoch=1),
+    "facts": lambda: namespace(config(), facts={**FACTS, "backend": "FLASHINFER"}),
+    "row": lambda: namespace(config(), row_nbytes=2 * ROW_NBYTES),
+    "TP": lambda: namespace(config(tp_size=2, world_size=2)),
+    "PP": lambda: namespace(config(pp_size=2, world_size=2)),
+    "prefill CP": lambda: namespace(config(pcp_size=2, world_size=2)),
+    "decode CP": lambda: namespace(config(dcp_size=2)),
+    "layout": lambda: namespace(config(kv_cache_layout="BLHNC")),
+    "canonical": lambda: namespace(config(canonical_layout=True)),
+    "replicated": lambda: namespace(config(replicated_layout=True)),
+    "blocks of a chunk": lambda: namespace(config(cache=OffloadingCacheConfig(16, 2))),
+    "tokens of a hash": lambda: namespace(config(cache=OffloadingCacheConfig(8, 1))),
+    "layers": lambda: namespace(config(groups=(OffloadingGroupConfig(16, ("layers.0",), 0),))),
+    "tokens of a block": lambda: namespace(config(groups=(OffloadingGroupConfig(32, ("layers.0", "layers.1"), 0),))),
+    "group": lambda: namespace(config(groups=(OffloadingGroupConfig(16, ("layers.0", "layers.1"), 1),))),
+}
+
+
+def test_whatever_changes_the_bytes_makes_another_namespace() -> None:
+    digests = {name: made().digest for name, made in CHANGES.items()}
+    assert len(set(digests.values())) == len(digests), digests
+
+
+def test_what_does_not_change_the_bytes_shares_them() -> None:
+    plain = namespace(config()).digest
+    assert namespace(config(engine_id="other")).digest == plain
+    assert namespace(config(data_parallel_index=1, data_parallel_size=2)).digest == plain
+    assert namespace(config(), load_timeout_s=3.0).digest == plain
+
+
+def test_rows_in_canonical_layout_are_shared_by_engines_of_every_size() -> None:
+    alone, together = (
+        namespace(config(canonical_layout=True, agnostic=True, tp_size=size, world_size=size)) for size in (1, 2)
+    )
+    assert alone.digest == together.digest
+    direct = namespace(config(agnostic=True, tp_size=2, world_size=2))
+    assert direct.tp_size == 2  # vLLM's direct rows go rank by rank
+
+
+def test_a_tier_that_is_told_too_little_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"KVStoreOffloadingConnector.*revision and salt"):
+        namespace(config(), facts=None)
+    by_hand = namespace(config(), facts=None, revision="2026-11-01", salt="vllm 0.33 FLASH_ATTN bf16")
+    assert by_hand.digest != namespace(config()).digest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adress": "store:7440"}, "unknown option 'adress'"),
+        ({"locality": "MOON"}, "locality='MOON' must be one of LOCAL, REMOTE"),
+        ({"load_timeout_s": 0}, "load_timeout_s=0"),
+    ],
+)
+def test_a_wrong_option_ends_the_start(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        namespace(config(), **options)
+
+
+def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
+    engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
+    try:
+        space = engine.tier.namespace
+        facts = engine_facts(engine.config)
+        assert space.model == "tiny"
+        assert space.revision.startswith("weights=")
+        assert all(f"{name}={value}" in space.salt for name, value in facts.items())
+        assert facts["hash"] == "sha256"
+
+        def changed(**attributes: Any) -> dict[str, str]:
+            model = SimpleNamespace(**{**vars(engine.config.model_config), **attributes})
+            return engine_facts(SimpleNamespace(**{**vars(engine.config), "model_config": model}))
+
+        assert changed() == facts
+        longer = engine.config.model_config.hf_config.__class__(rope_theta=1e6)
+        for change in ({"quantization": "fp8"}, {"dtype": torch.float16}, {"hf_config": longer}):
+            assert changed(**change) != facts
+        assert changed(max_model_len=64) == facts
+        scaled = SimpleNamespace(rope_scaling={"rope_type": "longrope"})
+        assert changed(hf_text_config=scaled, max_model_len=64) != changed(hf_text_config=scaled)
+    finally:
+        engine.close()
+
+
+def test_the_plain_connector_of_vllm_needs_the_names_by_hand(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="revision and salt"):
+        Engine(model, {"address": "localhost:1"}, connector="OffloadingConnector")
+    named = {"address": "localhost:1", "revision": "r1", "salt": "vllm 0.33 CPU fp32"}
+    Engine(model, named, connector="OffloadingConnector").close()

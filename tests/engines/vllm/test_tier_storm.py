@@ -1,0 +1,75 @@
+"""Random requests on two engines with small caches, while pages vanish and the store hangs: whatever is restored
+is right, every request ends, and no row or verdict is left over. KVSTORE_SEED repeats a run."""
+
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig
+from kvstore.node_process import NodeProcess
+
+sys.path.insert(0, str(Path(__file__).parent))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what vLLM imports warns
+    from scheduler_harness import Engine, model_directory, prompt
+
+pytestmark = pytest.mark.filterwarnings("default")
+REQUESTS = 70
+DEADLINES: dict[str, Any] = {
+    "lookup_timeout_s": 0.1,
+    "load_timeout_s": 0.3,
+    "save_timeout_s": 0.3,
+    "backoff_s_max": 0.1,
+    "connect_timeout_s": 0.3,
+}
+
+
+@pytest.mark.parametrize("window", [None, 48], ids=["full", "sliding"])
+def test_whatever_is_restored_is_right(tmp_path: Path, node: NodeProcess, seed: int, window: int | None) -> None:
+    rng = random.Random(seed)
+    model = model_directory(tmp_path / "tiny")
+    options = {"address": node.address, **DEADLINES}
+    blocks = 24 if window is None else 40  # one request must fit, in both groups
+    engines = [Engine(model, options, window=window, cpu_chunks=20, gpu_blocks=blocks) for _ in range(2)]
+    with Client(ClientConfig(address=node.address)) as client:
+        try:
+            for number in range(REQUESTS):
+                engine = rng.choice(engines)
+                tokens = prompt(rng.randrange(1, 200), rng.choice((3, 7, 11)))
+                engine.submit(f"r{number}", tokens, max_tokens=rng.randrange(1, 40))
+                for _ in range(rng.randrange(30)):
+                    rng.choice(engines).step()
+                    time.sleep(rng.choice((0, 0, 0.002)))
+                disturb(rng, node, client, engine)
+            for engine in engines:
+                engine.run(60)
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+    assert sum(len(engine.computed) for engine in engines) == REQUESTS
+    assert all(engine.tier._agent.stats.pages_loaded for engine in engines)
+    for engine in engines:
+        assert not engine.tier.has_pending_work()
+        assert engine.scheduler.connector.reset_cache()  # asserts that no row is held
+        engine.close()
+
+
+def disturb(rng: random.Random, node: NodeProcess, client: Client, engine: Engine) -> None:
+    what = rng.random()
+    if what < 0.2:
+        pages = [page.prefix_hash for page in client.list_pages(engine.tier.namespace, limit=100)]
+        client.remove(engine.tier.namespace, rng.sample(pages, len(pages) // 3) or [bytes(36)])
+    elif what < 0.25:
+        os.kill(node.pid, signal.SIGSTOP)
+        for _ in range(rng.randrange(200)):
+            engine.step()
+            time.sleep(0.002)
+        os.kill(node.pid, signal.SIGCONT)
+    elif what < 0.28:
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()

@@ -1,0 +1,249 @@
+"""The paged cache of continuous batching through a real node: another manager generates the same from what one
+stored, the loop never sees a wrong block, and none is lost."""
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from gpu_agent.config import AgentConfig
+from gpu_agent.engines.transformers import TransformersAdapter
+from gpu_agent.engines.transformers_paged import PagedAdapter
+from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
+from kvstore.node_process import NodeProcess
+
+PAGE = 16
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+}
+CONFIG = AgentConfig(lookup_timeout_s=1.0, load_timeout_s=1.0, save_timeout_s=1.0, staging_nbytes=1 << 20)
+Make = Callable[..., "Engine"]
+
+
+def prompt(count: int, seed: int = 7) -> list[int]:
+    return [(seed * i) % 500 + 5 for i in range(count)]
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
+
+
+def started(model: Any, **changes: Any) -> Any:
+    config = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 256, **changes})
+    config.return_logprobs = True
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+    manager.start()
+    return manager
+
+
+class Engine:
+    """A manager of its own, as in another process, with an adapter."""
+
+    def __init__(self, client: Client, name: str, model: Any, **changes: Any) -> None:
+        self.model = model
+        self.manager = started(model, **changes)
+        self.adapter = PagedAdapter(client, self.manager, name, config=CONFIG)
+        self.cache = self.manager.batch_processor.cache
+
+    def generate(self, tokens: list[int]) -> tuple[list[int], list[float]]:
+        request = self.manager.add_request(tokens)
+        end = time.monotonic() + 60
+        while (result := self.manager.get_result(request, timeout=0.05)) is None:  # or it is another thread's
+            assert time.monotonic() < end
+        assert result.error is None
+        return result.generated_tokens, result.logprobs
+
+    def generate_from_cache(self, tokens: list[int]) -> tuple[list[int], list[float]]:
+        """As with a hit: a prompt that is computed as a whole has other shapes, and so other last digits."""
+        self.generate(tokens)
+        return self.generate(tokens)
+
+    def close(self) -> None:
+        assert self.adapter.check() == []
+        self.adapter.close()
+        self.manager.stop(block=True)
+        self.cache.evict_cached_blocks()
+        assert self.cache.compute_free_capacity() > 0.99  # no block was lost
+
+
+@pytest.fixture
+def client(shared_node: NodeProcess) -> Iterator[Client]:
+    """Over one wire: how pages travel is tested elsewhere."""
+    with Client(ClientConfig(address=shared_node.address)) as client:
+        yield client
+
+
+@pytest.fixture
+def make(client: Client) -> Iterator[Make]:
+    """Engines of one model name that no other test uses."""
+    engines: list[Engine] = []
+    name = f"tiny-{uuid.uuid4()}"
+
+    def build(model: Any = None, client: Client = client, **changes: Any) -> Engine:
+        engines.append(Engine(client, name, model or tiny_llama(), **changes))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_another_manager_generates_the_same_from_stored_blocks(make: Make, dtype: torch.dtype) -> None:
+    first, second = make(tiny_llama(dtype)), make(tiny_llama(dtype))
+    expected = first.generate_from_cache(prompt(100))
+    assert first.adapter.save(prompt(100)).stored == 6
+    assert second.adapter.load(prompt(100)) == 96
+    assert second.generate(prompt(100)) == expected
+    assert second.adapter.load(prompt(100)) == 96  # they are there: nothing travels
+    assert first.adapter.save(prompt(100)).existing == 6
+
+
+def test_what_was_loaded_is_what_the_model_looks_at(make: Make, client: Client) -> None:
+    """The comparison above can fail: with another page in the store the manager computes something else."""
+    first, second = make(), make()
+    expected = first.generate_from_cache(prompt(100))
+    first.adapter.save(prompt(100))
+    space, key = first.adapter.namespace, prefix_hashes(prompt(100), PAGE)[2]
+    client.remove(space, [key])
+    client.put(space, [key], [bytes(space.layout.page_nbytes)])
+    assert second.adapter.load(prompt(100)) == 96
+    assert second.generate(prompt(100))[1] != expected[1]
+
+
+def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> None:
+    engine, model = make(), tiny_llama()
+    with TransformersAdapter(client, model, engine.adapter.namespace.model, page_tokens=PAGE) as plain:
+        assert plain.namespace == engine.adapter.namespace
+        cache = DynamicCache()
+        with torch.inference_mode():
+            model(torch.tensor([prompt(96)]), past_key_values=cache, use_cache=True)
+        plain.save(cache, prompt(96)).done.result(10)
+        assert engine.adapter.load(prompt(100)) == 96
+
+        longer = engine.generate(prompt(130, 11))
+        engine.adapter.save(prompt(130, 11))
+        restored, count = plain.load(prompt(130, 11))
+        assert count == 128
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt(130, 11)[count:]]), past_key_values=restored).logits
+        assert int(logits[0, -1].argmax()) == longer[0][0]
+
+
+def test_generated_tokens_are_stored_too(make: Make) -> None:
+    first, second = make(), make()
+    answer, _ = first.generate(prompt(60))
+    conversation = prompt(60) + answer[:5]  # the KV of the last one is not computed
+    assert first.adapter.save(conversation).stored == 4
+    assert second.adapter.load([*conversation, 9, 9]) == 64
+
+
+def test_the_blocks_that_are_here_are_not_loaded_again(make: Make) -> None:
+    first, second = make(), make()
+    expected = first.generate_from_cache(prompt(100))
+    first.adapter.save(prompt(100))
+    second.generate(prompt(40))
+    assert second.adapter.load(prompt(100)) == 96
+    assert second.adapter._agent.stats.pages_loaded == 4
+    assert second.generate(prompt(100)) == expected
+
+
+def test_of_a_chain_with_a_hole_the_head_is_loaded(make: Make, client: Client) -> None:
+    first, second = make(), make()
+    expected = first.generate_from_cache(prompt(100))
+    first.adapter.save(prompt(100))
+    # Behind the lookup: a hole that it saw would end the chain there.
+    load, hole = second.adapter._agent.load, prefix_hashes(prompt(100), PAGE)[3]
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        client.remove(first.adapter.namespace, [hole])
+        return load(*arguments, **named)
+
+    second.adapter._agent.load = late
+    assert second.adapter.load(prompt(100)) == 48
+    assert second.generate(prompt(100))[0] == expected[0]
+
+
+def test_a_cache_without_room_stays_as_it_is(make: Make) -> None:
+    first, second = make(), make(num_blocks=4)
+    first.generate(prompt(100))
+    first.adapter.save(prompt(100))
+    assert second.adapter.load(prompt(100)) == 0
+    assert second.adapter.save(prompt(100)).dropped == 6
+    assert second.generate(prompt(20, 3)) == first.generate(prompt(20, 3))
+
+
+def test_loads_and_saves_beside_running_requests_change_nothing(make: Make) -> None:
+    first, second = make(num_blocks=256), make(num_blocks=256)
+    seeds = [3, 7, 11, 13, 17, 19]
+    expected = {seed: first.generate(prompt(90, seed))[0] for seed in seeds}
+    for seed in seeds[::2]:
+        first.adapter.save(prompt(90, seed))
+
+    def serve(seed: int) -> list[int]:
+        second.adapter.load(prompt(90, seed))
+        tokens, _ = second.generate(prompt(90, seed))
+        second.adapter.save(prompt(90, seed) + tokens[:-1])
+        return tokens
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(serve, seeds * 3))
+    assert found == [expected[seed] for seed in seeds * 3]
+
+
+def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
+    with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
+        config = ClientConfig(address=node.address, backoff_s_max=0.1)
+        with Client(config) as mine:
+            engine = make(client=mine)
+            expected = engine.generate(prompt(100))
+            os.kill(node.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            assert engine.adapter.load(prompt(100)) == 0
+            assert time.monotonic() - began < 2.0
+            os.kill(node.pid, signal.SIGCONT)
+            node.kill()
+            saved = engine.adapter.save(prompt(100))
+            assert saved.dropped == 6
+            assert saved.reason
+            assert engine.adapter.check() == []
+            assert engine.generate(prompt(100))[0] == expected[0]
+
+
+def test_managers_whose_blocks_can_not_be_shared_are_refused(client: Client) -> None:
+    torch.manual_seed(0)
+    sliding = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32)).eval()
+    for model, changes, message in (
+        (sliding, {}, "layers of sliding_attention"),
+        (tiny_llama(), {"allow_block_sharing": False}, "allow_block_sharing=True"),
+    ):
+        manager = started(model, **changes)
+        with pytest.raises(InvalidRequest, match=message):
+            PagedAdapter(client, manager, "tiny")
+        manager.stop(block=True)
+    with pytest.raises(InvalidRequest, match="does not run"):
+        PagedAdapter(client, manager, "tiny")

@@ -1,0 +1,143 @@
+"""What an engine that polls is told about pages, and when."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from gpu_agent.verdicts import Verdicts
+
+TIMEOUT_S = 5.0
+
+
+class Store:
+    """Answers when it is let; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.present = {b"a", b"b"}
+        self.asked: list[list[bytes]] = []
+        self.open = threading.Event()
+        self.open.set()
+
+    def ask(self, keys: Sequence[bytes]) -> tuple[bool, ...]:
+        self.asked.append(list(keys))
+        assert self.open.wait(10)
+        return tuple(key in self.present for key in keys)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def verdicts(store: Store, clock: Clock) -> Iterator[Verdicts]:
+    verdicts = Verdicts(store.ask, TIMEOUT_S, clock)
+    yield verdicts
+    store.open.set()
+    verdicts.close()
+    assert verdicts.check() == []
+
+
+def settled(verdicts: Verdicts, key: bytes, request: str = "r") -> bool:
+    """Polls as an engine does."""
+    end = time.monotonic() + 10
+    while (found := verdicts.lookup(key, request)) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return found
+
+
+def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: Verdicts) -> None:
+    assert [verdicts.lookup(key, request) for key, request in ((b"a", "r"), (b"x", "r"), (b"b", "s"))] == [None] * 3
+    assert store.asked == []
+    verdicts.flush()
+    assert settled(verdicts, b"a")
+    assert not settled(verdicts, b"x")
+    assert settled(verdicts, b"b", "s")
+    assert store.asked == [[b"a", b"x", b"b"]]
+
+
+def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: Verdicts) -> None:
+    verdicts.lookup(b"a", "r")
+    verdicts.flush()
+    assert settled(verdicts, b"a")
+    assert verdicts.lookup(b"a", "s")
+    verdicts.release("r")
+    store.present.clear()
+    assert verdicts.lookup(b"a", "s")
+    verdicts.release("s")
+    verdicts.release("s")
+    assert verdicts.lookup(b"a", "t") is None  # asked anew
+    verdicts.flush()
+    assert not settled(verdicts, b"a", "t")
+    assert len(store.asked) == 2
+
+
+def test_an_answer_that_is_late_is_a_miss(store: Store, clock: Clock, verdicts: Verdicts) -> None:
+    store.open.clear()
+    verdicts.lookup(b"a", "r")
+    verdicts.flush()
+    clock.now += TIMEOUT_S
+    assert verdicts.lookup(b"a", "r") is None
+    clock.now += 0.1
+    assert verdicts.lookup(b"a", "r") is False
+    store.open.set()
+    verdicts.lookup(b"b", "r")
+    verdicts.flush()
+    assert settled(verdicts, b"b")
+    assert verdicts.lookup(b"a", "r") is False  # what was said is not taken back
+
+
+def test_while_the_store_hangs_steps_gather_in_one_further_call(store: Store, clock: Clock, verdicts: Verdicts) -> None:
+    store.open.clear()
+    for key in (b"1", b"2", b"3", b"4"):
+        verdicts.lookup(key, "r")
+        verdicts.flush()
+        while not store.asked:
+            time.sleep(0.001)
+    verdicts.lookup(b"gone", "s")
+    verdicts.flush()
+    verdicts.release("s")
+    store.open.set()
+    assert not settled(verdicts, b"4")
+    assert store.asked == [[b"1"], [b"2", b"3", b"4"]]
+
+
+def test_a_failed_load_ends_the_asking(verdicts: Verdicts) -> None:
+    verdicts.lookup(b"a", "r")
+    verdicts.flush()
+    assert settled(verdicts, b"a")
+    verdicts.mark_miss([b"a", b"unknown"])
+    assert verdicts.lookup(b"a", "r") is False
+    assert verdicts.lookup(b"a", "another") is False
+    for request in ("r", "another"):
+        verdicts.release(request)
+    assert verdicts.lookup(b"a", "later") is None
+
+
+def test_a_call_that_breaks_is_a_miss_and_the_next_one_works(
+    store: Store, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
+) -> None:
+    present, store.present = store.present, None  # type: ignore[assignment]
+    verdicts.lookup(b"a", "r")
+    verdicts.flush()
+    assert not settled(verdicts, b"a")
+    assert "a lookup of 1 pages broke" in caplog.text
+    store.present = present
+    verdicts.lookup(b"b", "r")
+    verdicts.flush()
+    assert settled(verdicts, b"b")
