@@ -2,8 +2,8 @@
 
 A scope is a namespace whose layout is left open: `dataclasses.replace(namespace, layout=ANY)`. An engine that
 asks "is this object there?" without saying how large it is means any layout of its scope. This process learns
-them from what it stores and loads, and asks the node for those that others stored, at most once per
-REFRESH_S. Who comes in between misses: a cache may forget.
+them from what it stores and loads, and asks the node for those that others stored, but seldom. Who comes in
+between misses: a cache may forget.
 """
 
 import threading
@@ -17,7 +17,9 @@ from kvstore.keys import Namespace
 from kvstore.layout import PageLayout, opaque_layout
 
 ANY = opaque_layout(1)  # in place of a scope's layout
-REFRESH_S = 2.0
+# The node is asked no sooner than this after the last time: for a scope of which a layout is known, and for one
+# of which none is, where every question would be a miss.
+REFRESH_S, FIRST_S = 2.0, 0.1
 # Of a scope, the newest: more than one exist only while a configuration changes.
 LAYOUTS_MAX = 8
 # Twice what a node opens at most. When more were seen, all are forgotten and learned again.
@@ -32,7 +34,7 @@ class KnownLayouts:
         self._clock = clock
         self._lock = threading.Lock()
         self._by_scope: dict[bytes, dict[bytes, Namespace]] = {}  # scope's digest -> layout's fingerprint -> namespace
-        self._refresh_at = 0.0
+        self._refreshed_at = float("-inf")
 
     def namespace(self, scope: Namespace, layout: PageLayout) -> Namespace:
         """The namespace of a scope's objects of this layout; remembered."""
@@ -44,13 +46,13 @@ class KnownLayouts:
         with self._lock:
             return list(self._by_scope.get(scope.digest, {}).values())
 
-    def refresh(self, deadline: Deadline) -> bool:
+    def refresh(self, deadline: Deadline, pause_s: float = REFRESH_S) -> bool:
         """Learns what the node knows, if that was not done just now. Whether it was asked. Raises KVStoreErrors."""
         with self._lock:
             now = self._clock()
-            if now < self._refresh_at:
+            if now < self._refreshed_at + pause_s:
                 return False
-            self._refresh_at = now + REFRESH_S
+            self._refreshed_at = now
         for namespace, _ in self._client.namespaces(timeout_s=deadline.remaining()):
             self._learn(namespace, replace(namespace, layout=ANY).digest)
         return True

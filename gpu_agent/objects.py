@@ -12,60 +12,30 @@ the lane), compared with its checksum there, and copied only then.
 """
 
 import concurrent.futures
-import ctypes
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
 from gpu_agent.config import AgentConfig
-from gpu_agent.known_layouts import KnownLayouts
+from gpu_agent.known_layouts import FIRST_S, REFRESH_S, KnownLayouts
 from gpu_agent.lane import Lane
+from gpu_agent.object_mover import ObjectMover
+from gpu_agent.object_parts import Batch, Ended, ObjectName, ObjectResults, Part, Value, cut
 from gpu_agent.outage import Outage
 from kvstore.buffers import byte_view
-from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.keys import Namespace
-from kvstore.layout import PageLayout
 from kvstore.results import PutOutcome
 
-log = logging.getLogger(__name__)
-
-# One task of a lane: large enough that its round trip does not count, small enough that the threads share a
-# call of a few objects.
-PART_NBYTES = 8 << 20
-# A call of many objects is cut into larger parts, so that the lane's bookkeeping stays small.
-PARTS_MAX = 64
-# Received at once into a lane's buffer: what stays in a core's cache until it is copied.
-RECEIVED_NBYTES = 4 << 20
 QUERY_WORKERS = 2
 QUERY_NBYTES = 64  # a key, for the limit on what a lane accepts
 QUERIES_NBYTES_MAX = QUERY_NBYTES << 20
-
-Value = TypeVar("Value")
-
-
-class ObjectName(NamedTuple):
-    """`scope`: a namespace whose layout says nothing (`known_layouts.ANY`). `layout`: the object's own;
-    None means any, which `exists` and `remove` take."""
-
-    scope: Namespace
-    prefix_hash: bytes
-    layout: PageLayout | None
-
-
-@dataclass(frozen=True)
-class ObjectResults(Generic[Value]):
-    """One value per object. `error`: why the store could not answer for all, empty if it did."""
-
-    values: list[Value]
-    error: str = ""
 
 
 @dataclass
@@ -82,18 +52,6 @@ class ObjectStats:
     asked: int = 0
     found: int = 0
     query_failed: int = 0
-    damaged: int = 0
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some objects of one namespace, and where they stand in their call."""
-
-    namespace: Namespace
-    positions: list[int]
-    hashes: list[bytes]
-    views: list[memoryview]
-    deadline: Deadline
 
 
 class ObjectStore:
@@ -112,8 +70,9 @@ class ObjectStore:
         self._known = KnownLayouts(client)
         self._lock = threading.Lock()  # stats
         none, pending = (1, 1), config.pending_nbytes_max
-        self._stores: Lane[_Ended[PutOutcome | None]] = Lane("store", config.workers, none, pending)
-        self._loads: Lane[_Ended[bool | None]] = Lane("load", config.workers, (1, config.staging_nbytes), pending)
+        self._stores: Lane[Ended[PutOutcome | None]] = Lane("store", config.workers, none, pending)
+        self._loads: Lane[Ended[bool | None]] = Lane("load", config.workers, (1, config.staging_nbytes), pending)
+        self._mover = ObjectMover(client, self._loads.stopping)
         self._queries: Lane[ObjectResults[Any]] = Lane("query", QUERY_WORKERS, none, QUERIES_NBYTES_MAX)
 
     # ---- the caller's side -----------------------------------------------------------------
@@ -126,8 +85,11 @@ class ObjectStore:
         None for an object that the node was not asked for in time. Raises InvalidRequest for a name without
         a layout or a view of another length.
         """
-        parts = self._parts(names, [byte_view(view) for view in views], Deadline(self._config.save_timeout_s))
-        return self._submit(self._stores, parts, len(names), self._put_part, self._count_puts)
+        flat = [byte_view(view) for view in views]
+        parts = cut(names, flat, self._known.namespace, Deadline(self._config.save_timeout_s))
+        return self._submit(
+            self._stores, parts, len(names), lambda part, values, _: self._mover.put(part, values), self._count_puts
+        )
 
     def get(
         self, names: Sequence[ObjectName], views: Sequence[Any]
@@ -137,8 +99,13 @@ class ObjectStore:
         None for an object that could not be read in time. The views of others hold what they held.
         """
         flat = [byte_view(view, writable=True) for view in views]
-        parts = self._parts(names, flat, Deadline(self._config.load_timeout_s))
-        return self._submit(self._loads, parts, len(names), self._get_part, self._count_gets)
+        parts = cut(names, flat, self._known.namespace, Deadline(self._config.load_timeout_s))
+        return self._submit(self._loads, parts, len(names), self._mover.get, self._count_gets)
+
+    def connect(self) -> None:
+        """Connects in the background and learns what the node has, so that the first request need not. A node
+        that is not there is logged."""
+        self._query([], [], self._known.refresh)
 
     def exists(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[bool]]:
         """Which objects are stored; does not count as a use."""
@@ -164,52 +131,35 @@ class ObjectStore:
 
     # ---- parts -----------------------------------------------------------------------------
 
-    def _parts(self, names: Sequence[ObjectName], flat: list[memoryview], deadline: Deadline) -> list[_Part]:
-        if len(names) != len(flat):
-            raise InvalidRequest(f"{len(names)} names for {len(flat)} buffers")
-        groups: dict[bytes, tuple[Namespace, list[int]]] = {}
-        for position, (name, view) in enumerate(zip(names, flat, strict=True)):
-            if name.layout is None or name.layout.page_nbytes != view.nbytes:
-                raise InvalidRequest(f"object {position} has {view.nbytes} bytes, which its layout does not say")
-            namespace = self._known.namespace(name.scope, name.layout)
-            groups.setdefault(namespace.digest, (namespace, []))[1].append(position)
-        step_nbytes = max(PART_NBYTES, sum(view.nbytes for view in flat) // PARTS_MAX)
-        return [
-            _Part(namespace, some, [names[i].prefix_hash for i in some], [flat[i] for i in some], deadline)
-            for namespace, positions in groups.values()
-            for some in _runs(positions, max(1, step_nbytes // namespace.layout.page_nbytes))
-        ]
-
     def _submit(
         self,
-        lane: "Lane[_Ended[Value | None]]",
-        parts: list[_Part],
+        lane: Lane[Ended[Value | None]],
+        parts: list[Part],
         count: int,
-        move: Callable[[_Part, list[Value | None], torch.Tensor], None],
-        counted: Callable[["_Ended[Value | None]"], None],
+        move: Callable[[Part, list[Value | None], torch.Tensor], None],
+        counted: Callable[[Ended[Value | None]], None],
     ) -> concurrent.futures.Future[ObjectResults[Value | None]]:
-        batch: _Batch[Value | None] = _Batch(count, len(parts), None)
+        batch: Batch[Value | None] = Batch(count, len(parts), None)
 
-        def run(part: _Part, buffer: torch.Tensor) -> "_Ended[Value | None]":
+        def run(part: Part, buffer: torch.Tensor) -> Ended[Value | None]:
             values: list[Value | None] = [None] * len(part.hashes)
             error = self._guarded(partial(move, part, values, buffer), part.deadline)
-            return _Ended(part, values, error)
+            return Ended(part, values, error)
 
-        def failed(part: _Part, reason: str) -> "_Ended[Value | None]":
-            return _Ended(part, [None] * len(part.hashes), reason)
+        def failed(part: Part, reason: str) -> Ended[Value | None]:
+            return Ended(part, [None] * len(part.hashes), reason)
 
-        def end(done: "concurrent.futures.Future[_Ended[Value | None]]") -> None:
+        def end(done: concurrent.futures.Future[Ended[Value | None]]) -> None:
             ended = done.result()
             counted(ended)
             if batch.end(ended):
                 self._touch(parts)
 
         for part in parts:
-            nbytes = len(part.hashes) * part.namespace.layout.page_nbytes
-            lane.submit(nbytes, partial(run, part), partial(failed, part)).add_done_callback(end)
+            lane.submit(part.nbytes, partial(run, part), partial(failed, part)).add_done_callback(end)
         return batch.done
 
-    def _guarded(self, work: Callable[[], None], deadline: Deadline) -> str:
+    def _guarded(self, work: Callable[[], object], deadline: Deadline) -> str:
         """Runs what talks to the node; why it failed, empty if it did not."""
         try:
             deadline.remaining()  # one that waited too long in the queue says nothing about the node
@@ -223,83 +173,10 @@ class ObjectStore:
         self.outage.report(None)
         return ""
 
-    # ---- the workers' side -----------------------------------------------------------------
-
-    def _put_part(self, part: _Part, values: list[PutOutcome | None], buffer: torch.Tensor) -> None:
-        views = dict(zip(part.hashes, part.views, strict=True))  # an object named twice is sent once
-        timeout_s = part.deadline.remaining()
-        outcomes = self._client.put(part.namespace, list(views), list(views.values()), timeout_s=timeout_s)
-        by_hash = dict(zip(views, outcomes, strict=True))
-        values[:] = [by_hash[prefix_hash] for prefix_hash in part.hashes]
-
-    def _get_part(self, part: _Part, values: list[bool | None], buffer: torch.Tensor) -> None:
-        self._client.open(part.namespace, part.deadline.remaining())  # so that it is known how objects travel
-        if self._client.maps_arena:
-            step = self._client.batch_pages_max(part.namespace, part.deadline.remaining())
-            for some in _runs(range(len(part.hashes)), step):
-                self._get_in_place(part, some, values)
-            return
-        nbytes = part.namespace.layout.page_nbytes
-        if nbytes > buffer.numel():
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-        room = memoryview(byte_view(buffer.view(-1)))
-        for some in _runs(range(len(part.hashes)), max(1, min(RECEIVED_NBYTES, room.nbytes) // nbytes)):
-            self._get_buffered(part, some, values, room)
-
-    def _get_in_place(self, part: _Part, some: Sequence[int], values: list[bool | None]) -> None:
-        hashes = [part.hashes[i] for i in some]
-        damaged = []
-        with self._client.open_get(part.namespace, hashes, timeout_s=part.deadline.remaining()) as slots:
-            found = [i for i, hit in zip(some, slots.hits, strict=True) if hit]
-            for i in set(some) - set(found):
-                values[i] = False
-            for i, page, expected, offset in zip(found, slots.pages, slots.checksums, slots.offsets, strict=True):
-                if checksum(page, key_seed(part.namespace.digest, part.hashes[i])) != expected:
-                    damaged.append(i)
-                    values[i] = False
-                    continue
-                self._hand_over(part, i, slots.arena.memory, offset)
-                values[i] = True
-        if damaged:
-            self._report_damaged(part, damaged)
-
-    def _get_buffered(self, part: _Part, some: Sequence[int], values: list[bool | None], room: memoryview) -> None:
-        nbytes = part.namespace.layout.page_nbytes
-        hashes = [part.hashes[i] for i in some]
-        buffers = [room[start : start + nbytes] for start in range(0, len(some) * nbytes, nbytes)]
-        hits = self._client.get(part.namespace, hashes, buffers, timeout_s=part.deadline.remaining())
-        for place, (i, hit) in enumerate(zip(some, hits, strict=True)):
-            if hit:
-                self._hand_over(part, i, room, place * nbytes)
-            values[i] = hit
-
-    def _hand_over(self, part: _Part, i: int, source: memoryview, offset: int) -> None:
-        """Copies verified bytes into the caller's view, unless it is too late for that.
-
-        Without the GIL, which a slice's assignment would keep: 32 MiB take milliseconds.
-        """
-        part.deadline.remaining()
-        if self._loads.stopping.is_set():
-            raise Unavailable("the agent is closed")
-        view = part.views[i]
-        assert view.nbytes == part.namespace.layout.page_nbytes <= source.nbytes - offset
-        target, origin = ctypes.c_char.from_buffer(view), ctypes.c_char.from_buffer(source, offset)
-        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(origin), view.nbytes)
-
-    def _report_damaged(self, part: _Part, damaged: list[int]) -> None:
-        """The node checks its copies and drops bad ones; whatever it says, they were misses."""
-        log.error("%d objects of model %s did not match their checksum", len(damaged), part.namespace.model)
-        self._add(damaged=len(damaged))
-        hashes = list(dict.fromkeys(part.hashes[i] for i in damaged))
-        try:
-            self._client.verify(part.namespace, hashes, timeout_s=part.deadline.remaining())
-        except KVStoreError as error:
-            log.warning("could not report damaged objects: %s", error)
-
     # ---- queries ---------------------------------------------------------------------------
 
     def _query(
-        self, names: Sequence[ObjectName], values: list[Value], work: Callable[[Deadline], None]
+        self, names: Sequence[ObjectName], values: list[Value], work: Callable[[Deadline], object]
     ) -> concurrent.futures.Future[ObjectResults[Value]]:
         deadline = Deadline(self._config.lookup_timeout_s)
 
@@ -343,7 +220,8 @@ class ObjectStore:
         for namespace, positions in asked.values():
             ask(namespace, positions)
         rest = [i for i, name in enumerate(names) if name.layout is None and open_still(i)]
-        if rest and self._known.refresh(deadline):
+        strange = any(not self._known.of(names[i].scope) for i in rest)
+        if rest and self._known.refresh(deadline, FIRST_S if strange else REFRESH_S):
             for digest, (namespace, positions) in self._spaces(names, rest).items():
                 if digest not in asked:
                     ask(namespace, positions)
@@ -356,21 +234,23 @@ class ObjectStore:
                 found.setdefault(namespace.digest, (namespace, []))[1].append(i)
         return found
 
-    def _touch(self, parts: list[_Part]) -> None:
+    def _touch(self, parts: list[Part]) -> None:
         """Parts aged a chain piece by piece; puts its order right, tail oldest. The objects have moved
         already, so a failure costs nothing but the order."""
-        chains: dict[bytes, list[_Part]] = {}
+        chains: dict[bytes, list[Part]] = {}
         for part in parts:
             chains.setdefault(part.namespace.digest, []).append(part)
         for chain in chains.values():
             if len(chain) > 1:
                 hashes = [prefix_hash for part in chain for prefix_hash in part.hashes]
-                touch = partial(self._client.lookup, chain[0].namespace, hashes, touch=True)
-                self._query([], [], lambda deadline, touch=touch: touch(timeout_s=deadline.remaining()))
+                self._query([], [], partial(self._touch_chain, chain[0].namespace, hashes))
+
+    def _touch_chain(self, namespace: Namespace, hashes: list[bytes], deadline: Deadline) -> None:
+        self._client.lookup(namespace, hashes, touch=True, timeout_s=deadline.remaining())
 
     # ---- counts ----------------------------------------------------------------------------
 
-    def _count_puts(self, ended: "_Ended[PutOutcome | None]") -> None:
+    def _count_puts(self, ended: Ended[PutOutcome | None]) -> None:
         self._add(
             stored=ended.values.count(PutOutcome.STORED),
             existing=ended.values.count(PutOutcome.EXISTS) + ended.values.count(PutOutcome.BUSY),
@@ -378,7 +258,7 @@ class ObjectStore:
             store_failed=ended.values.count(None),
         )
 
-    def _count_gets(self, ended: "_Ended[bool | None]") -> None:
+    def _count_gets(self, ended: Ended[bool | None]) -> None:
         values = ended.values
         self._add(loaded=values.count(True), missed=values.count(False), load_failed=values.count(None))
 
@@ -386,42 +266,3 @@ class ObjectStore:
         with self._lock:
             for name, count in counts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + count)
-
-
-@dataclass(frozen=True)
-class _Ended(Generic[Value]):
-    """A part, its values and why some are missing."""
-
-    part: _Part
-    values: list[Value]
-    error: str
-
-
-class _Batch(Generic[Value]):
-    """A call whose parts end one by one, in any thread."""
-
-    def __init__(self, count: int, parts: int, default: Value) -> None:
-        self.done: concurrent.futures.Future[ObjectResults[Value]] = concurrent.futures.Future()
-        self._values = [default] * count
-        self._left = parts
-        self._error = ""
-        self._lock = threading.Lock()
-        if not parts:
-            self.done.set_result(ObjectResults(self._values))
-
-    def end(self, ended: _Ended[Value]) -> bool:
-        """Takes one part's values in; whether it was the last."""
-        with self._lock:
-            for position, value in zip(ended.part.positions, ended.values, strict=True):
-                self._values[position] = value
-            self._error = self._error or ended.error
-            self._left -= 1
-            last = not self._left
-        if last:
-            self.done.set_result(ObjectResults(self._values, self._error))
-        return last
-
-
-def _runs(positions: Sequence[int], step: int) -> Iterator[list[int]]:
-    for start in range(0, len(positions), step):
-        yield list(positions[start : start + step])

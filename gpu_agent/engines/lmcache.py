@@ -27,7 +27,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from gpu_agent.completions import Completions
 from gpu_agent.layouts.lmcache import Naming, ObjectKey, bytes_layout, object_layout, shapes_layout
-from gpu_agent.objects import QUERY_WORKERS, ObjectName, ObjectResults, ObjectStore
+from gpu_agent.object_parts import ObjectName, ObjectResults
+from gpu_agent.objects import QUERY_WORKERS, ObjectStore
 from gpu_agent.options import Options, read_options
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
@@ -71,6 +72,7 @@ class _Node:
         client_config = replace(options.client, connections_max=max(options.client.connections_max, threads))
         self.client = Client(client_config)
         self.objects = ObjectStore(self.client, options.agent)
+        self.objects.connect()
 
     def listed(self, model: str | None, digest: bytes, prefix_hash: bytes) -> Iterator[tuple[bytes, ObjectKey, int]]:
         """(namespace's digest, key, bytes) of the objects behind that place, in their order."""
@@ -177,13 +179,13 @@ class NodeAdapter(L2AdapterInterface):
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
 
     def get_store_event_fd(self) -> int:
-        return self._store_event.fileno()
+        return int(self._store_event.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        return self._lookup_event.fileno()
+        return int(self._lookup_event.fileno())
 
     def get_load_event_fd(self) -> int:
-        return self._load_event.fileno()
+        return int(self._load_event.fileno())
 
     # ---- store, lookup, load ---------------------------------------------------------------
 
@@ -247,7 +249,7 @@ class NodeAdapter(L2AdapterInterface):
     def _sized(self, keys: list[Any], objects: list[Any]) -> tuple[list[ObjectName], list[memoryview]]:
         views = [item.byte_array for item in objects]
         names = [
-            self._node.naming.of(key, object_layout(item.get_shapes(), item.get_dtypes(), view.nbytes))
+            self._node.naming.of(key, object_layout(*_shapes(item), view.nbytes))
             for key, item, view in zip(keys, objects, views, strict=True)
         ]
         return names, views
@@ -303,6 +305,13 @@ class NodeAdapter(L2AdapterInterface):
         self._node.close()
         for event in (self._store_event, self._lookup_event, self._load_event):
             event.close()
+
+
+def _shapes(item: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Of an object's layer groups; one that was made with a single shape has no list of them."""
+    if item.meta.shapes is None:
+        return [item.get_shape()], [item.get_dtype()]
+    return item.get_shapes(), item.get_dtypes()
 
 
 def _tell(listeners: Callable[..., None], *told: Any) -> None:
