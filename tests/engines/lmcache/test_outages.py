@@ -70,7 +70,7 @@ def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
         driver = open_adapter(spec(form, node.address, **TIMES))
         assert driver.store(keys, sources).is_successful()
         with Client(ClientConfig(address=node.address)) as client:
-            client.flush()
+            assert client.flush() == 4
         port = node.address.rpartition(":")[2]
         node.kill()
         assert within(0.4, lambda: driver.lookup(keys)) == [False] * 4
