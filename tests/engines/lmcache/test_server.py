@@ -129,11 +129,11 @@ def test_what_left_the_servers_memory_comes_back_from_the_node(
     assert len(checksums(first)) >= 2 * REQUESTS
     assert {checksum for _, checksum in checksums(second)} == {checksum for _, checksum in checksums(first)}
     assert len({checksum for _, checksum in checksums(first)}) >= REQUESTS
-    assert second.count(f"cold LOOKUP: {CHUNKS}/{CHUNKS}") == REQUESTS, second[-3000:]
+    assert second.count(f"/cold] LOOKUP: {CHUNKS}/{CHUNKS} ") == REQUESTS, second[-3000:]
     assert server.hits() > before
     status = json.loads(server.ask("/status"))
     assert '"is_healthy": true' in json.dumps(status)
-    assert server.stop() == 0, server.log()
+    assert server.stop() in (0, -signal.SIGTERM), server.log()  # uvicorn ends itself with the signal that it got
 
 
 def test_a_server_whose_node_is_gone_serves_on(spec: Any, serve: Any, node: NodeProcess) -> None:
@@ -144,6 +144,6 @@ def test_a_server_whose_node_is_gone_serves_on(spec: Any, serve: Any, node: Node
     server.ask("/cache/clear", b"")
     hung = server.bench(*ONE_GROUP)
     os.kill(node.pid, signal.SIGCONT)
-    assert f"cold LOOKUP: 0/{CHUNKS}" in hung
-    assert server.stop() == 0, server.log()
+    assert hung.count(f"/cold] LOOKUP: 0/{CHUNKS} ") == REQUESTS, hung[-3000:]
+    assert server.stop() in (0, -signal.SIGTERM), server.log()  # uvicorn ends itself with the signal that it got
     assert checksums(first)
