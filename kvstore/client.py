@@ -304,9 +304,11 @@ class Client:
         replies = self._keyed("stat", pb.StatRequest, namespace, prefix_hashes, timeout_s)
         return [page for reply in replies for page in reply.pages]
 
-    def list_pages(self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0) -> Iterator[pb.PageStat]:
-        """Pages in the order of their prefix hashes, fetched piece by piece. `limit` 0: all."""
-        request = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix)
+    def list_pages(
+        self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
+    ) -> Iterator[pb.PageStat]:
+        """Pages in the order of their prefix hashes, fetched piece by piece, those `after` one. `limit` 0: all."""
+        request = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after)
         count = 0
         while True:
             request.limit = limit - count if limit else 0

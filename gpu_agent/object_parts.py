@@ -1,0 +1,116 @@
+"""A call's objects in parts, each of one namespace, and their values put together again."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest
+from kvstore.keys import Namespace
+from kvstore.layout import PageLayout
+
+# One task of a lane: large enough that its round trip does not count, small enough that the threads share a
+# call of a few objects.
+PART_NBYTES = 8 << 20
+# A call of many objects is cut into larger parts, so that the lane's bookkeeping stays small.
+PARTS_MAX = 64
+
+Value = TypeVar("Value")
+
+
+class ObjectName(NamedTuple):
+    """`scope`: a namespace whose layout says nothing (`known_layouts.ANY`). `layout`: the object's own;
+    None means any, which `ObjectStore.exists` and `remove` take."""
+
+    scope: Namespace
+    prefix_hash: bytes
+    layout: PageLayout | None
+
+
+@dataclass(frozen=True)
+class ObjectResults(Generic[Value]):
+    """One value per object. `error`: why the store could not answer for all, empty if it did."""
+
+    values: list[Value]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some objects of one namespace, and where they stand in their call."""
+
+    namespace: Namespace
+    positions: list[int]
+    hashes: list[bytes]
+    views: list[memoryview]
+    deadline: Deadline
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.hashes) * self.namespace.layout.page_nbytes
+
+
+@dataclass(frozen=True)
+class Ended(Generic[Value]):
+    """A part, its values and why some are missing."""
+
+    part: Part
+    values: list[Value]
+    error: str
+
+
+def cut(
+    names: Sequence[ObjectName],
+    views: Sequence[memoryview],
+    space: Callable[[Namespace, PageLayout], Namespace],
+    deadline: Deadline,
+) -> list[Part]:
+    """`space(scope, layout)`: the namespace of such objects. Raises InvalidRequest for a name without a layout or
+    a view of another length."""
+    if len(names) != len(views):
+        raise InvalidRequest(f"{len(names)} names for {len(views)} buffers")
+    groups: dict[bytes, tuple[Namespace, list[int]]] = {}
+    for position, (name, view) in enumerate(zip(names, views, strict=True)):
+        if name.layout is None or name.layout.page_nbytes != view.nbytes:
+            raise InvalidRequest(f"object {position} has {view.nbytes} bytes, which its layout does not say")
+        namespace = space(name.scope, name.layout)
+        groups.setdefault(namespace.digest, (namespace, []))[1].append(position)
+    step_nbytes = max(PART_NBYTES, sum(view.nbytes for view in views) // PARTS_MAX)
+    return [
+        Part(namespace, some, [names[i].prefix_hash for i in some], [views[i] for i in some], deadline)
+        for namespace, positions in groups.values()
+        for some in runs(positions, max(1, step_nbytes // namespace.layout.page_nbytes))
+    ]
+
+
+class Batch(Generic[Value]):
+    """A call whose parts end one by one, in any thread. `done` has the results when the last one did."""
+
+    def __init__(self, count: int, parts: int, default: Value) -> None:
+        self.done: concurrent.futures.Future[ObjectResults[Value]] = concurrent.futures.Future()
+        self._values = [default] * count
+        self._left = parts
+        self._error = ""
+        self._lock = threading.Lock()
+        if not parts:
+            self.done.set_result(ObjectResults(self._values))
+
+    def end(self, ended: Ended[Value]) -> bool:
+        """Takes one part's values in; whether it was the last."""
+        with self._lock:
+            for position, value in zip(ended.part.positions, ended.values, strict=True):
+                self._values[position] = value
+            self._error = self._error or ended.error
+            self._left -= 1
+            last = not self._left
+        if last:
+            self.done.set_result(ObjectResults(self._values, self._error))
+        return last
+
+
+def runs(positions: Sequence[int], step: int) -> Iterator[list[int]]:
+    """`positions` in lists of at most `step`."""
+    for start in range(0, len(positions), step):
+        yield list(positions[start : start + step])

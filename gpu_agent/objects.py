@@ -1,0 +1,268 @@
+"""Objects: flat buffers of any size, each under a name, stored and read in batches with holes.
+
+For engines that hand over bytes in host memory instead of slots of a pool. One call may carry gigabytes:
+
+    names, views --- parts of one namespace, PART_NBYTES each --- lane of a few threads ---> a value per object
+
+Nothing here blocks the caller. Every call's future has its result by the call's deadline, which is counted
+from the call and covers the time in the queue; whatever goes wrong with the store is a value, never an
+exception. Callers' memory belongs to them again when the result is there: no view is touched after that, and
+none after the deadline. What is read is received elsewhere (in the node's mapped memory, or in a buffer of
+the lane), compared with its checksum there, and copied only then.
+"""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu_agent.config import AgentConfig
+from gpu_agent.known_layouts import FIRST_S, REFRESH_S, KnownLayouts
+from gpu_agent.lane import Lane
+from gpu_agent.object_mover import ObjectMover
+from gpu_agent.object_parts import Batch, Ended, ObjectName, ObjectResults, Part, Value, cut
+from gpu_agent.outage import Outage
+from kvstore.buffers import byte_view
+from kvstore.client import Client
+from kvstore.deadline import Deadline
+from kvstore.errors import DeadlineExceeded, KVStoreError
+from kvstore.keys import Namespace
+from kvstore.results import PutOutcome
+
+QUERY_WORKERS = 2
+QUERY_NBYTES = 64  # a key, for the limit on what a lane accepts
+QUERIES_NBYTES_MAX = QUERY_NBYTES << 20
+
+
+@dataclass
+class ObjectStats:
+    """Objects since the store was made. `failed`: neither found nor missed, the node did not answer in time."""
+
+    stored: int = 0
+    existing: int = 0
+    refused: int = 0
+    store_failed: int = 0
+    loaded: int = 0
+    missed: int = 0
+    load_failed: int = 0
+    asked: int = 0
+    found: int = 0
+    query_failed: int = 0
+
+
+class ObjectStore:
+    """Thread-safe. One per process; `client` may be shared and is not closed here.
+
+    Of `config`: `workers` threads store, as many load; timeouts; `pending_nbytes_max` for stores and for loads;
+    `staging_nbytes` for each loading thread, used on wires that map no memory (a larger object gets memory of
+    its own each time, which is slower).
+    """
+
+    def __init__(self, client: Client, config: AgentConfig) -> None:
+        self.stats = ObjectStats()
+        self.outage = Outage()
+        self._client = client
+        self._config = config
+        self._known = KnownLayouts(client)
+        self._lock = threading.Lock()  # stats
+        none, pending = (1, 1), config.pending_nbytes_max
+        self._stores: Lane[Ended[PutOutcome | None]] = Lane("store", config.workers, none, pending)
+        self._loads: Lane[Ended[bool | None]] = Lane("load", config.workers, (1, config.staging_nbytes), pending)
+        self._mover = ObjectMover(client, self._loads.stopping)
+        self._queries: Lane[ObjectResults[Any]] = Lane("query", QUERY_WORKERS, none, QUERIES_NBYTES_MAX)
+
+    # ---- the caller's side -----------------------------------------------------------------
+
+    def put(
+        self, names: Sequence[ObjectName], views: Sequence[Any]
+    ) -> concurrent.futures.Future[ObjectResults[PutOutcome | None]]:
+        """Stores objects that are not stored yet; `views`: buffers of exactly `layout.page_nbytes` bytes.
+
+        None for an object that the node was not asked for in time. Raises InvalidRequest for a name without
+        a layout or a view of another length.
+        """
+        flat = [byte_view(view) for view in views]
+        parts = cut(names, flat, self._known.namespace, Deadline(self._config.save_timeout_s))
+        return self._submit(
+            self._stores, parts, len(names), lambda part, values, _: self._mover.put(part, values), self._count_puts
+        )
+
+    def get(
+        self, names: Sequence[ObjectName], views: Sequence[Any]
+    ) -> concurrent.futures.Future[ObjectResults[bool | None]]:
+        """Reads objects into writable `views`; True for each that is there, intact and in its view.
+
+        None for an object that could not be read in time. The views of others hold what they held.
+        """
+        flat = [byte_view(view, writable=True) for view in views]
+        parts = cut(names, flat, self._known.namespace, Deadline(self._config.load_timeout_s))
+        return self._submit(self._loads, parts, len(names), self._mover.get, self._count_gets)
+
+    def connect(self) -> None:
+        """Connects in the background and learns what the node has, so that the first request need not. A node
+        that is not there is logged."""
+        self._query([], [], self._known.refresh)
+
+    def exists(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[bool]]:
+        """Which objects are stored; does not count as a use."""
+        values: list[bool] = [False] * len(names)
+        return self._query(names, values, partial(self._exists, list(names), values))
+
+    def remove(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[int]]:
+        """Forgets objects; the bytes that each had, 0 for one that was not there."""
+        values: list[int] = [0] * len(names)
+        return self._query(names, values, partial(self._remove, list(names), values))
+
+    def close(self) -> None:
+        """Ends everything: what is queued at once, what is under way with its current call, so at latest by
+        its deadline. Every future has its result then, and nothing touches a view any more."""
+        for lane in (self._queries, self._loads, self._stores):
+            lane.stopping.set()
+        for lane in (self._queries, self._loads, self._stores):
+            lane.close(0.0)
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self._queries.check() + self._loads.check() + self._stores.check()
+
+    # ---- parts -----------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        lane: Lane[Ended[Value | None]],
+        parts: list[Part],
+        count: int,
+        move: Callable[[Part, list[Value | None], torch.Tensor], None],
+        counted: Callable[[Ended[Value | None]], None],
+    ) -> concurrent.futures.Future[ObjectResults[Value | None]]:
+        batch: Batch[Value | None] = Batch(count, len(parts), None)
+
+        def run(part: Part, buffer: torch.Tensor) -> Ended[Value | None]:
+            values: list[Value | None] = [None] * len(part.hashes)
+            error = self._guarded(partial(move, part, values, buffer), part.deadline)
+            return Ended(part, values, error)
+
+        def failed(part: Part, reason: str) -> Ended[Value | None]:
+            return Ended(part, [None] * len(part.hashes), reason)
+
+        def end(done: concurrent.futures.Future[Ended[Value | None]]) -> None:
+            ended = done.result()
+            counted(ended)
+            if batch.end(ended):
+                self._touch(parts)
+
+        for part in parts:
+            lane.submit(part.nbytes, partial(run, part), partial(failed, part)).add_done_callback(end)
+        return batch.done
+
+    def _guarded(self, work: Callable[[], object], deadline: Deadline) -> str:
+        """Runs what talks to the node; why it failed, empty if it did not."""
+        try:
+            deadline.remaining()  # one that waited too long in the queue says nothing about the node
+        except DeadlineExceeded as error:
+            return str(error)
+        try:
+            work()
+        except KVStoreError as error:
+            self.outage.report(error)
+            return str(error) or type(error).__name__
+        self.outage.report(None)
+        return ""
+
+    # ---- queries ---------------------------------------------------------------------------
+
+    def _query(
+        self, names: Sequence[ObjectName], values: list[Value], work: Callable[[Deadline], object]
+    ) -> concurrent.futures.Future[ObjectResults[Value]]:
+        deadline = Deadline(self._config.lookup_timeout_s)
+
+        def run(_: torch.Tensor) -> ObjectResults[Value]:
+            error = self._guarded(partial(work, deadline), deadline)
+            self._add(query_failed=len(names) if error else 0)
+            return ObjectResults(values, error)
+
+        return self._queries.submit(len(names) * QUERY_NBYTES, run, lambda reason: ObjectResults(values, reason))
+
+    def _exists(self, names: list[ObjectName], values: list[bool], deadline: Deadline) -> None:
+        def ask(namespace: Namespace, positions: list[int]) -> None:
+            hashes = [names[i].prefix_hash for i in positions]
+            found = self._client.lookup(namespace, hashes, timeout_s=deadline.remaining()).present
+            for i, present in zip(positions, found, strict=True):
+                values[i] = values[i] or present
+
+        try:
+            self._ask_all(names, ask, lambda i: not values[i], deadline)
+        finally:
+            self._add(asked=len(names), found=values.count(True))
+
+    def _remove(self, names: list[ObjectName], values: list[int], deadline: Deadline) -> None:
+        def ask(namespace: Namespace, positions: list[int]) -> None:
+            first = {names[i].prefix_hash: i for i in reversed(positions)}
+            removed = self._client.remove(namespace, list(first), timeout_s=deadline.remaining())
+            for i, gone in zip(first.values(), removed, strict=True):
+                values[i] += gone * namespace.layout.page_nbytes
+
+        self._ask_all(names, ask, lambda i: True, deadline)
+
+    def _ask_all(
+        self,
+        names: list[ObjectName],
+        ask: Callable[[Namespace, list[int]], None],
+        open_still: Callable[[int], bool],
+        deadline: Deadline,
+    ) -> None:
+        """Asks in all namespaces that may hold the objects; in those that others made, too, if it is still open."""
+        asked = self._spaces(names, range(len(names)))
+        for namespace, positions in asked.values():
+            ask(namespace, positions)
+        rest = [i for i, name in enumerate(names) if name.layout is None and open_still(i)]
+        strange = any(not self._known.of(names[i].scope) for i in rest)
+        if rest and self._known.refresh(deadline, FIRST_S if strange else REFRESH_S):
+            for digest, (namespace, positions) in self._spaces(names, rest).items():
+                if digest not in asked:
+                    ask(namespace, positions)
+
+    def _spaces(self, names: list[ObjectName], positions: Iterable[int]) -> dict[bytes, tuple[Namespace, list[int]]]:
+        found: dict[bytes, tuple[Namespace, list[int]]] = {}
+        for i in positions:
+            scope, _, layout = names[i]
+            for namespace in [self._known.namespace(scope, layout)] if layout else self._known.of(scope):
+                found.setdefault(namespace.digest, (namespace, []))[1].append(i)
+        return found
+
+    def _touch(self, parts: list[Part]) -> None:
+        """Parts aged a chain piece by piece; puts its order right, tail oldest. The objects have moved
+        already, so a failure costs nothing but the order."""
+        chains: dict[bytes, list[Part]] = {}
+        for part in parts:
+            chains.setdefault(part.namespace.digest, []).append(part)
+        for chain in chains.values():
+            if len(chain) > 1:
+                hashes = [prefix_hash for part in chain for prefix_hash in part.hashes]
+                self._query([], [], partial(self._touch_chain, chain[0].namespace, hashes))
+
+    def _touch_chain(self, namespace: Namespace, hashes: list[bytes], deadline: Deadline) -> None:
+        self._client.lookup(namespace, hashes, touch=True, timeout_s=deadline.remaining())
+
+    # ---- counts ----------------------------------------------------------------------------
+
+    def _count_puts(self, ended: Ended[PutOutcome | None]) -> None:
+        self._add(
+            stored=ended.values.count(PutOutcome.STORED),
+            existing=ended.values.count(PutOutcome.EXISTS) + ended.values.count(PutOutcome.BUSY),
+            refused=ended.values.count(PutOutcome.FULL),
+            store_failed=ended.values.count(None),
+        )
+
+    def _count_gets(self, ended: Ended[bool | None]) -> None:
+        values = ended.values
+        self._add(loaded=values.count(True), missed=values.count(False), load_failed=values.count(None))
+
+    def _add(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.stats, name, getattr(self.stats, name) + count)

@@ -1,0 +1,64 @@
+"""`lmcache bench l2` with its verification on, with LMCache's own faults injected, and its smoke test."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvstore.node_process import NodeProcess
+
+SETTINGS = (
+    "--num-keys",
+    "16",
+    "--in-flight",
+    "2",
+    "--rounds",
+    "2",
+    "--data-size-kb",
+    "512",
+    "--lookup-max-hit-rate",
+    "1",
+)
+KEYS = 2 * 16 * 2  # of the rounds that count
+
+
+def bench(lmcache: Any, folder: Path, adapter: dict[str, Any], *settings: str) -> dict[str, dict[str, Any]]:
+    """What the bench measured of each operation."""
+    report = folder / "report.json"
+    command = ["bench", "l2", "--l2-adapter", json.dumps(adapter), *SETTINGS, *settings]
+    done = lmcache(*command, "--format", "json", "--output", str(report))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    metrics = json.loads(report.read_text())["metrics"]
+    return {value["operation"]: value for name, value in metrics.items() if name.startswith("op_")}
+
+
+def test_every_key_comes_back_verified(
+    form: str, spec: Any, lmcache: Any, shared_node: NodeProcess, tmp_path: Path
+) -> None:
+    found = bench(lmcache, tmp_path, spec(form, shared_node.address), "--no-skip-verify")
+    assert {
+        name: (value["total_success"], value["rounds_timed_out"]) for name, value in found.items()
+    } == dict.fromkeys(("Store", "Lookup", "Load"), (KEYS, 0))
+
+
+def test_injected_faults_cost_those_loads_and_nothing_else(
+    form: str, spec: Any, lmcache: Any, shared_node: NodeProcess, tmp_path: Path
+) -> None:
+    faulty = {"type": "fault_inject", "rate": 0.3, "seed": 7, "inner": spec(form, shared_node.address)}
+    found = bench(lmcache, tmp_path, faulty)
+    assert found["Store"]["total_success"] == found["Lookup"]["total_success"] == KEYS
+    assert 0.4 * KEYS < found["Load"]["total_success"] < KEYS
+    assert all(value["rounds_timed_out"] == 0 for value in found.values())
+
+
+def test_the_smoke_test_of_lmcache(
+    form: str, spec: Any, shared_node: NodeProcess, environment: dict[str, str], tmp_path: Path
+) -> None:
+    adapter = json.dumps(spec(form, shared_node.address))
+    command = [sys.executable, "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--l2-adapter", adapter]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "5/5" in done.stdout + done.stderr

@@ -1,0 +1,266 @@
+"""Objects through a real node: batches with holes come back byte by byte; what goes wrong is a value, and no
+view is touched when it is too late."""
+
+import hashlib
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent import AgentConfig, object_mover, object_parts
+from gpu_agent.known_layouts import ANY
+from gpu_agent.object_parts import ObjectName
+from gpu_agent.objects import ObjectStore
+from kvstore import Client, ClientConfig, InvalidRequest, Namespace, PutOutcome, opaque_layout
+from kvstore.node_process import NodeProcess
+
+NBYTES = 100_001  # no multiple of anything
+WAIT_S = 20.0
+CONFIG = AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=1.0, load_timeout_s=5.0, save_timeout_s=5.0)
+
+
+@pytest.fixture
+def store(client: Client) -> Iterator[ObjectStore]:
+    objects = ObjectStore(client, CONFIG)
+    yield objects
+    objects.close()
+    assert objects.check() == []
+
+
+@pytest.fixture
+def scope() -> Namespace:
+    return Namespace(uuid.uuid4().hex, ANY, revision="1")
+
+
+def names_of(scope: Namespace, count: int, nbytes: int | None = NBYTES) -> list[ObjectName]:
+    layout = None if nbytes is None else opaque_layout(nbytes)
+    return [ObjectName(scope, hashlib.sha256(b"%d" % i).digest(), layout) for i in range(count)]
+
+
+def contents(count: int, nbytes: int = NBYTES) -> list[torch.Tensor]:
+    return list(torch.randint(0, 256, (count, nbytes), dtype=torch.uint8))
+
+
+def empty(count: int, nbytes: int = NBYTES) -> list[torch.Tensor]:
+    return list(torch.zeros((count, nbytes), dtype=torch.uint8))
+
+
+def test_a_batch_with_holes_comes_back_byte_by_byte(store: ObjectStore, scope: Namespace) -> None:
+    names, sources = names_of(scope, 7), contents(7)
+    put = store.put(names[::2], sources[::2]).result(WAIT_S)
+    assert (put.values, put.error) == ([PutOutcome.STORED] * 4, "")
+    assert store.exists(names).result(WAIT_S).values == [True, False] * 3 + [True]
+    targets = empty(7)
+    got = store.get(names, targets).result(WAIT_S)
+    assert (got.values, got.error) == ([True, False] * 3 + [True], "")
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        assert torch.equal(target, source if i % 2 == 0 else torch.zeros_like(source))
+    assert (store.stats.stored, store.stats.loaded, store.stats.missed, store.stats.found) == (4, 4, 3, 4)
+
+
+def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
+    store: ObjectStore, scope: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a few objects, an object larger than the buffer among them."""
+    monkeypatch.setattr(object_parts, "PART_NBYTES", 3000)
+    monkeypatch.setattr(object_parts, "PARTS_MAX", 1 << 20)
+    monkeypatch.setattr(object_mover, "RECEIVED_NBYTES", 2500)
+    other = Namespace(scope.model, ANY, revision="2")
+    sizes = [1000, 1, 5000, 1000, CONFIG.staging_nbytes + 3, 1000, 1000, 5000]
+    names = [
+        ObjectName((scope, other)[i % 2], hashlib.sha256(b"%d" % (i // 2)).digest(), opaque_layout(nbytes))
+        for i, nbytes in enumerate(sizes)
+    ]
+    sources = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in sizes]
+    assert set(store.put(names, sources).result(WAIT_S).values) == {PutOutcome.STORED}
+    targets = [torch.zeros_like(source) for source in sources]
+    assert all(store.get(names, targets).result(WAIT_S).values)
+    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+
+
+def test_storing_again_moves_nothing(store: ObjectStore, scope: Namespace) -> None:
+    names, sources = names_of(scope, 3), contents(3)
+    store.put(names, sources).result(WAIT_S)
+    again = store.put([*names, names[0]], [*contents(3), sources[0]]).result(WAIT_S)
+    assert again.values == [PutOutcome.EXISTS] * 4
+    targets = empty(3)
+    assert store.get(names, targets).result(WAIT_S).values == [True] * 3
+    assert torch.equal(torch.stack(targets), torch.stack(sources))
+
+
+def test_another_length_is_a_miss(store: ObjectStore, scope: Namespace) -> None:
+    store.put(names_of(scope, 2), contents(2)).result(WAIT_S)
+    for nbytes in (NBYTES - 1, NBYTES + 1):
+        targets = empty(2, nbytes)
+        assert store.get(names_of(scope, 2, nbytes), targets).result(WAIT_S).values == [False] * 2
+        assert not torch.stack(targets).any()
+
+
+def test_what_another_process_stored_is_found_without_knowing_its_size(
+    client: Client, store: ObjectStore, scope: Namespace
+) -> None:
+    unknown = names_of(scope, 3, None)
+    assert store.exists(unknown).result(WAIT_S).values == [False] * 3
+    other = ObjectStore(client, CONFIG)
+    other.put(names_of(scope, 2), contents(2)).result(WAIT_S)
+    other.put(names_of(scope, 3, 77)[2:], contents(1, 77)).result(WAIT_S)
+    other.close()
+    end = time.monotonic() + WAIT_S
+    while store.exists(unknown).result(WAIT_S).values != [True] * 3:  # asked for at most every two seconds
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert store.remove([*unknown, unknown[0]]).result(WAIT_S).values == [NBYTES, NBYTES, 77, 0]
+    assert store.exists(unknown).result(WAIT_S).values == [False] * 3
+    assert store.remove(unknown).result(WAIT_S).values == [0] * 3
+
+
+def test_an_empty_call_is_answered(store: ObjectStore) -> None:
+    assert store.put([], []).result(WAIT_S).values == []
+    assert store.get([], []).result(WAIT_S).values == []
+    assert store.exists([]).result(WAIT_S).values == []
+
+
+def test_a_callers_mistake_raises_at_once(store: ObjectStore, scope: Namespace) -> None:
+    for names, views in (
+        (names_of(scope, 2), contents(1)),
+        (names_of(scope, 1), contents(1, NBYTES - 1)),
+        (names_of(scope, 1, None), contents(1)),
+    ):
+        with pytest.raises(InvalidRequest):
+            store.put(names, views)
+    with pytest.raises(InvalidRequest, match="read-only"):
+        store.get(names_of(scope, 1, 3), [b"abc"])
+
+
+def test_a_damaged_object_is_a_miss_and_leaves_the_view_alone(shared_node: NodeProcess, scope: Namespace) -> None:
+    """In place: the slot's bytes change after they were stored. Over the others: requirement 5."""
+    names, sources = names_of(scope, 3), contents(3)
+    layout = opaque_layout(NBYTES)
+    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
+        store = ObjectStore(client, CONFIG)
+        store.put(names, sources).result(WAIT_S)
+        namespace = Namespace(scope.model, layout, revision="1")
+        with client.open_get(namespace, [names[1].prefix_hash]) as slots:
+            slots.arena.memory[slots.offsets[0] + 50_000] ^= 1
+        targets = empty(3)
+        assert store.get(names, targets).result(WAIT_S).values == [True, False, True]
+        assert not targets[1].any()
+        assert store.exists(names).result(WAIT_S).values == [True, False, True]  # the node was told
+        store.close()
+
+
+class LateClient:
+    """A client whose pages come after the deadline, as fast as they like before it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.delay_s = 0.0
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _wait(self) -> None:
+        self.entered.set()
+        assert self.gate.wait(WAIT_S)
+        time.sleep(self.delay_s)
+
+    def get(self, *arguments: Any, **options: Any) -> list[bool]:
+        hits = self._client.get(*arguments, **options)
+        self._wait()
+        return hits
+
+    def open_get(self, *arguments: Any, **options: Any) -> Any:
+        slots = self._client.open_get(*arguments, **options)
+        self._wait()
+        return slots
+
+
+def test_bytes_that_come_too_late_do_not_touch_the_view(client: Client, scope: Namespace) -> None:
+    late = LateClient(client)
+    config = AgentConfig(staging_nbytes=1 << 20, load_timeout_s=0.3)
+    store = ObjectStore(late, config)  # type: ignore[arg-type]
+    names, sources = names_of(scope, 2), contents(2)
+    store.put(names, sources).result(WAIT_S)
+    late.delay_s = 0.4
+    targets = empty(2)
+    got = store.get(names, targets).result(WAIT_S)
+    assert got.values == [None] * 2
+    assert "deadline" in got.error
+    time.sleep(0.2)
+    assert not torch.stack(targets).any()
+    store.close()
+
+
+def test_close_returns_when_nothing_can_touch_a_view(client: Client, scope: Namespace) -> None:
+    late = LateClient(client)
+    store = ObjectStore(late, CONFIG)  # type: ignore[arg-type]
+    names, sources = names_of(scope, 2), contents(2)
+    store.put(names, sources).result(WAIT_S)
+    late.gate.clear()
+    targets = empty(2)
+    running = store.get(names, targets)
+    assert late.entered.wait(WAIT_S)
+    queued = [store.get(names, empty(2)) for _ in range(20)]
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()  # a thread is still at work
+    late.gate.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert running.result(0).values == [None] * 2
+    assert all(future.result(0).values == [None] * 2 for future in queued)
+    assert not torch.stack(targets).any()
+    assert store.put(names, sources).result(0).values == [None] * 2
+    assert store.exists(names).result(0).values == [False] * 2
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk"])
+def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(wire: str, scope: Namespace) -> None:
+    config = AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=0.3, load_timeout_s=0.5, save_timeout_s=0.5)
+    names, sources, targets = names_of(scope, 4), contents(4), empty(4)
+    with NodeProcess("--ram-bytes", "64MiB") as node:
+        port = node.address.rpartition(":")[2]
+        with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.3)) as client:
+            store = ObjectStore(client, config)
+            store.put(names, sources).result(WAIT_S)
+            signal_node(node, signal.SIGSTOP)
+            start = time.monotonic()
+            calls = [store.get(names, targets), store.put(names, sources), store.exists(names)]
+            calls += [store.get(names, targets) for _ in range(10)]
+            results = [call.result(WAIT_S) for call in calls]
+            assert time.monotonic() - start < 2.0
+            assert all(result.error for result in results)
+            assert not any(results[0].values)
+            assert not any(results[2].values)
+            signal_node(node, signal.SIGCONT)
+            assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
+            node.kill()
+            assert store.exists(names).result(WAIT_S).error
+            with NodeProcess("--ram-bytes", "64MiB", "--port", port):  # empty, at the same address
+                assert eventually(lambda: PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values)
+                targets = empty(4)
+                assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
+                assert torch.equal(torch.stack(targets), torch.stack(sources))
+            store.close()
+
+
+def signal_node(node: NodeProcess, number: signal.Signals) -> None:
+    os.kill(node.pid, number)
+
+
+def eventually(condition: Any) -> bool:
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
