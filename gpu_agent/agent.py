@@ -26,6 +26,7 @@ from gpu_agent.config import AgentConfig, agent_config
 from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.lane import Lane
+from gpu_agent.outage import Outage
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
 from gpu_agent.units import Units, UnitTable
@@ -84,8 +85,8 @@ class Agent:
         self._client = client
         self._pool = pool
         self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
-        self._lock = threading.Lock()  # stats and _outage
-        self._outage = False
+        self._lock = threading.Lock()  # stats
+        self._outage = Outage()
         if pool is not None:
             self._check_pool(pool)
         page_nbytes = namespace.layout.page_nbytes
@@ -131,9 +132,9 @@ class Agent:
             raise
         except KVStoreError as error:
             self._add(lookups_failed=1)
-            self._report(error)
+            self._outage.report(error)
             return None
-        self._report(None)
+        self._outage.report(None)
         return found
 
     def save(
@@ -242,10 +243,10 @@ class Agent:
                     break
             if len(chunks) > 1:
                 self._touch(job, job.prefix_hashes)
-            self._report(None)
+            self._outage.report(None)
         except KVStoreError as error:
             reason = str(error)
-            self._report(error)
+            self._outage.report(error)
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
 
@@ -282,10 +283,10 @@ class Agent:
                     break
             if in_place - first > step:
                 self._touch(job, job.prefix_hashes[:in_place])
-            self._report(None)
+            self._outage.report(None)
         except KVStoreError as failure:
             error = str(failure)
-            self._report(failure)
+            self._outage.report(failure)
         return self._loaded(LoadResult(in_place, in_place - first, error))
 
     def _touch(self, job: _Job, prefix_hashes: list[bytes]) -> None:
@@ -310,15 +311,6 @@ class Agent:
         with self._lock:
             for name, count in counts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + count)
-
-    def _report(self, error: KVStoreError | None) -> None:
-        """Logs an outage when it begins and when it ends, not at every request within it."""
-        with self._lock:
-            changed, self._outage = self._outage != (error is not None), error is not None
-        if changed and error is not None:
-            log.warning("the store failed, the engine recomputes until it is back: %s", error)
-        elif changed:
-            log.warning("the store answers again")
 
     def _job(self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float) -> _Job:
         pool = pool or self._pool
