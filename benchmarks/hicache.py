@@ -100,7 +100,7 @@ def copies(entry: Any, pages: int) -> Callable[[], Samples]:
 
 @contextlib.contextmanager
 def backends(entries: dict[str, Any], pages: int, address: str, directories: dict[str, Path]) -> Iterator[Any]:
-    ours = harness.options(address, revision="1")
+    ours = harness.options(address, revision="1", load_timeout_s=60.0, save_timeout_s=60.0)
     made = {
         "this store, shm": Backend(entries["default"], pages, {**ours, "wire": "shm"}),
         "this store, shm, memfd pool": Backend(entries["shm"], pages, {**ours, "wire": "shm", "revision": "2"}),
