@@ -168,6 +168,11 @@ class BlockRank:
         counts, self.counts = self.counts, RankCounts()
         return counts
 
+    def drain(self) -> None:
+        """Waits until nothing reads or writes the engine's blocks: by the deadlines of saves and loads."""
+        concurrent.futures.wait([job.gathered for save in self._saves.values() for job in save.jobs])
+        concurrent.futures.wait([job.done for load in self._loads for _, job in load.jobs if job])
+
     def close(self) -> None:
         """Pending saves end in bounded time."""
         _close(self._agents)

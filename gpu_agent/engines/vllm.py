@@ -31,7 +31,14 @@ from vllm.platforms import current_platform
 from gpu_agent.agent import Agent
 from gpu_agent.block_ranks import BlockRank, LoadsEnded
 from gpu_agent.block_scheduler import BlockScheduler, Report, StepOrders
-from gpu_agent.engines.vllm_identity import block_groups, block_sizes, group_pools, namespaces, replicas
+from gpu_agent.engines.vllm_identity import (
+    block_groups,
+    block_sizes,
+    group_pools,
+    namespaces,
+    replicas,
+    scales_in_blocks,
+)
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.lookups import Lookups
 from gpu_agent.options import Options, read_options
@@ -87,6 +94,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._scheduler: BlockScheduler | None = None
         self._lookups: Lookups | None = None
+        self._scales_unset = scales_in_blocks(kv_cache_config)
         # Worker
         self._rank: BlockRank | None = None
         self._namespaces: list[Namespace | None] = []
@@ -146,6 +154,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         for namespace in self._namespaces:
             if namespace is not None:
                 logger.info("kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt)
+
+    def unregister_kv_caches(self) -> None:
+        if self._rank:  # before the memory goes away (sleep mode); it comes back at the same addresses
+            self._rank.drain()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return _Handshake(self._namespaces) if self._rank else None
@@ -243,7 +255,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return request.lora_request is None or self._options.own.get("lora") == "named"
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self._scheduler:
+        if not self._scheduler or self._scales_unset:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens) and not self._sync
@@ -257,6 +269,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return _Orders(StepOrders(0, None, [], []))
         tables = scheduler_output.kv_connector_block_state
         scheduled = scheduler_output.num_scheduled_tokens
+        self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         return _Orders(
             self._scheduler.step((name, count, tables.get_block_ids(name)) for name, count in scheduled.items())
         )

@@ -40,6 +40,10 @@ def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
 
 def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup] | str:
     """The cache groups, or why their blocks can not be stored."""
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        return "KV that does not depend on the tokens before it alone"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "scales that every process measures for itself (calculate_kv_scales)"
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     found = []
     for group in kv_cache_config.kv_cache_groups:
@@ -56,6 +60,8 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup] | s
 
 def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
     """None: recurrent states and other things whose blocks are no plain function of their tokens."""
+    if getattr(spec, "non_causal", False):
+        return None
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return BlockGroup(block_tokens)
     if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
@@ -65,6 +71,12 @@ def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
     if type(spec) is ChunkedLocalAttentionSpec:
         return BlockGroup(block_tokens, chunk_tokens=spec.attention_chunk_size)
     return None
+
+
+def scales_in_blocks(kv_cache_config: Any) -> bool:
+    """Whether a block holds its tokens' scales: backends overwrite all of them at their first forward."""
+    modes = [getattr(group.kv_cache_spec, "kv_quant_mode", None) for group in kv_cache_config.kv_cache_groups]
+    return any(mode is not None and mode.is_per_token_head for mode in modes)
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
