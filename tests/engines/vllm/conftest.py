@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.append(str(HERE))
+sys.path.append(str(HERE.parents[2] / "benchmarks"))
 
-from engine_handle import EngineHandle, RestartableNode, store_config  # noqa: E402 -- found by the line above
+from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found by the lines above
+from vllm_server import store_config  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +50,7 @@ def engines() -> Iterator[Callable[..., EngineHandle]]:
     def engine(name: str, store: dict[str, Any] | None = None, **arguments: Any) -> EngineHandle:
         if name not in running:
             if store is not None:
-                arguments["kv_transfer_config"] = store_config(**store)
+                arguments["kv_transfer_config"] = store_config(**{"backoff_s_max": 0.1, **store})
             running[name] = EngineHandle(name, arguments)
         return running[name]
 

@@ -14,41 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_server import environment
+
 from kvstore import Client, ClientConfig
 from kvstore.node_process import NodeProcess
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ANSWER_S = 180.0  # of an engine on a busy machine; a test that hangs ends with the engine's last words
 Page = tuple[bytes, bytes]  # namespace digest, prefix hash
-
-
-def store_config(address: str, **options: Any) -> dict[str, Any]:
-    """`kv_transfer_config` as a user writes it."""
-    return {
-        "kv_connector": "KVStoreConnector",
-        "kv_connector_module_path": "gpu_agent.engines.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": address, "backoff_s_max": 0.1, **options},
-    }
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of a process that runs vLLM."""
-    paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # One thread and nothing compiled: tiny models gain nothing from either, and the engines of a file
-        # share the cores. A step takes milliseconds then instead of half a second, the first one too.
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        **more,
-    }
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -84,7 +57,8 @@ class EngineHandle:
             text=True,
             bufsize=1,
             cwd=HERE,
-            env=environment(VLLM_CPU_OMP_THREADS_BIND=bound),
+            # One thread: tiny models gain nothing from more, and the engines of a file share the cores.
+            env=environment(VLLM_CPU_OMP_THREADS_BIND=bound, OMP_NUM_THREADS="1"),
         )
         self._ready = False
 

@@ -12,6 +12,7 @@ from transformers import (
     Olmo3Config,
     Olmo3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 VOCABULARY = 512
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -55,6 +56,7 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 def save_model(kind: str, directory: Path, seed: int = 0, dtype: str = "float32", **changes: Any) -> None:
     """A checkpoint in `directory`. `changes` are of the model's configuration."""
+    disable_progress_bar()
     torch.manual_seed(seed)
     config_class, model_class, values = KINDS[kind]
     config = config_class(**{**values, **changes}, dtype=dtype)
