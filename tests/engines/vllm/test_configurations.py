@@ -26,9 +26,7 @@ def first(engines: Engines, models: Callable[..., str], store: RestartableNode) 
         ("block size", {"block_size": 64}, {}, {}),
         ("dtype", {"dtype": "bfloat16"}, {}, {}),
         ("weights of the same name", {}, {"seed": 1}, {}),
-        ("tenant", {}, {}, {"tenant": "other"}),
         ("salt", {}, {}, {"salt": "other"}),
-        ("revision", {}, {}, {"revision": "other"}),
     ],
 )
 def test_another_configuration_finds_nothing(

@@ -35,12 +35,12 @@ def test_a_second_server_answers_from_the_first_ones_kv(
         assert found["vllm:kvstore_hit_tokens_total"] == 96
         assert found["vllm:kvstore_loaded_nbytes_total"] == 3 * 65536
         assert found["vllm:kvstore_load_seconds_total"] > 0
-        assert found["vllm:kvstore_loads_failed_total"] == found["vllm:kvstore_lookups_failed_total"] == 0
+        assert found["vllm:kvstore_loads_failed_total"] == 0
         # The node goes away while the server is idle; the server stays and ends as it should.
         store.end()
         assert second.complete([*P, 5]).tokens
         assert second.close() == 0, second.said()[-6000:]
-        assert "Traceback" not in second.said(), second.said()[-6000:]
+        assert "/gpu_agent/" not in second.said(), "a traceback went through us"
 
 
 def test_the_demo_tells_by_its_exit_status_that_all_is_well() -> None:

@@ -64,8 +64,8 @@ def test_the_node_is_killed(
     moment: str, mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
     at, do, blocks = MOMENTS[moment]
-    if at == "commit" and mode == "sync":
-        pytest.skip("a commit of its own belongs to shared memory; sockets carry it in the put")
+    if at == "commit" and WIRES[mode] == "bulk":
+        at = "save"  # over sockets the commit is a part of the put
     whole = prompt(list(MOMENTS).index(moment) + 100 * len(mode), 100)
     expected = answers(plain().alone(whole))
     put(writer, store, whole, 32 * blocks)
@@ -155,3 +155,39 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
     assert found[0]["seconds"] < COMPUTING_S
     assert found[1]["seconds"] < LOOKUP_S + COMPUTING_S
     assert victim.settle()["blocks_held"] == 0
+
+
+def test_a_slow_lookup_delays_only_its_own_request(
+    plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
+) -> None:
+    """The engine goes on with other requests, asks its connector in every step, and gets the hit in the end."""
+    slow, quick = prompt(90, 100), prompt(91, 100)
+    expected = answers(plain().alone(slow, quick))
+    put(writer, store, slow, 96)
+    victim.reset()
+    victim.arm("lookup", "slow", seconds=0.3)
+    found = victim.generate(slow, quick)
+    assert victim.struck() == ["slow at lookup"]
+    assert answers(found) == expected
+    assert cached(found) == [96, 0]
+    assert found[0]["ttft_s"] > 0.29
+    assert found[1]["ttft_s"] < 0.29, "it waited for the other one's lookup"
+
+
+def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
+    plain: Engines, writer: EngineHandle, victim: EngineHandle
+) -> None:
+    """Its request has ended long before; what others write meanwhile does not get into its pages."""
+    prompts = [prompt(95 + i, 100) for i in range(3)]
+    expected = answers(plain().alone(*prompts))
+    victim.reset()
+    victim.arm("save", "slow", seconds=1.0)
+    found = victim.ask("generate", prompts=prompts[:1])
+    assert found["seconds"] < 0.9
+    rest = victim.generate(*prompts[1:])
+    victim.settle()
+    assert victim.struck() == ["slow at save"]
+    assert answers(found["requests"] + rest) == expected
+    third = writer.alone(*prompts)
+    assert cached(third) == [96, 96, 96]
+    assert answers(third) == expected
