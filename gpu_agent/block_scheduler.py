@@ -257,22 +257,25 @@ class BlockScheduler:
         if state.barred or state.loading:
             return
         request = state.request
-        known_tokens = len(request.block_hashes) * self._hash_tokens  # not drafts, not placeholders
-        room = self._plan.room
-        blocks: list[Block] = []
+        tokens = min(computed_tokens, len(request.block_hashes) * self._hash_tokens)  # no drafts, no placeholders
+        found: list[tuple[int, int, int]] = []  # where a block ends, its group, its index
         for number, group in enumerate(self._groups):
-            full = min(min(computed_tokens, known_tokens) // group.block_tokens, len(tables[number]))
-            if state.planned[number] >= full:
-                continue
+            full = min(tokens // group.block_tokens, len(tables[number]))
             present = state.present[number] if state.present else ()
             for i in range(state.planned[number], full):
-                there = i < len(present) and present[i]
-                if not there and tables[number][i] != NULL_BLOCK:
-                    if len(blocks) == room:
-                        break
-                    key = group.key(request.block_hashes, self._hash_tokens, i)
-                    blocks.append((number, key, tables[number][i]))
-                state.planned[number] = i + 1
+                if tables[number][i] != NULL_BLOCK and not (i < len(present) and present[i]):
+                    found.append(((i + 1) * group.block_tokens, number, i))
+            state.planned[number] = max(state.planned[number], full)
+        if not found:
+            return
+        found.sort()  # if there is no room for all, then for all groups' blocks of a shorter prefix
+        room = self._plan.room
+        for _, number, i in reversed(found[room:]):
+            state.planned[number] = i
+        blocks: list[Block] = []
+        for _, number, i in found[:room]:
+            key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
+            blocks.append((number, key, tables[number][i]))
         self._plan.stage(request.request_id, blocks)
 
     def _recover(self, failed: set[str]) -> None:

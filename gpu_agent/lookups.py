@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 THREADS = 4
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
+OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
 
 # For each group of layers: the namespaces of all shards, and the keys of the blocks.
 Question: TypeAlias = Sequence[tuple[Sequence[Namespace], Sequence[bytes]]]
@@ -68,7 +69,8 @@ class Lookups:
             wanted = any(len(keys) for _, keys in question) and not full
             self._running += wanted
             self._counts.lookups += wanted
-            self._pending[request_id] = _Pending(done, nothing, time.monotonic() + self._timeout_s)
+            wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage else self._timeout_s
+            self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s)
         if wanted:
             self._executor.submit(self._look_up, question, nothing, Deadline(self._timeout_s), done)
         else:

@@ -52,7 +52,7 @@ logger = init_logger("vllm.kvstore")
 OWN_OPTIONS = ("load", "min_tokens", "lora")
 MIN_TOKENS = 16
 ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
-PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
+PINNED_SHARE = 2  # at most one in so many of the engine's blocks is pinned for saves
 
 
 @dataclass
