@@ -13,6 +13,8 @@ from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
 
 Engines = Callable[..., EngineHandle]
 HEAD, TAIL = 96, 70
+# The victim computes again what failed over several steps, so that garbage that is stored a step late is still garbage.
+SLOWLY: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
 def forget_tail(store: RestartableNode, before: dict[Any, bytes]) -> None:
@@ -68,7 +70,7 @@ def victim(
     request: pytest.FixtureRequest, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> EngineHandle:
     options = {"address": store.address, "load": request.param}
-    return engines(f"victim {request.param}", model=models("llama"), store=options)
+    return engines(f"victim {request.param}", model=models("llama"), store=options, **SLOWLY)
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])
@@ -95,7 +97,7 @@ def test_one_rank_of_two_fails_to_load(
     """Rank 0 has loaded all and still computed over rank 1's garbage: its pages are as wrong as those of rank 1."""
     writer = engines("two ranks", model=models("llama"), store={"address": store.address}, **TWO)
     options = {"address": store.address, "load": "sync"}
-    victim = engines("two ranks, victim", model=models("llama"), store=options, **TWO)
+    victim = engines("two ranks, victim", model=models("llama"), store=options, **TWO, **SLOWLY)
     expected = answers(plain(**TWO).alone(prompt(900 + page, HEAD + TAIL)))
     found, clean, calls = disturbed(writer, victim, store, 900 + page, page=page, tp_rank=1)
     assert found == expected
