@@ -20,6 +20,7 @@ from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
 
+REFRESH_S = 2.0  # how long an answer is believed while a request waits
 NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
 
 
@@ -138,9 +139,12 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.refused:
             return 0
-        if not self._lookups.asked(request.request_id):  # it was preempted after its first admission
-            self._ask(request)
+        age_s = self._lookups.age_s(request.request_id)
         answer = self._lookups.answer(request.request_id)
+        # It was preempted after its first admission, or waits so long that other pages are there now.
+        if age_s is None or (age_s > REFRESH_S and answer is not None):
+            self._ask(request)
+            answer = self._lookups.answer(request.request_id)
         if answer is None:
             return None
         # An async load may claim the last token too: the engine computes it again.
@@ -156,7 +160,7 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
-        if self._lookups.asked(request.request_id):
+        if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             state.planned = [0] * len(self._groups)
             self._counts.queried_tokens += request.num_tokens - state.offered[0]
