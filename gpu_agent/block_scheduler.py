@@ -9,13 +9,14 @@ here waits, and nothing here touches KV: `block_ranks.py` does, on every rank, b
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gpu_agent.block_groups import BlockGroup, loaded_blocks, longest_prefix
 from gpu_agent.lookups import Answer, Lookups
 from gpu_agent.save_plan import Block, Part, SaveOrder, SavePlan
+from gpu_agent.stored_blocks import StoredBlocks
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
@@ -56,11 +57,15 @@ class Report:
 
     step: int
     acknowledged: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have read its blocks
+    ended: Counter[int] = field(default_factory=Counter)  # save job -> ranks that are done with it
+    kept: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have all its pages in the store
     finished: Counter[str] = field(default_factory=Counter)  # load of a request -> ranks that ended it
     failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
 
     def add(self, other: "Report") -> "Report":
         self.acknowledged.update(other.acknowledged)
+        self.ended.update(other.ended)
+        self.kept.update(other.kept)
         self.finished.update(other.finished)
         self.failed |= other.failed
         self.step = min(self.step, other.step)
@@ -104,7 +109,10 @@ class BlockScheduler:
         plan: SavePlan,
         sync: bool = False,
         min_tokens: int = 1,
+        describe: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
+        self._describe = describe
+        self._stored = StoredBlocks(plan.ranks)
         self._counts = MatchCounts()
         self._groups = groups
         self._shards = shards
@@ -181,6 +189,8 @@ class BlockScheduler:
         """The end of scheduling: `scheduled` are requests, their tokens in this step, and their tables."""
         self._step += 1
         saves = self._plan.orders()
+        if self._describe:
+            self._stored.ordered(saves)
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
         if self._sync and loads:
@@ -198,6 +208,7 @@ class BlockScheduler:
         """What the ranks did beside a step whose results the engine has seen."""
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
+        self._stored.ended(report.ended, report.kept)
         for request_id in report.failed & self._requests.keys():
             state = self._requests[request_id]
             state.refused = True
@@ -233,9 +244,16 @@ class BlockScheduler:
         self._epoch = secrets.randbits(63)
         self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
         self._plan.forget()
+        self._stored.forget()
         self._lookups.drop_all()
         for state in self._requests.values():
             state.barred = True
+
+    def take_stored(self) -> list[Any]:
+        """Descriptions of blocks that every rank has stored since the last call."""
+        if not self._plan.busy:
+            self._stored.forget()
+        return self._stored.take()
 
     def take_counts(self) -> MatchCounts:
         """Counts since the last call."""
@@ -280,6 +298,8 @@ class BlockScheduler:
         for _, number, i in found[:room]:
             key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
             blocks.append((number, key, tables[number][i]))
+            if self._describe:
+                self._stored.note(number, key, self._describe(request, number, i))
         self._plan.stage(request.request_id, blocks)
 
     def _recover(self, failed: set[str]) -> None:

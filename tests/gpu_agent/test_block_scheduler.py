@@ -331,6 +331,24 @@ def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
     assert store.matched(waiting) == 64
 
 
+def test_blocks_are_announced_when_they_are_stored_and_not_when_they_are_dropped(stores: Any) -> None:
+    store = stores(describe=lambda request, group, block: (request.request_id, group, block))
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 40, [1, 2, 3, 4, 5]))
+    assert store.scheduler.take_stored() == []
+    store.settle()
+    store.step()
+    assert store.scheduler.take_stored() == [("r", 0, 0), ("r", 0, 1)]
+    store.rank._agents[0].close()  # drops everything from now on
+    store.step((request, 30, [1, 2, 3, 4, 5]))
+    store.settle()
+    store.step()
+    assert store.scheduler.take_stored() == []
+
+
 def test_reports_of_ranks_add_up() -> None:
     one, two = Report(5), Report(4)
     one.acknowledged[7] = 1

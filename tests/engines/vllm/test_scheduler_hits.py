@@ -224,3 +224,25 @@ def test_counts_reach_vllms_statistics(make: Engines) -> None:
     assert "loads_failed" not in counts
     rebuilt = type(engine.connector).build_kv_connector_stats(counts)
     assert rebuilt.aggregate(type(engine.connector).build_kv_connector_stats(counts)).reduce()["hit_tokens"] == 96
+
+
+def test_blocks_are_announced_when_they_are_in_the_store(make: Engines) -> None:
+    """Events name the blocks that every rank has stored, with the tokens that they hold."""
+    engine = make(ranks=2, events=True)
+    published: list[Any] = []
+    take = engine.connector.take_events
+
+    def taken() -> list[Any]:
+        found = list(take())
+        published.extend(found)
+        return found
+
+    engine.connector.take_events = taken
+    request = engine.add("r", P)
+    engine.run()
+    engine.step()  # pages were on their way when the last block had been read
+    stored = [event for event in published if event.medium == "KVSTORE"]
+    assert [event.token_ids for event in stored] == [P[i : i + BLOCK] for i in (0, 16, 32)] + [
+        list(request.all_token_ids)[48:64]
+    ]
+    assert [event.parent_block_hash for event in stored] == [None, *(event.block_hashes[0] for event in stored[:-1])]
