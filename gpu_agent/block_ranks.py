@@ -64,10 +64,20 @@ class _Load:
 @dataclass(frozen=True)
 class _Save:
     jobs: list[SaveJob]
+    refused: bool  # a part of it could not even begin
 
     @property
     def read(self) -> bool:
         return all(job.gathered.done() for job in self.jobs)
+
+    @property
+    def done(self) -> bool:
+        return all(job.done.done() for job in self.jobs)
+
+    @property
+    def kept(self) -> bool:
+        """Of a save that is done: whether all its pages are in the store."""
+        return not self.refused and all(not job.done.result().dropped for job in self.jobs)
 
 
 class BlockRank:
@@ -87,7 +97,8 @@ class BlockRank:
         self._generation = 0  # raised with every change of the epoch
         self._step = 0
         self._loads: list[_Load] = []
-        self._saves: dict[int, _Save] = {}
+        self._saves: dict[int, _Save] = {}  # whose blocks are still being read
+        self._storing: dict[int, _Save] = {}  # that are not done
         self._outcomes: list[tuple[Agent, SaveJob]] = []
         self._reported = Report(0)
 
@@ -109,7 +120,7 @@ class BlockRank:
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Starts saves, behind what the engine has enqueued so far."""
         for order in orders:
-            jobs = []
+            jobs, refused = [], False
             for part in order.parts if self._writes else ():
                 agent = self._agents[part.group]
                 if agent is None:
@@ -118,10 +129,11 @@ class BlockRank:
                     job = agent.save(part.keys, torch.tensor(part.blocks, dtype=torch.int64))
                 except InvalidRequest as error:
                     log.error("blocks could not be stored: %s", error)
+                    refused = True
                     continue
                 jobs.append(job)
                 self._outcomes.append((agent, job))
-            self._saves[order.job] = _Save(jobs)
+            self._saves[order.job] = self._storing[order.job] = _Save(jobs, refused)
 
     def loads_ended(self) -> LoadsEnded:
         """What the engine has to know; each load once."""
@@ -148,6 +160,9 @@ class BlockRank:
         for number in [number for number, save in self._saves.items() if save.read]:
             del self._saves[number]
             self._reported.acknowledged[number] = 1
+        for number in [number for number, save in self._storing.items() if save.done]:
+            self._reported.ended[number] = 1
+            self._reported.kept[number] = int(self._storing.pop(number).kept)
         report, self._reported = self._reported, Report(0)
         report.step = self._step
         return report

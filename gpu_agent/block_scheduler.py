@@ -9,17 +9,19 @@ here waits, and nothing here touches KV: `block_ranks.py` does, on every rank, b
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gpu_agent.block_groups import BlockGroup, loaded_blocks, longest_prefix
 from gpu_agent.lookups import Answer, Lookups
 from gpu_agent.save_plan import Block, Part, SaveOrder, SavePlan
+from gpu_agent.stored_blocks import StoredBlocks
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
 
+REFRESH_S = 2.0  # how long an answer is believed while a request waits
 NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
 
 
@@ -55,11 +57,15 @@ class Report:
 
     step: int
     acknowledged: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have read its blocks
+    ended: Counter[int] = field(default_factory=Counter)  # save job -> ranks that are done with it
+    kept: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have all its pages in the store
     finished: Counter[str] = field(default_factory=Counter)  # load of a request -> ranks that ended it
     failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
 
     def add(self, other: "Report") -> "Report":
         self.acknowledged.update(other.acknowledged)
+        self.ended.update(other.ended)
+        self.kept.update(other.kept)
         self.finished.update(other.finished)
         self.failed |= other.failed
         self.step = min(self.step, other.step)
@@ -103,7 +109,10 @@ class BlockScheduler:
         plan: SavePlan,
         sync: bool = False,
         min_tokens: int = 1,
+        describe: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
+        self._describe = describe
+        self._stored = StoredBlocks(plan.ranks)
         self._counts = MatchCounts()
         self._groups = groups
         self._shards = shards
@@ -138,9 +147,12 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.refused:
             return 0
-        if not self._lookups.asked(request.request_id):  # it was preempted after its first admission
-            self._ask(request)
+        age_s = self._lookups.age_s(request.request_id)
         answer = self._lookups.answer(request.request_id)
+        # It was preempted after its first admission, or waits so long that other pages are there now.
+        if age_s is None or (age_s > REFRESH_S and answer is not None):
+            self._ask(request)
+            answer = self._lookups.answer(request.request_id)
         if answer is None:
             return None
         # An async load may claim the last token too: the engine computes it again.
@@ -156,7 +168,7 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
-        if self._lookups.asked(request.request_id):
+        if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             state.planned = [0] * len(self._groups)
             self._counts.queried_tokens += request.num_tokens - state.offered[0]
@@ -177,6 +189,8 @@ class BlockScheduler:
         """The end of scheduling: `scheduled` are requests, their tokens in this step, and their tables."""
         self._step += 1
         saves = self._plan.orders()
+        if self._describe:
+            self._stored.ordered(saves)
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
         if self._sync and loads:
@@ -194,6 +208,7 @@ class BlockScheduler:
         """What the ranks did beside a step whose results the engine has seen."""
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
+        self._stored.ended(report.ended, report.kept)
         for request_id in report.failed & self._requests.keys():
             state = self._requests[request_id]
             state.refused = True
@@ -229,9 +244,16 @@ class BlockScheduler:
         self._epoch = secrets.randbits(63)
         self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
         self._plan.forget()
+        self._stored.forget()
         self._lookups.drop_all()
         for state in self._requests.values():
             state.barred = True
+
+    def take_stored(self) -> list[Any]:
+        """Descriptions of blocks that every rank has stored since the last call."""
+        if not self._plan.busy:
+            self._stored.forget()
+        return self._stored.take()
 
     def take_counts(self) -> MatchCounts:
         """Counts since the last call."""
@@ -276,6 +298,8 @@ class BlockScheduler:
         for _, number, i in found[:room]:
             key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
             blocks.append((number, key, tables[number][i]))
+            if self._describe:
+                self._stored.note(number, key, self._describe(request, number, i))
         self._plan.stage(request.request_id, blocks)
 
     def _recover(self, failed: set[str]) -> None:

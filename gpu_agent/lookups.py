@@ -44,6 +44,7 @@ class LookupCounts:
 class _Pending:
     done: concurrent.futures.Future[Answer]
     nothing: Answer
+    asked_at: float
     overdue_at: float
 
 
@@ -70,7 +71,8 @@ class Lookups:
             self._running += wanted
             self._counts.lookups += wanted
             wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage else self._timeout_s
-            self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s)
+            now = time.monotonic()
+            self._pending[request_id] = _Pending(done, nothing, now, now + wait_s)
         if wanted:
             self._executor.submit(self._look_up, question, nothing, Deadline(self._timeout_s), done)
         else:
@@ -89,9 +91,11 @@ class Lookups:
                 return None
             return pending.nothing
 
-    def asked(self, request_id: str) -> bool:
+    def age_s(self, request_id: str) -> float | None:
+        """How long ago the request asked; None if it did not, or needs no answer any more."""
         with self._lock:
-            return request_id in self._pending
+            pending = self._pending.get(request_id)
+            return None if pending is None else time.monotonic() - pending.asked_at
 
     def drop(self, request_id: str) -> None:
         """The request needs no answer any more."""

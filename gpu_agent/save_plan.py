@@ -57,7 +57,7 @@ class SavePlan:
         pin: Callable[[Sequence[int]], None],
         unpin: Callable[[Sequence[int]], None],
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._blocks_max = blocks_max
         self._order_blocks = order_blocks
         self._pin = pin
@@ -120,7 +120,7 @@ class SavePlan:
         orders = []
         while self._ready:
             blocks, self._ready = self._ready[: self._order_blocks], self._ready[self._order_blocks :]
-            self._jobs[self._next_job] = _Job(blocks, self._ranks)
+            self._jobs[self._next_job] = _Job(blocks, self.ranks)
             orders.append(SaveOrder(self._next_job, _parts(blocks)))
             self._next_job += 1
         return orders

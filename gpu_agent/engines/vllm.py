@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from gpu_agent.agent import Agent
 from gpu_agent.block_ranks import BlockRank, LoadsEnded
@@ -52,6 +54,7 @@ logger = init_logger("vllm.kvstore")
 OWN_OPTIONS = ("load", "min_tokens", "lora")
 MIN_TOKENS = 16
 ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
+MEDIUM = "KVSTORE"  # in events
 PINNED_SHARE = 2  # at most one in so many of the engine's blocks is pinned for saves
 
 
@@ -94,6 +97,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._scheduler: BlockScheduler | None = None
         self._lookups: Lookups | None = None
+        self._hash_tokens = 0
         self._scales_unset = scales_in_blocks(kv_cache_config)
         # Worker
         self._rank: BlockRank | None = None
@@ -222,16 +226,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         plan = SavePlan(ranks, max(1, blocks_max), max(1, ORDER_NBYTES // page_nbytes), self._pin, self._unpin)
         self._client = Client(options.client)
         self._lookups = Lookups(self._client, options.agent.lookup_timeout_s)
-        step_tokens, hash_tokens = block_sizes(self._config, self._caches)
+        step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
+        events = self._config.kv_events_config
         self._scheduler = BlockScheduler(
             self._groups,
             shards,
-            hash_tokens,
+            self._hash_tokens,
             step_tokens,
             self._lookups,
             plan,
             self._sync,
             int(options.own.get("min_tokens", MIN_TOKENS)),
+            self._stored_event if events is not None and events.enable_kv_cache_events else None,
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
 
@@ -285,6 +291,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.finished(request, block_ids)
         return False, None
+
+    def _stored_event(self, request: Any, group: int, block: int) -> BlockStored:
+        """Published when the block is in the store."""
+        tokens, hashes = self._groups[group].block_tokens, request.block_hashes
+        key = self._groups[group].key(hashes, self._hash_tokens, block)
+        parent = self._groups[group].key(hashes, self._hash_tokens, block - 1) if block else None
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(key)],
+            parent_block_hash=maybe_convert_block_hash(parent) if parent else None,
+            token_ids=list(request.all_token_ids[block * tokens : (block + 1) * tokens]),
+            block_size=tokens,
+            lora_id=None,
+            lora_name=request.lora_request.lora_name if request.lora_request else None,
+            medium=MEDIUM,
+            group_idx=group,
+        )
+
+    def take_events(self) -> Iterable[BlockStored]:
+        return self._scheduler.take_stored() if self._scheduler else ()
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

@@ -6,6 +6,7 @@ answer tells whether the whole prefix was right. Ranks are objects in one proces
 around a model runner (order of calls, aggregation) is done with vLLM's own classes.
 """
 
+import concurrent.futures
 import json
 import os
 import pickle
@@ -214,6 +215,8 @@ class Engine:
         while self.scheduler.has_requests() and not (until and until()):
             assert time.monotonic() < end, "the engine does not get done"
             self.step()
+        saves = [job.done for rank in self.ranks if rank.connector._rank for _, job in rank.connector._rank._outcomes]
+        concurrent.futures.wait(saves, limit_s)  # blocks have been read, pages may still be on their way
 
     def generate(self, prompt: list[int], count: int = 8, name: str = "r", **changes: Any) -> list[int]:
         self.add(name, prompt, count, **changes)

@@ -1,5 +1,6 @@
 """vLLM's own scheduler with our connector and a real node: hits of every kind, on the official wheel."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
+from gpu_agent import block_scheduler
 from kvstore.client import Client
 from kvstore.node_process import NodeProcess
 
@@ -98,12 +100,13 @@ def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
     assert engine.cached == {"r": 192}
 
 
-def test_a_preempted_request_is_loaded_again(make: Engines) -> None:
-    """Contract 12.2: at least one preemption and one load."""
+def test_a_preempted_request_is_loaded_again(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract 12.2: at least one preemption and one load, of what the request itself has stored."""
+    monkeypatch.setattr(block_scheduler, "REFRESH_S", 0.02)
     engine = make(blocks=9)
     one, two = tokens(7, 50), tokens(11, 50)
     orders: list[Any] = []
-    engine.on_execute = orders.append
+    engine.on_execute = lambda step: (orders.append(step), time.sleep(0.005))  # so that saves can keep up
     requests = [engine.add("one", one, 60), engine.add("two", two, 40)]
     engine.run()
     assert sum(request.num_preemptions for request in requests) >= 1
@@ -221,3 +224,25 @@ def test_counts_reach_vllms_statistics(make: Engines) -> None:
     assert "loads_failed" not in counts
     rebuilt = type(engine.connector).build_kv_connector_stats(counts)
     assert rebuilt.aggregate(type(engine.connector).build_kv_connector_stats(counts)).reduce()["hit_tokens"] == 96
+
+
+def test_blocks_are_announced_when_they_are_in_the_store(make: Engines) -> None:
+    """Events name the blocks that every rank has stored, with the tokens that they hold."""
+    engine = make(ranks=2, events=True)
+    published: list[Any] = []
+    take = engine.connector.take_events
+
+    def taken() -> list[Any]:
+        found = list(take())
+        published.extend(found)
+        return found
+
+    engine.connector.take_events = taken
+    request = engine.add("r", P)
+    engine.run()
+    engine.step()  # pages were on their way when the last block had been read
+    stored = [event for event in published if event.medium == "KVSTORE"]
+    assert [event.token_ids for event in stored] == [P[i : i + BLOCK] for i in (0, 16, 32)] + [
+        list(request.all_token_ids)[48:64]
+    ]
+    assert [event.parent_block_hash for event in stored] == [None, *(event.block_hashes[0] for event in stored[:-1])]
