@@ -19,6 +19,11 @@ from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found b
 from vllm_server import store_config  # noqa: E402
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The engine and what it imports warn as they like."""
+    config.addinivalue_line("filterwarnings", "default")
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`models("llama", seed=1)`: the directory of a tiny model, made once."""

@@ -58,3 +58,19 @@ def test_a_page_without_one_ranks_shard_is_a_miss(
         assert answers(found) == expected
         reader.settle()
         assert store.pages() == complete
+
+
+def test_mla_has_one_writer(engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
+    """Every rank has the whole latent cache: one of them stores it, all of them load it. The reference is a hit in
+    the engine's own cache (see test_caches.py)."""
+    arguments = {"model": models("mla"), "store": {"address": store.address}, "dtype": "bfloat16", **TWO}
+    writer, reader = engines("mla writer", **arguments), engines("mla reader", **arguments)
+    one = prompt(20, 100)
+    before = store.pages()
+    writer.generate(one)
+    expected = writer.generate(one)
+    writer.settle()
+    assert len(store.pages()) - len(before) == 3
+    found = reader.alone(one)
+    assert cached(found) == cached(expected) == [96]
+    assert answers(found) == answers(expected)
