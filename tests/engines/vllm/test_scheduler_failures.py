@@ -15,6 +15,8 @@ from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
 from kvstore.node_process import NodeProcess
 
+pytestmark = pytest.mark.filterwarnings("default")
+
 P = tokens(7, 60)  # 3 blocks and 12 tokens
 
 

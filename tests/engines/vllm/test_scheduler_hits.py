@@ -12,6 +12,8 @@ from gpu_agent import block_scheduler
 from kvstore.client import Client
 from kvstore.node_process import NodeProcess
 
+pytestmark = pytest.mark.filterwarnings("default")
+
 P = tokens(7, 60)  # 3 blocks and 12 tokens
 
 
