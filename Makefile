@@ -11,6 +11,7 @@ CYCLES ?= 300
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
+	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (1-2 minutes, after 3.4 GB of installation)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
@@ -69,6 +70,9 @@ test-vllm: test-vllm-scheduler
 test-vllm-scheduler: $(READY) .venv-vllm-official/.ready
 	KVSTORE_NODE_PYTHON=$(BIN)/python .venv-vllm-official/bin/python -m pytest \
 		$(wildcard tests/engines/vllm/test_tier*.py tests/engines/vllm/test_scheduler*.py) $(ARGS)
+
+demo-vllm: $(READY) .venv-vllm/.ready
+	KVSTORE_NODE_PYTHON=$(BIN)/python .venv-vllm/bin/python benchmarks/demo_vllm.py $(ARGS)
 
 # On a machine whose python has torch for its GPU, CuPy, pytest and transformers; PYTHON names another one.
 gpu-test:

@@ -7,6 +7,8 @@ same run of bytes. The null block, number 0, is a block like any other to the po
 save nor load it.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,6 +36,47 @@ def block_pool(groups: Mapping[str, Blocks], page_tokens: int) -> KVPool:
     """A pool of all `groups`, indexed by block id. In a page they stand in the order of their names:
     vLLM's own order of groups has no meaning. Raises InvalidRequest."""
     return pool_of(page_tokens, *(_group(name, groups[name]) for name in sorted(groups)))
+
+
+def table_pool(views: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int) -> KVPool:
+    """The pool of one cache group: `views` by the engine's layer names, all indexed by one block table.
+
+    Layers of one shape and dtype make a group of the layout, named for what they are (a latent beside
+    its indexer is two). How many rows of a view a block has is told by `num_blocks`: a row may be a
+    smaller kernel block, or hold fewer states than tokens. Layers that share another's memory are in
+    the pages once. Raises InvalidRequest.
+    """
+    kinds: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name in sorted(views):
+        view = views[name]
+        check_shape(name, view, "rows", "heads", "tokens", "cell")
+        place = (view.data_ptr(), tuple(view.shape), view.stride())
+        if place in seen and not view.is_meta:
+            continue
+        seen.add(place)
+        rows, heads, tokens, cell = view.shape
+        if rows < num_blocks or rows % num_blocks:
+            raise InvalidRequest(f"{name}: {rows} rows are no whole number for each of {num_blocks} blocks")
+        kind = f"{str(view.dtype).removeprefix('torch.')}.{rows // num_blocks}x{heads}x{tokens}x{cell}"
+        kinds[kind][name] = view.view(num_blocks, rows // num_blocks, heads, tokens, cell)
+    groups = []
+    for kind in sorted(kinds):
+        cells = {number: kinds[kind][name] for number, name in _numbered(kinds[kind]).items()}
+        groups.append(
+            GroupView(kind, sorted(cells), {"cell": [cells[n] for n in sorted(cells)]}, block_tokens, "block")
+        )
+    return pool_of(block_tokens, *groups)
+
+
+def _numbered(names: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """Layers by the first number in their names ("model.layers.3.self_attn.attn"); if that is not unique,
+    by their place in the order of the names."""
+    found = [re.search(r"\d+", name) for name in names]
+    numbers = [int(match.group()) for match in found if match]
+    if len(set(numbers)) < len(names):
+        numbers = list(range(len(names)))
+    return dict(zip(numbers, names, strict=True))
 
 
 def _group(name: str, blocks: Blocks) -> GroupView:

@@ -1,0 +1,81 @@
+"""Which blocks of a prefix an engine with block tables needs, and how long a prefix the store can give.
+
+    tokens        0        32       64       96      128
+    full          [   0   ][   1   ][   2   ][   3   ]      all blocks of the prefix
+    window 40                       [   2   ][   3   ]      those that the next token attends to
+                                                     ^ end of a prefix
+
+Pure: tables, hashes and answers in, numbers out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Layers that share a block table.
+
+    `block_tokens`: what a block id names. `window_tokens`: how many tokens before the next one its
+    layers attend to, 0: all. `chunk_tokens`: they attend to the current chunk of so many, 0: no chunks.
+    """
+
+    block_tokens: int
+    window_tokens: int = 0
+    chunk_tokens: int = 0
+
+    def first_block(self, end_tokens: int) -> int:
+        """The first block that a request needs whose first `end_tokens` tokens are computed."""
+        first = 0
+        if self.window_tokens:
+            first = max(first, end_tokens - self.window_tokens)
+        if self.chunk_tokens:
+            first = max(first, end_tokens // self.chunk_tokens * self.chunk_tokens)
+        return first // self.block_tokens
+
+    def keys(self, hashes: Sequence[bytes], hash_tokens: int) -> list[bytes]:
+        """The hash of every full block: that of its last `hash_tokens` tokens, which covers all before."""
+        step = self.block_tokens // hash_tokens
+        return list(hashes[step - 1 :: step])
+
+    def key(self, hashes: Sequence[bytes], hash_tokens: int, block: int) -> bytes:
+        """`keys(...)[block]`."""
+        return hashes[(block + 1) * (self.block_tokens // hash_tokens) - 1]
+
+
+def longest_prefix(
+    groups: Sequence[BlockGroup],
+    present: Sequence[Sequence[bool]],
+    local_tokens: int,
+    limit_tokens: int,
+    step_tokens: int,
+) -> int:
+    """The longest prefix, in tokens, that is wholly there once what is stored has been loaded.
+
+    `present[group][block]`: stored by every rank. The first `local_tokens` are in the engine. The result
+    is a multiple of `step_tokens`, at most `limit_tokens`, and `local_tokens` if nothing can be added: a
+    block that only one group has shortens the prefix for all.
+    """
+    if local_tokens % step_tokens:
+        return local_tokens
+    missing = [list(accumulate((not there for there in blocks), initial=0)) for blocks in present]
+    ends = [len(blocks) * group.block_tokens for group, blocks in zip(groups, present, strict=True)]
+    end = min([limit_tokens, *ends]) // step_tokens * step_tokens
+    while end > local_tokens:
+        if all(
+            gaps[end // group.block_tokens] == gaps[_first(group, local_tokens, end)]
+            for group, gaps in zip(groups, missing, strict=True)
+        ):
+            return end
+        end -= step_tokens
+    return local_tokens
+
+
+def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:
+    """Blocks to load so that a prefix in the engine grows from `local_tokens` to `end_tokens`."""
+    return range(_first(group, local_tokens, end_tokens), end_tokens // group.block_tokens)
+
+
+def _first(group: BlockGroup, local_tokens: int, end_tokens: int) -> int:
+    return max(group.first_block(end_tokens), local_tokens // group.block_tokens)

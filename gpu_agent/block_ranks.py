@@ -1,0 +1,242 @@
+"""The store on one rank of an engine with block tables: carries out orders, an `Agent` per group.
+
+    orders --- load: an agent per group ---> finished, which blocks are wrong     every load, whatever happens
+           +-- save: an agent per group ---> acknowledged as soon as the blocks have been read
+
+The orders come from `block_scheduler.py`; its `Report` goes back to it.
+"""
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu_agent.agent import Agent
+from gpu_agent.block_scheduler import LoadOrder, Report, StepOrders
+from gpu_agent.jobs import LoadJob, SaveJob
+from gpu_agent.save_plan import Part, SaveOrder
+from kvstore.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RankCounts:
+    """Since the object was made; seconds from order to end, summed over loads."""
+
+    loads: int = 0
+    loads_failed: int = 0
+    load_seconds: float = 0.0
+    pages_loaded: int = 0
+    loaded_nbytes: int = 0
+    pages_saved: int = 0
+    saved_nbytes: int = 0
+    pages_existing: int = 0
+    pages_dropped: int = 0
+
+
+@dataclass
+class LoadsEnded:
+    """Loads that ended since the last call: all requests, those with less than ordered, and the ids of
+    the blocks that were not written."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    wrong_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Load:
+    order: LoadOrder
+    jobs: list[tuple[Part, LoadJob | None]]  # None: it could not even begin
+    began_at: float
+    epoch: int
+
+    @property
+    def done(self) -> bool:
+        return all(job is None or job.done.done() for _, job in self.jobs)
+
+
+@dataclass(frozen=True)
+class _Save:
+    jobs: list[SaveJob]
+    refused: bool  # a part of it could not even begin
+
+    @property
+    def read(self) -> bool:
+        return all(job.gathered.done() for job in self.jobs)
+
+    @property
+    def done(self) -> bool:
+        return all(job.done.done() for job in self.jobs)
+
+    @property
+    def kept(self) -> bool:
+        """Of a save that is done: whether all its pages are in the store."""
+        return not self.refused and all(not job.done.result().dropped for job in self.jobs)
+
+
+class BlockRank:
+    """Not thread-safe, but for the agents' own threads: an engine has one worker thread per rank.
+
+    `make_agents(epoch)`: one agent per group, of a namespace with this epoch (None: the configured one);
+    None for a group that has no layers here.
+    `writes`: whether this rank stores; of ranks with the same KV only one does.
+    """
+
+    def __init__(self, make_agents: Callable[[int | None], Sequence[Agent | None]], writes: bool) -> None:
+        self.counts = RankCounts()
+        self._make_agents = make_agents
+        self._agents = make_agents(None)
+        self._writes = writes
+        self._epoch: int | None = None
+        self._generation = 0  # raised with every change of the epoch
+        self._step = 0
+        self._loads: list[_Load] = []
+        self._saves: dict[int, _Save] = {}  # whose blocks are still being read
+        self._storing: dict[int, _Save] = {}  # that are not done
+        self._outcomes: list[tuple[Agent, SaveJob]] = []
+        self._reported = Report(0)
+
+    def begin(self, orders: StepOrders) -> None:
+        """A step with these orders begins."""
+        self._step = orders.step
+        if orders.epoch != self._epoch:
+            self._renew(orders.epoch)
+
+    def load(self, orders: Sequence[LoadOrder]) -> None:
+        """Starts loads, behind what the engine has enqueued so far. Those with `sync` have ended when this
+        returns: by the agent's deadline, and not before nothing writes to their blocks any more."""
+        for order in orders:
+            began_at = time.monotonic()
+            jobs = [(part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]]
+            self._loads.append(_Load(order, jobs, began_at, self._generation))
+        concurrent.futures.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
+
+    def save(self, orders: Sequence[SaveOrder]) -> None:
+        """Starts saves, behind what the engine has enqueued so far."""
+        for order in orders:
+            jobs, refused = [], False
+            for part in order.parts if self._writes else ():
+                agent = self._agents[part.group]
+                if agent is None:
+                    continue
+                try:
+                    job = agent.save(part.keys, torch.tensor(part.blocks, dtype=torch.int64))
+                except InvalidRequest as error:
+                    log.error("blocks could not be stored: %s", error)
+                    refused = True
+                    continue
+                jobs.append(job)
+                self._outcomes.append((agent, job))
+            self._saves[order.job] = self._storing[order.job] = _Save(jobs, refused)
+
+    def loads_ended(self) -> LoadsEnded:
+        """What the engine has to know; each load once."""
+        ended = LoadsEnded()
+        going = []
+        for load in self._loads:
+            if not load.done:
+                going.append(load)
+                continue
+            wrong = self._wrong_blocks(load)
+            request_id = load.order.request_id
+            self._reported.finished[request_id] = 1
+            if not load.order.sync:
+                ended.finished.add(request_id)
+            if wrong is not None:
+                ended.failed.add(request_id)
+                ended.wrong_blocks |= wrong
+        self._loads = going
+        self._reported.failed |= ended.failed
+        return ended
+
+    def report(self) -> Report:
+        """For the scheduler's side, about everything since the last report."""
+        for number in [number for number, save in self._saves.items() if save.read]:
+            del self._saves[number]
+            self._reported.acknowledged[number] = 1
+        for number in [number for number, save in self._storing.items() if save.done]:
+            self._reported.ended[number] = 1
+            self._reported.kept[number] = int(self._storing.pop(number).kept)
+        report, self._reported = self._reported, Report(0)
+        report.step = self._step
+        return report
+
+    def take_counts(self) -> RankCounts:
+        """Counts since the last call."""
+        going = []
+        for agent, job in self._outcomes:
+            if not job.done.done():
+                going.append((agent, job))
+                continue
+            result = job.done.result()
+            self.counts.pages_saved += result.stored
+            self.counts.saved_nbytes += result.stored * agent.namespace.layout.page_nbytes
+            self.counts.pages_existing += result.existing
+            self.counts.pages_dropped += result.dropped
+        self._outcomes = going
+        counts, self.counts = self.counts, RankCounts()
+        return counts
+
+    def drain(self) -> None:
+        """Waits until nothing reads or writes the engine's blocks: by the deadlines of saves and loads."""
+        concurrent.futures.wait([job.gathered for save in self._saves.values() for job in save.jobs])
+        concurrent.futures.wait([job.done for load in self._loads for _, job in load.jobs if job])
+
+    def close(self) -> None:
+        """Pending saves end in bounded time."""
+        _close(self._agents)
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return [violation for agent in self._agents if agent for violation in agent.check()]
+
+    # ---- in detail --------------------------------------------------------------------------
+
+    def _start_load(self, part: Part) -> LoadJob | None:
+        agent = self._agents[part.group]
+        assert agent is not None
+        try:
+            return agent.load(part.keys, torch.tensor(part.blocks, dtype=torch.int64))
+        except InvalidRequest as error:
+            log.error("blocks could not be loaded: %s", error)
+            return None
+
+    def _wrong_blocks(self, load: _Load) -> set[int] | None:
+        """Blocks that hold nothing of meaning; None if all is well."""
+        wrong: set[int] = set()
+        self.counts.loads += 1
+        self.counts.load_seconds += time.monotonic() - load.began_at
+        for part, job in load.jobs:
+            pages = 0
+            if job and load.epoch == self._generation:
+                result = job.done.result()
+                pages = result.pages
+                self.counts.pages_loaded += result.loaded
+                agent = self._agents[part.group]
+                assert agent is not None
+                self.counts.loaded_nbytes += result.loaded * agent.namespace.layout.page_nbytes
+            wrong.update(part.blocks[pages:])
+        if not wrong:
+            return None
+        self.counts.loads_failed += 1
+        return wrong
+
+    def _renew(self, epoch: int | None) -> None:
+        """Other namespaces from now on. Loads under way bring what is not wanted any more, so they will
+        count as failed; saves under way go where nobody looks."""
+        old, self._agents = self._agents, self._make_agents(epoch)
+        self._epoch = epoch
+        self._generation += 1
+        threading.Thread(target=_close, args=(old,), name="kvstore-close", daemon=True).start()
+
+
+def _close(agents: Sequence[Agent | None]) -> None:
+    for agent in agents:
+        if agent:
+            agent.close()

@@ -1,0 +1,310 @@
+"""The store beside an engine's scheduler: hits for waiting requests, orders for the ranks.
+
+    ask ... matched, matched, ... -> allocated -> step (load order) -> report -> step (save orders) ... finished
+
+For engines that schedule requests with block tables and hash their blocks themselves (vLLM). Nothing
+here waits, and nothing here touches KV: `block_ranks.py` does, on every rank, by the orders made here.
+"""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from gpu_agent.block_groups import BlockGroup, loaded_blocks, longest_prefix
+from gpu_agent.lookups import Answer, Lookups
+from gpu_agent.save_plan import Block, Part, SaveOrder, SavePlan
+from gpu_agent.stored_blocks import StoredBlocks
+from kvstore.keys import Namespace
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 2.0  # how long an answer is believed while a request waits
+NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
+
+
+class EngineRequest(Protocol):
+    """What is read of the engine's request."""
+
+    request_id: str
+    block_hashes: list[bytes]  # of all full blocks of known tokens; grows
+    num_tokens: int
+    num_computed_tokens: int
+
+
+class LoadOrder(NamedTuple):
+    """For every rank: fetch these blocks, and report the request in any case."""
+
+    request_id: str
+    parts: list[Part]
+    sync: bool
+
+
+class StepOrders(NamedTuple):
+    """What the ranks do beside one step of the engine."""
+
+    step: int
+    epoch: int | None
+    loads: list[LoadOrder]
+    saves: list[SaveOrder]
+
+
+@dataclass
+class Report:
+    """What one rank, or several together, did beside a step."""
+
+    step: int
+    acknowledged: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have read its blocks
+    ended: Counter[int] = field(default_factory=Counter)  # save job -> ranks that are done with it
+    kept: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have all its pages in the store
+    finished: Counter[str] = field(default_factory=Counter)  # load of a request -> ranks that ended it
+    failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
+
+    def add(self, other: "Report") -> "Report":
+        self.acknowledged.update(other.acknowledged)
+        self.ended.update(other.ended)
+        self.kept.update(other.kept)
+        self.finished.update(other.finished)
+        self.failed |= other.failed
+        self.step = min(self.step, other.step)
+        return self
+
+
+@dataclass
+class _Request:
+    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up."""
+
+    request: EngineRequest
+    planned: list[int]
+    present: Answer = ()
+    offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
+    loading: bool = False
+    refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
+    barred: bool = False  # its KV may not be stored
+
+
+@dataclass
+class MatchCounts:
+    """Tokens asked for and given."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    hits: int = 0
+
+
+class BlockScheduler:
+    """Not thread-safe. `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of
+    one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. `sync`: loads end
+    within the step that orders them. A hit of fewer than `min_tokens` tokens is none."""
+
+    def __init__(
+        self,
+        groups: Sequence[BlockGroup],
+        shards: Sequence[Sequence[Namespace]],
+        hash_tokens: int,
+        step_tokens: int,
+        lookups: Lookups,
+        plan: SavePlan,
+        sync: bool = False,
+        min_tokens: int = 1,
+        describe: Callable[[Any, int, int], Any] | None = None,
+    ) -> None:
+        self._describe = describe
+        self._stored = StoredBlocks(plan.ranks)
+        self._counts = MatchCounts()
+        self._groups = groups
+        self._shards = shards
+        self._hash_tokens = hash_tokens
+        self._step_tokens = step_tokens
+        self._lookups = lookups
+        self._plan = plan
+        self._sync = sync
+        self._min_tokens = max(1, min_tokens)
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[LoadOrder] = []
+        self._sync_loads: dict[int, set[str]] = {}  # step -> requests
+        self._recovering: dict[str, int] = {}  # after a failed sync load: tokens to be computed again
+        self._epoch: int | None = None
+        self._step = 0
+        lookups.open([namespace for group in shards for namespace in group])
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has to go on stepping for us."""
+        return self._plan.busy
+
+    # ---- a request's way --------------------------------------------------------------------
+
+    def ask(self, request: EngineRequest) -> None:
+        """A new request: starts its lookup."""
+        self._requests[request.request_id] = _Request(request, [0] * len(self._groups))
+        self._ask(request)
+
+    def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that can be loaded; None: not known yet. Asked again and again."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.refused:
+            return 0
+        age_s = self._lookups.age_s(request.request_id)
+        answer = self._lookups.answer(request.request_id)
+        # It was preempted after its first admission, or waits so long that other pages are there now.
+        if age_s is None or (age_s > REFRESH_S and answer is not None):
+            self._ask(request)
+            answer = self._lookups.answer(request.request_id)
+        if answer is None:
+            return None
+        # An async load may claim the last token too: the engine computes it again.
+        limit = request.num_tokens - self._sync
+        end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens) if answer else local_tokens
+        if end - local_tokens < self._min_tokens:
+            end = local_tokens
+        state.present, state.offered = answer, (local_tokens, end)
+        return end - local_tokens
+
+    def allocated(self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """The request was admitted with blocks for `tokens` tokens of the offer (perhaps fewer or none)."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.loading:
+            return
+        if self._lookups.age_s(request.request_id) is not None:
+            self._lookups.drop(request.request_id)
+            state.planned = [0] * len(self._groups)
+            self._counts.queried_tokens += request.num_tokens - state.offered[0]
+        if not tokens:
+            return
+        local, end = state.offered[0], state.offered[0] + tokens
+        parts = []
+        for number, group in enumerate(self._groups):
+            wanted = [i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK]
+            keys = [group.key(request.block_hashes, self._hash_tokens, i) for i in wanted]
+            parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
+        self._loads.append(LoadOrder(request.request_id, parts, self._sync))
+        state.loading = not self._sync
+        self._counts.hits += 1
+        self._counts.hit_tokens += tokens
+
+    def step(self, scheduled: Iterable[tuple[str, int, Sequence[Sequence[int]]]]) -> StepOrders:
+        """The end of scheduling: `scheduled` are requests, their tokens in this step, and their tables."""
+        self._step += 1
+        saves = self._plan.orders()
+        if self._describe:
+            self._stored.ordered(saves)
+        self._plan.begin(self._step)
+        loads, self._loads = self._loads, []
+        if self._sync and loads:
+            self._sync_loads[self._step] = {load.request_id for load in loads}
+        for request_id, tokens, tables in scheduled:
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            if self._recovering and request_id not in self._recovering:
+                state.barred = True  # it may read blocks that are being computed again
+            self._stage(state, state.request.num_computed_tokens + tokens, tables)
+        return StepOrders(self._step, self._epoch, loads, saves)
+
+    def ran(self, report: Report) -> None:
+        """What the ranks did beside a step whose results the engine has seen."""
+        for job, ranks in report.acknowledged.items():
+            self._plan.acknowledge(job, ranks)
+        self._stored.ended(report.ended, report.kept)
+        for request_id in report.failed & self._requests.keys():
+            state = self._requests[request_id]
+            state.refused = True
+            state.present, state.planned = (), [0] * len(self._groups)  # what is gone or damaged is saved again
+        for request_id in report.finished.keys() & self._requests.keys():
+            self._requests[request_id].loading = False
+        loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
+        failed = loaded & report.failed
+        for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
+            self._requests[request_id].planned = [0] * len(self._groups)
+        if failed:
+            self._recover(failed)
+        elif self._recovering:
+            self._recovering = {
+                request_id: tokens
+                for request_id, tokens in self._recovering.items()
+                if request_id in self._requests and self._requests[request_id].request.num_computed_tokens < tokens
+            }
+
+    def finished(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> None:
+        """The request ends; its blocks are about to be freed."""
+        state = self._requests.pop(request.request_id, None)
+        self._lookups.drop(request.request_id)
+        if state is None or state.loading:
+            return
+        self._stage(state, request.num_computed_tokens, tables)
+        if not state.barred:
+            self._lookups.touch(self._question(request))
+
+    def reset(self) -> None:
+        """Nothing stored so far is valid any more, nor what the requests at hand have computed. The new
+        epoch is no number that anybody else uses: others may serve other weights."""
+        self._epoch = secrets.randbits(63)
+        self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
+        self._plan.forget()
+        self._stored.forget()
+        self._lookups.drop_all()
+        for state in self._requests.values():
+            state.barred = True
+
+    def take_stored(self) -> list[Any]:
+        """Descriptions of blocks that every rank has stored since the last call."""
+        if not self._plan.busy:
+            self._stored.forget()
+        return self._stored.take()
+
+    def take_counts(self) -> MatchCounts:
+        """Counts since the last call."""
+        counts, self._counts = self._counts, MatchCounts()
+        return counts
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        return self._plan.check() + self._lookups.check()
+
+    # ---- in detail --------------------------------------------------------------------------
+
+    def _question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
+        return [
+            (shards, group.keys(request.block_hashes, self._hash_tokens))
+            for group, shards in zip(self._groups, self._shards, strict=True)
+        ]
+
+    def _ask(self, request: EngineRequest) -> None:
+        self._lookups.ask(request.request_id, self._question(request))
+
+    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> None:
+        if state.barred or state.loading:
+            return
+        request = state.request
+        tokens = min(computed_tokens, len(request.block_hashes) * self._hash_tokens)  # no drafts, no placeholders
+        found: list[tuple[int, int, int]] = []  # where a block ends, its group, its index
+        for number, group in enumerate(self._groups):
+            full = min(tokens // group.block_tokens, len(tables[number]))
+            present = state.present[number] if state.present else ()
+            for i in range(state.planned[number], full):
+                if tables[number][i] != NULL_BLOCK and not (i < len(present) and present[i]):
+                    found.append(((i + 1) * group.block_tokens, number, i))
+            state.planned[number] = max(state.planned[number], full)
+        if not found:
+            return
+        found.sort()  # if there is no room for all, then for all groups' blocks of a shorter prefix
+        room = self._plan.room
+        for _, number, i in reversed(found[room:]):
+            state.planned[number] = i
+        blocks: list[Block] = []
+        for _, number, i in found[:room]:
+            key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
+            blocks.append((number, key, tables[number][i]))
+            if self._describe:
+                self._stored.note(number, key, self._describe(request, number, i))
+        self._plan.stage(request.request_id, blocks)
+
+    def _recover(self, failed: set[str]) -> None:
+        """After a failed sync load: the engine has cut these requests back and computes them again. Until
+        it is where it was, others may read what is not right yet."""
+        log.warning("a load within a step failed for %d requests; what depends on it is not stored", len(failed))
+        for request_id in failed & self._requests.keys():
+            self._recovering[request_id] = self._requests[request_id].offered[1]

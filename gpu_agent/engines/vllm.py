@@ -1,0 +1,364 @@
+"""vLLM (0.30 and later): its connector, switched on with its own flags and without a patch.
+
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path": "gpu_agent.engines.vllm",
+      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"address": "store:7440"}}'
+
+    SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
+    WORKER      BlockRank: an agent per cache group, which moves them
+
+Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tokens`, `lora`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from gpu_agent.agent import Agent
+from gpu_agent.block_ranks import BlockRank, LoadsEnded
+from gpu_agent.block_scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent.engines.vllm_identity import (
+    block_groups,
+    block_sizes,
+    group_pools,
+    namespaces,
+    replicas,
+    scales_in_blocks,
+)
+from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
+from gpu_agent.lookups import Lookups
+from gpu_agent.options import Options, read_options
+from gpu_agent.save_plan import SavePlan
+from kvstore.client import Client
+from kvstore.errors import ConfigError
+from kvstore.keys import Namespace
+
+logger = init_logger("vllm.kvstore")
+
+OWN_OPTIONS = ("load", "min_tokens", "lora")
+MIN_TOKENS = 16
+ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
+MEDIUM = "KVSTORE"  # in events
+PINNED_SHARE = 2  # at most one in so many of the engine's blocks is pinned for saves
+
+
+@dataclass
+class _Handshake(KVConnectorHandshakeMetadata):
+    """Of one rank: its namespaces, one per cache group."""
+
+    namespaces: list[Namespace | None]
+
+
+@dataclass
+class _Orders(KVConnectorMetadata):
+    orders: StepOrders
+
+
+@dataclass
+class _WorkerReport(KVConnectorWorkerMetadata):
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVConnectorWorkerMetadata":
+        self.report.add(other.report)
+        return self
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both of vLLM's roles; a method serves the one that vLLM calls it for."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = _options(transfer.kv_connector_extra_config)
+        self._sync = self._options.own.get("load", "async") == "sync"
+        self._config, self._caches = vllm_config, kv_cache_config
+        groups = block_groups(vllm_config, kv_cache_config)
+        self._groups = [] if isinstance(groups, str) else groups
+        self._client: Client | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._warn(groups)
+        # Scheduler
+        self._pool: Any = None
+        self._scheduler: BlockScheduler | None = None
+        self._lookups: Lookups | None = None
+        self._hash_tokens = 0
+        self._scales_unset = scales_in_blocks(kv_cache_config)
+        # Worker
+        self._rank: BlockRank | None = None
+        self._namespaces: list[Namespace | None] = []
+        self._ended = LoadsEnded()
+
+    def _warn(self, groups: Any) -> None:
+        transfer = self._config.kv_transfer_config
+        if isinstance(groups, str):
+            logger.warning(
+                "kvstore: this model has %s, which the store does not hold; nothing is saved or loaded", groups
+            )
+        if self._sync and len(self._groups) > 1:
+            raise ConfigError('option load="sync" needs a model with one KV cache group; leave it at "async"')
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kvstore: kv_load_failure_policy is %r: requests end with an error when a load fails; "
+                'set it to "recompute"',
+                transfer.kv_load_failure_policy,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what is not stored is computed again
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        # A block of all layers is one run of bytes then. Backends that can not are left as they are.
+        return "BLHNC" if current_platform.is_cuda_alike() else None
+
+    # ---- worker ----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if not self._groups:
+            return
+        pools = group_pools(self._caches, kv_caches)
+        tp_rank = get_tp_group().rank_in_group
+        ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": _prefill_context_rank()}
+        self._namespaces = namespaces(self._config, self._caches, self._options.identity, pools, ranks)
+        client = self._client = Client(self._options.client)
+        agent = self._options.agent
+        staging_nbytes = [
+            max(agent.staging_nbytes // len(pools), pool.layout.page_nbytes if pool else 0) for pool in pools
+        ]
+
+        def make_agents(epoch: int | None) -> list[Agent | None]:
+            made: list[Agent | None] = []
+            for namespace, pool, nbytes in zip(self._namespaces, pools, staging_nbytes, strict=True):
+                if namespace is None:
+                    made.append(None)
+                    continue
+                if epoch is not None:
+                    namespace = replace(namespace, epoch=epoch)
+                made.append(Agent(client, namespace, pool, replace(agent, staging_nbytes=nbytes)))
+            return made
+
+        self._rank = BlockRank(make_agents, writes=tp_rank % replicas(self._config, self._caches) == 0)
+        for namespace in self._namespaces:
+            if namespace is not None:
+                logger.info("kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt)
+
+    def unregister_kv_caches(self) -> None:
+        if self._rank:  # before the memory goes away (sleep mode); it comes back at the same addresses
+            self._rank.drain()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return _Handshake(self._namespaces) if self._rank else None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._rank:
+            self._rank.begin(self._orders)
+
+    @property
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _Orders)
+        return metadata.orders
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._rank:
+            self._rank.load(self._orders.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        if self._rank and self.has_connector_metadata():
+            self._rank.save(self._orders.saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if not self._rank:
+            return KVConnectorTransferResults()
+        self._ended = self._rank.loads_ended()
+        several = len(self._groups) > 1  # a block id says nothing without its group
+        return KVConnectorTransferResults(
+            finished_recving=self._ended.finished, failed_recving=self._ended.failed if several else set()
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        wrong, self._ended = self._ended.wrong_blocks, LoadsEnded()
+        return wrong if len(self._groups) == 1 else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return _WorkerReport(self._rank.report()) if self._rank else None
+
+    # ---- scheduler -------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+        """What the ranks are told to hold, by rank. Without all of them there is no hit and no save."""
+        ranks = self._config.parallel_config.world_size
+        if not self._groups or len(metadata) != ranks or self._pool is None:
+            logger.warning("kvstore: %d of %d ranks can be asked for; nothing is saved or loaded", len(metadata), ranks)
+            return
+        held = [rank.namespaces for rank in metadata.values() if isinstance(rank, _Handshake)]
+        shards = [list(dict.fromkeys(filter(None, group))) for group in zip(*held, strict=True)]
+        options = self._options
+        page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
+        blocks_max = min(self._caches.num_blocks // PINNED_SHARE, options.agent.pending_nbytes_max // page_nbytes)
+        plan = SavePlan(ranks, max(1, blocks_max), max(1, ORDER_NBYTES // page_nbytes), self._pin, self._unpin)
+        self._client = Client(options.client)
+        self._lookups = Lookups(self._client, options.agent.lookup_timeout_s)
+        step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
+        events = self._config.kv_events_config
+        self._scheduler = BlockScheduler(
+            self._groups,
+            shards,
+            self._hash_tokens,
+            step_tokens,
+            self._lookups,
+            plan,
+            self._sync,
+            int(options.own.get("min_tokens", MIN_TOKENS)),
+            self._stored_event if events is not None and events.enable_kv_cache_events else None,
+        )
+        logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    def _pin(self, blocks: Iterable[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def _unpin(self, blocks: Iterable[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler and self._wanted(request):
+            self._scheduler.ask(request)
+
+    def _wanted(self, request: Any) -> bool:
+        if (request.kv_transfer_params or {}).get("kvstore.skip") or getattr(request, "resumable", False):
+            return False
+        # The block hash holds a LoRA's name and path, not its weights.
+        return request.lora_request is None or self._options.own.get("lora") == "named"
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not self._scheduler or self._scales_unset:
+            return 0, False
+        tokens = self._scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens) and not self._sync
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if not self._scheduler:
+            return _Orders(StepOrders(0, None, [], []))
+        tables = scheduler_output.kv_connector_block_state
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
+        return _Orders(
+            self._scheduler.step((name, count, tables.get_block_ids(name)) for name, count in scheduled.items())
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler and isinstance(report, _WorkerReport):
+            self._scheduler.ran(report.report)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler:
+            self._scheduler.finished(request, block_ids)
+        return False, None
+
+    def _stored_event(self, request: Any, group: int, block: int) -> BlockStored:
+        """Published when the block is in the store."""
+        tokens, hashes = self._groups[group].block_tokens, request.block_hashes
+        key = self._groups[group].key(hashes, self._hash_tokens, block)
+        parent = self._groups[group].key(hashes, self._hash_tokens, block - 1) if block else None
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(key)],
+            parent_block_hash=maybe_convert_block_hash(parent) if parent else None,
+            token_ids=list(request.all_token_ids[block * tokens : (block + 1) * tokens]),
+            block_size=tokens,
+            lora_id=None,
+            lora_name=request.lora_request.lora_name if request.lora_request else None,
+            medium=MEDIUM,
+            group_idx=group,
+        )
+
+    def take_events(self) -> Iterable[BlockStored]:
+        return self._scheduler.take_stored() if self._scheduler else ()
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    def reset_cache(self) -> bool | None:
+        if self._scheduler:
+            self._scheduler.reset()
+        return True
+
+    # ---- both ------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        data: dict[str, float] = {}
+        if self._rank:
+            data.update(asdict(self._rank.take_counts()))
+        if self._scheduler and self._lookups:
+            data.update(asdict(self._scheduler.take_counts()) | asdict(self._lookups.take_counts()))
+        data = {name: count for name, count in data.items() if count}
+        return KVStoreStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        return KVStoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVStorePromMetrics:
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Pending saves end in bounded time."""
+        for part in (self._rank, self._lookups, self._client):
+            if part:
+                part.close()
+
+
+def _options(values: Mapping[str, Any]) -> Options:
+    options = read_options(values, OWN_OPTIONS)
+    if options.own.get("load", "async") not in ("async", "sync"):
+        raise ConfigError(f'option load={options.own["load"]!r} is neither "async" nor "sync"')
+    if options.own.get("lora", "skip") not in ("skip", "named"):
+        raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
+    return options
+
+
+def _prefill_context_rank() -> int:
+    try:
+        from vllm.distributed.parallel_state import get_pcp_group
+    except ImportError:
+        return 0
+    return int(get_pcp_group().rank_in_group)

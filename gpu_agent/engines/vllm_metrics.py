@@ -1,0 +1,67 @@
+"""vLLM's statistics and Prometheus metrics of the store: `vllm:kvstore_*`, counters all."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+# Field of the counts that `KVStoreConnector.get_kv_connector_stats` adds up -> help.
+COUNTERS = {
+    "lookups": "requests whose prefix was looked up in the store",
+    "lookups_failed": "calls of the scheduler that the store did not answer in time",
+    "queried_tokens": "tokens of admitted requests that the engine did not have",
+    "hits": "requests with a hit in the store",
+    "hit_tokens": "tokens that loads were ordered for",
+    "loads": "loads, on all ranks",
+    "loads_failed": "loads that brought less than ordered, on all ranks",
+    "load_seconds": "time from order to end, summed over loads on all ranks",
+    "pages_loaded": "pages loaded, on all ranks",
+    "loaded_nbytes": "bytes loaded, on all ranks",
+    "pages_saved": "pages stored, on all ranks",
+    "saved_nbytes": "bytes stored, on all ranks",
+    "pages_existing": "pages to be saved that the store had already",
+    "pages_dropped": "pages that could not be saved",
+}
+
+
+class KVStoreStats(KVConnectorStats):
+    """`data`: counts of one interval, by the names of COUNTERS."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "KVStoreStats":
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(count, 3) for name, count in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVStorePromMetrics(KVConnectorPromMetrics):
+    """One counter per count, one child per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for name, text in COUNTERS.items():
+            counter = self._counter_cls(
+                name=f"vllm:kvstore_{name}", documentation=f"kvstore: {text}", labelnames=labelnames
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(count)

@@ -1,0 +1,93 @@
+"""vLLM's real engine on the CPU, in processes of its own, with a real node beside it.
+
+An engine takes 15 to 25 s to start. So the tests of a file share engines, each with one role (the one
+that computes, the one that finds what another computed), and use prompts of their own.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+sys.path.append(str(HERE.parents[2] / "benchmarks"))
+
+from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found by the lines above
+from vllm_server import store_config  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The engine and what it imports warn as they like."""
+    config.addinivalue_line("filterwarnings", "default")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`models("llama", seed=1)`: the directory of a tiny model, made once."""
+    made: dict[str, str] = {}
+
+    def directory(kind: str, **changes: Any) -> str:
+        from tiny_models import save_model
+
+        name = f"tiny_{kind}"
+        key = f"{name} {sorted(changes.items())}"
+        if key not in made:
+            # Other weights under the same last path component: only their bytes tell them apart.
+            path = tmp_path_factory.mktemp("model") / name
+            save_model(kind, path, **changes)
+            made[key] = str(path)
+        return made[key]
+
+    return directory
+
+
+def close_all(running: dict[str, EngineHandle]) -> None:
+    """Together: each takes seconds."""
+    for handle in running.values():
+        handle.end()
+    for handle in running.values():
+        handle.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Callable[..., EngineHandle]]:
+    """`engines(name, model=..., store={...}, ...)`: the engine of that name in this file, started when first asked for.
+
+    `store`: options of the connector; without, a plain engine. Everything else goes to vllm.LLM.
+    """
+    running: dict[str, EngineHandle] = {}
+
+    def engine(name: str, store: dict[str, Any] | None = None, **arguments: Any) -> EngineHandle:
+        if name not in running:
+            if store is not None:
+                arguments["kv_transfer_config"] = store_config(**{"backoff_s_max": 0.1, **store})
+            running[name] = EngineHandle(name, arguments)
+        return running[name]
+
+    yield engine
+    close_all(running)
+
+
+@pytest.fixture(scope="session")
+def plain(models: Callable[..., str]) -> Iterator[Callable[..., EngineHandle]]:
+    """`plain("llama", dtype=...)`: an engine without a connector, for all files; the reference."""
+    running: dict[str, EngineHandle] = {}
+
+    def engine(kind: str = "llama", **arguments: Any) -> EngineHandle:
+        key = f"{kind} {sorted(arguments.items())}"
+        if key not in running:
+            running[key] = EngineHandle(f"plain {key}", {"model": models(kind), **arguments})
+        return running[key]
+
+    yield engine
+    close_all(running)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableNode]:
+    """A node of this file's own that can be killed and started again with its pages."""
+    with RestartableNode(tmp_path_factory.mktemp("node")) as node:
+        yield node

@@ -1,0 +1,159 @@
+"""A vLLM engine that does what it is told, one JSON object per line, and answers with one each.
+
+    python engine_process.py '{"model": DIR, ...arguments of vllm.LLM}'
+
+    {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens": 8}
+    {"do": "settle"}                          steps the idle engine until it has nothing more to do
+    {"do": "reset", "connector": false}       forgets the engine's own prefix cache
+    {"do": "arm", "faults": [{...}]}          see engine_faults.py
+    {"do": "report"}                          calls of the store per kind in each process, faults that struck
+    {"do": "metrics"} {"do": "cache"} {"do": "chain", "prompt": [token, ...]}
+
+The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# One process, which can be stepped and whose store can be made to fail; workers of TP > 1 are others.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours in the workers
+
+import engine_faults
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.request import Request
+
+SETTLE_S = 20.0
+DEFAULTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "block_size": 32,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 1024,  # 64 MiB instead of the gigabyte that is the least vLLM takes by itself
+    "disable_log_stats": False,
+}
+
+
+def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
+    """A function for `collective_rpc`: the workers import what the engine's process has."""
+
+    def call(worker: Any) -> Any:
+        import engine_faults
+
+        return [getattr(engine_faults, name)(**fault) for fault in faults] or getattr(engine_faults, name)()
+
+    return call
+
+
+class Engine:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        store = arguments.pop("kv_transfer_config", None)
+        self.llm = LLM(**{**DEFAULTS, **arguments}, **({"kv_transfer_config": store} if store else {}))
+        self.core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        self.apart = arguments.get("tensor_parallel_size", 1) > 1
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salts: Sequence[str | None] = ()
+    ) -> dict[str, Any]:
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        for prompt, salt in zip(asked, salts, strict=False):
+            if salt:
+                prompt["cache_salt"] = salt
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, logprobs=1)
+        start = time.perf_counter()
+        outputs = self.llm.generate(asked, params, use_tqdm=False)
+        return {"seconds": time.perf_counter() - start, "requests": [self._request(output) for output in outputs]}
+
+    def _request(self, output: Any) -> dict[str, Any]:
+        sequence = output.outputs[0]
+        tokens = list(sequence.token_ids)
+        logprobs = [position[token].logprob for token, position in zip(tokens, sequence.logprobs or [], strict=False)]
+        return {
+            "tokens": tokens,
+            "logprobs": logprobs,
+            "cached": output.num_cached_tokens,
+            "finish": sequence.finish_reason,
+            "ttft_s": output.metrics.first_token_latency if output.metrics else None,
+        }
+
+    def settle(self) -> dict[str, Any]:
+        """As the loop of a server does that has no requests: for saves that end after their request."""
+        start, steps = time.monotonic(), 0
+        while self.core.scheduler.has_requests() and time.monotonic() < start + SETTLE_S:
+            self.llm.llm_engine.step()
+            steps += 1
+            time.sleep(0.002)
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        return {
+            "steps": steps,
+            "idle": not self.core.scheduler.has_requests(),
+            "blocks_held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # block 0 is nobody's
+        }
+
+    def reset(self, connector: bool = False) -> dict[str, Any]:
+        return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
+
+    def arm(self, faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        for fault in faults:
+            engine_faults.arm(**fault)
+        if self.apart:
+            self.llm.collective_rpc(in_workers("arm", *faults))
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        workers = self.llm.collective_rpc(in_workers("report")) if self.apart else []
+        return {"processes": [engine_faults.report(), *workers]}
+
+    def metrics(self) -> dict[str, Any]:
+        """Values by name, added up over labels."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", getattr(metric, "count", None))
+            if value is not None:
+                found[metric.name] = found.get(metric.name, 0) + value
+        return found
+
+    def chain(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """The engine's own hashes of the full blocks of a prompt."""
+        params = SamplingParams(max_tokens=1)
+        hasher = self.core.request_block_hasher
+        request = Request("chain", list(prompt), params, None, block_hasher=hasher)
+        return {"hashes": [bytes(name).hex() for name in request.block_hashes]}
+
+    def cache(self) -> dict[str, Any]:
+        """Of rank 0: how many layers each group of the cache has, and whether block 0, which is nobody's, is
+        still all zeros in every layer."""
+
+        def call(worker: Any) -> Any:
+            groups = worker.model_runner.kv_cache_config.kv_cache_groups
+            return {
+                "groups": [len(group.layer_names) for group in groups],
+                "null_block_is_zero": all(not cache[0].any() for cache in worker.model_runner.kv_caches),
+            }
+
+        found: dict[str, Any] = self.llm.collective_rpc(call)[0]
+        return found
+
+
+def main(argument: str) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine_faults.install()
+    engine = Engine(json.loads(argument))
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = getattr(engine, order.pop("do"))(**order)
+        print(json.dumps(answer), file=answers)
+    print("asked to end", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

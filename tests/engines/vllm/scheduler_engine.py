@@ -1,0 +1,359 @@
+"""vLLM's scheduler and our connector without a model: a forward pass is arithmetic on the KV cache.
+
+The KV of a token is made of the token and of the KV of the token before it, read through the block
+table, as attention would. Garbage in a block therefore spreads to all that follows, and every
+answer tells whether the whole prefix was right. Ranks are objects in one process; what vLLM does
+around a model runner (order of calls, aggregation) is done with vLLM's own classes.
+"""
+
+import concurrent.futures
+import json
+import os
+import pickle
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvstore.node_process import NodeProcess
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # pytest makes errors of warnings; those while an engine is imported are its own
+    import torch
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVEventsConfig,
+        KVTransferConfig,
+        ModelConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    import gpu_agent.engines.vllm as adapter
+
+BLOCK = 16
+HEADS, CELL = 2, 4
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [(seed * i) % 500 + 5 for i in range(count)]
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    """What an engine without any cache generates: the oracle."""
+    known = list(prompt)
+    for _ in range(count):
+        value = 0
+        for token in known:
+            value = _next(value, token)
+        known.append(value % 500 + 5)
+    return known[len(prompt) :]
+
+
+def _next(value: int, token: int) -> int:
+    return (value * 31 + token + 1) % 1_000_003
+
+
+class Rank:
+    """One worker: tensors, and the connector of its role."""
+
+    def __init__(self, config: Any, caches: Any, rank: int, patch: Any) -> None:
+        self.rank, self.caches = rank, caches
+        group = type("Group", (), {"rank_in_group": rank})()
+        first = type("Group", (), {"rank_in_group": 0})()
+        patch.setattr(adapter, "get_tp_group", lambda: group)
+        patch.setattr(adapter, "get_pp_group", lambda: first)
+        patch.setattr(adapter, "_prefill_context_rank", lambda: 0)
+        self.connector = adapter.KVStoreConnector(config, KVConnectorRole.WORKER, caches)
+        self.kv = {
+            name: torch.full((caches.num_blocks, HEADS, BLOCK, CELL), -1, dtype=torch.int32)
+            for group in caches.kv_cache_groups
+            for name in group.layer_names
+        }
+        self.connector.register_kv_caches(self.kv)
+
+    def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
+        """Computes the KV of `known[start:]`; the last token's value."""
+        value = 0
+        for layer, name in enumerate(self.caches.kv_cache_groups[group].layer_names):
+            view = self.kv[name]
+            mark = 1 + layer + 10 * self.rank + 100 * group
+            value = 0
+            if start:
+                block, place = table[(start - 1) // BLOCK], (start - 1) % BLOCK
+                value = int(view[block, 0, place, 0])
+                assert block, "a forward pass reads the null block"
+                value = value if int(view[block, 1, place, 3]) == mark else 999_983  # somebody else's, or nothing
+            for position in range(start, len(known)):
+                value = _next(value, known[position])
+                cell = view[table[position // BLOCK], :, position % BLOCK]
+                cell[:] = mark
+                cell[0, 0] = value
+        return value
+
+
+class Engine:
+    """`store`: the connector's options. `window`: a second cache group with a sliding window of so many tokens."""
+
+    def __init__(
+        self,
+        model: Path,
+        patch: Any,
+        store: dict[str, Any],
+        ranks: int = 1,
+        blocks: int = 64,
+        window: int = 0,
+        policy: str = "recompute",
+        batch_tokens: int = 512,
+        hash_algorithm: str = "sha256",
+        events: bool = False,
+    ) -> None:
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(CONFIG))
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, prefix_caching_hash_algo=hash_algorithm)
+        cache.kv_cache_layout = "LBNHC"
+        cache.num_gpu_blocks = blocks
+        parallel = ParallelConfig()
+        self.config = VllmConfig(
+            model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024),
+            cache_config=cache,
+            parallel_config=parallel,
+            device_config=DeviceConfig("cpu"),
+            scheduler_config=SchedulerConfig(
+                max_model_len=1024,
+                max_num_seqs=8,
+                max_num_batched_tokens=batch_tokens,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="gpu_agent.engines.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=store,
+            ),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+        )
+        self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        parallel.tensor_parallel_size = parallel.world_size = ranks
+        caches = _caches(blocks, window)
+        hasher = get_hash_fn_by_name(hash_algorithm)
+        init_none_hash(hasher)
+        step_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, self.config)
+        self._block_hasher = get_request_block_hasher(hash_tokens, hasher)
+        self.ranks = [Rank(self.config, caches, rank, patch) for rank in range(ranks)]
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=step_tokens,
+            hash_block_size=hash_tokens,
+            log_stats=True,
+        )
+        self.connector: Any = self.scheduler.connector
+        metadata = {
+            (0, rank.rank): pickle.loads(pickle.dumps(rank.connector.get_handshake_metadata())) for rank in self.ranks
+        }
+        self.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        self._aggregator = KVOutputAggregator(ranks)
+        self.stats: Any = self.connector.build_kv_connector_stats()
+        self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
+        self.requests: dict[str, Request] = {}
+        self.cached: dict[str, int] = {}
+        self.free_blocks = self.pool.get_num_free_blocks()
+        self.on_execute: Callable[[Any], None] = lambda orders: None  # told what the ranks are about to do
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    # ---- requests --------------------------------------------------------------------------
+
+    @property
+    def outputs(self) -> dict[str, list[int]]:
+        """What each request has generated so far."""
+        return {name: list(request.output_token_ids) for name, request in self.requests.items()}
+
+    def add(self, name: str, prompt: list[int], count: int = 8, **changes: Any) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        transfer = changes.pop("kv_transfer_params", None)
+        params.update_from_generation_config({}, 2)
+        request = Request(name, prompt, params, None, block_hasher=self._block_hasher, **changes)
+        request.kv_transfer_params = transfer
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def run(self, limit_s: float = 20.0, until: Callable[[], bool] | None = None) -> None:
+        """Steps until nothing is left to do, for requests or for the store."""
+        end = time.monotonic() + limit_s
+        while self.scheduler.has_requests() and not (until and until()):
+            assert time.monotonic() < end, "the engine does not get done"
+            self.step()
+        saves = [job.done for rank in self.ranks if rank.connector._rank for _, job in rank.connector._rank._outcomes]
+        concurrent.futures.wait(saves, limit_s)  # blocks have been read, pages may still be on their way
+
+    def generate(self, prompt: list[int], count: int = 8, name: str = "r", **changes: Any) -> list[int]:
+        self.add(name, prompt, count, **changes)
+        self.run()
+        return self.outputs[name]
+
+    def step(self) -> Any:
+        output = self.scheduler.schedule()
+        self.steps.append(dict(output.num_scheduled_tokens))
+        for new in output.scheduled_new_reqs:
+            self.cached.setdefault(new.req_id, new.num_computed_tokens)
+        result = self.execute(output)
+        self.scheduler.update_from_output(output, result)
+        assert self.connector._scheduler is None or self.connector._scheduler.check() == []
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)
+        return output
+
+    def execute(self, output: Any) -> ModelRunnerOutput:
+        """As vLLM's model runner and executor do it."""
+        self.on_execute(output.kv_connector_metadata.orders)
+        results = [self._execute_rank(rank, output) for rank in self.ranks]
+        merged = self._aggregator.aggregate(results)
+        assert merged is not None
+        for found in (merged.kv_connector_output.kv_connector_stats, self.connector.get_kv_connector_stats()):
+            if found:
+                self.stats.aggregate(found)
+        return merged
+
+    def _execute_rank(self, rank: Rank, output: Any) -> ModelRunnerOutput:
+        connector, found = rank.connector, KVConnectorOutput()
+        connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
+        if output.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        sampled = self._forward(rank, output)
+        if not output.has_sync_kv_loads:
+            connector.start_load_kv(None)
+        connector.wait_for_save()
+        transfer = connector.get_transfer_results(output.finished_req_ids)
+        found.finished_sending = transfer.finished_sending
+        found.finished_recving = transfer.finished_recving
+        found.failed_recving = transfer.failed_recving
+        found.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        found.kv_connector_stats = connector.get_kv_connector_stats()
+        found.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        names = list(sampled)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=list(sampled.values()),
+            kv_connector_output=found,
+        )
+
+    def _forward(self, rank: Rank, output: Any) -> dict[str, list[int]]:
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled: dict[str, list[int]] = {}
+        for name, count in output.num_scheduled_tokens.items():
+            request, start = self.scheduler.requests[name], starts[name]
+            known = list(request.all_token_ids)[: start + count]
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            values = [rank.forward(group, table, start, known) for group, table in enumerate(tables)]
+            done = start + count == request.num_tokens
+            # Any layer of any group that is wrong shows in the token.
+            right = len(set(values)) == 1
+            sampled[name] = [values[0] % 500 + 5 if right else 1] if done else []
+        return sampled
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    # ---- the store -------------------------------------------------------------------------
+
+    def forget(self, keys: list[bytes], rank: int = 0, group: int = 0) -> None:
+        """Takes pages of one rank and group away."""
+        connector = self.ranks[rank].connector
+        assert all(connector._client.remove(connector._namespaces[group], keys))
+
+    def forget_when_loading(self, page: int, rank: int = 0, group: int = 0) -> None:
+        """Takes a page away between the lookup that found it and the load, once."""
+
+        def forget(orders: Any) -> None:
+            if orders.loads:
+                self.forget([orders.loads[0].parts[group].keys[page]], rank, group)
+                self.on_execute = lambda orders: None
+
+        self.on_execute = forget
+
+    def close(self) -> None:
+        for connector in [rank.connector for rank in self.ranks] + [self.connector]:
+            connector.shutdown()
+
+
+def _caches(blocks: int, window: int) -> KVCacheConfig:
+    shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": 2, "dtype": torch.int32}
+    groups = [KVCacheGroupSpec(["model.layers.0.attn", "model.layers.2.attn"], FullAttentionSpec(**shape))]
+    if window:
+        spec = SlidingWindowSpec(**shape, sliding_window=window)
+        groups.append(KVCacheGroupSpec(["model.layers.1.attn", "model.layers.3.attn"], spec))
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+class Engines:
+    """`engine = engines(...)`: engines of one test, which share a tenant of the store that no other test has."""
+
+    def __init__(self, directory: Path, patch: Any, address: str) -> None:
+        self._directory, self._patch = directory, patch
+        self.address = address
+        self._tenant = uuid.uuid4().hex
+        self._made: list[Engine] = []
+
+    def __call__(self, store: dict[str, Any] | None = None, model: str = "model", **arguments: Any) -> Engine:
+        options = {"address": self.address, "tenant": self._tenant, "lookup_timeout_s": 10.0}
+        engine = Engine(self._directory / model, self._patch, options | (store or {}), **arguments)
+        self._made.append(engine)
+        return engine
+
+    def save(self, prompt: list[int], count: int = 8, **arguments: Any) -> None:
+        """An engine that computes a prompt and stores it."""
+        engine = self(**arguments)
+        assert engine.generate(prompt, count) == answer(prompt, count)
+        assert engine.pool.get_num_free_blocks() == engine.free_blocks
+
+    def close(self) -> None:
+        for engine in self._made:
+            engine.close()
+
+
+def start_node() -> NodeProcess:
+    """A node in the environment that has one."""
+    return NodeProcess(
+        *("--ram-bytes", "256MiB", "--extent-bytes", "16MiB"),
+        python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable),
+    )

@@ -1,0 +1,76 @@
+"""Tensor parallelism: every rank stores its shard; a page is there when all its shards are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+
+Engines = Callable[..., EngineHandle]
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.fixture(scope="module")
+def writer(engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
+    return engines("writer", model=models("llama"), store={"address": store.address}, **TWO)
+
+
+@pytest.fixture(scope="module")
+def reader(engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
+    return engines("reader", model=models("llama"), store={"address": store.address}, **TWO)
+
+
+def stored(writer: EngineHandle, *prompts: list[int]) -> list[dict[str, Any]]:
+    writer.reset()
+    found = writer.generate(*prompts)
+    writer.settle()
+    return found
+
+
+def test_full_partial_and_no_hit(plain: Engines, writer: EngineHandle, reader: EngineHandle) -> None:
+    first, second, third = prompt(1, 100), prompt(2, 96), prompt(3, 100)
+    partial = first[:64] + prompt(4, 50)
+    prompts = [first, second, partial, third]
+    expected = answers(plain(**TWO).alone(*prompts))
+    assert answers(stored(writer, first, second)) == expected[:2]
+    found = reader.alone(*prompts)
+    assert answers(found) == expected
+    assert cached(found)[0] == 96
+    assert cached(found)[1] >= 64
+    assert cached(found)[2:] == [64, 0]
+
+
+def test_a_page_without_one_ranks_shard_is_a_miss(
+    plain: Engines, writer: EngineHandle, reader: EngineHandle, store: RestartableNode
+) -> None:
+    """R4. The prefix ends where a shard is missing, whichever rank's it is; the shard is stored again."""
+    for seed, rank, page, left in ((10, 1, 1, 32), (11, 0, 2, 64), (12, 1, 0, 0)):
+        whole = prompt(seed, 100)
+        expected = answers(plain(**TWO).alone(whole))
+        stored(writer, whole)
+        complete = store.pages()
+        names = writer.chain(whole)
+        with store.client() as client:
+            namespace = next(space for space, _ in client.namespaces() if space.tp_rank == rank)
+            assert client.remove(namespace, [names[page]]) == [True]
+        found = reader.alone(whole)
+        assert cached(found) == [left]
+        assert answers(found) == expected
+        reader.settle()
+        assert store.pages() == complete
+
+
+def test_mla_has_one_writer(engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
+    """Every rank has the whole latent cache: one of them stores it, all of them load it. The reference is a hit in
+    the engine's own cache (see test_caches.py)."""
+    arguments = {"model": models("mla"), "store": {"address": store.address}, "dtype": "bfloat16", **TWO}
+    writer, reader = engines("mla writer", **arguments), engines("mla reader", **arguments)
+    one = prompt(20, 100)
+    before = store.pages()
+    writer.generate(one)
+    expected = writer.generate(one)
+    writer.settle()
+    assert len(store.pages()) - len(before) == 3
+    found = reader.alone(one)
+    assert cached(found) == cached(expected) == [96]
+    assert answers(found) == answers(expected)

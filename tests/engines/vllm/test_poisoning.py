@@ -1,0 +1,105 @@
+"""Nothing that was computed in a step whose load failed is ever stored.
+
+A prompt's head is in the store, but one of its pages is evicted between lookup and load. The engine computes the
+step over blocks that were never written, notices, and computes again. Were the blocks behind the head stored in
+that step, they would hold garbage under valid names, for every engine, for ever. R10 and the poisoning rule.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+
+Engines = Callable[..., EngineHandle]
+HEAD, TAIL = 96, 70
+# The victim computes again what failed over several steps, so that garbage that is stored a step late is still garbage.
+SLOWLY: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+
+
+def forget_tail(store: RestartableNode, before: dict[Any, bytes]) -> None:
+    """Removes the pages that are not in `before`."""
+    with store.client() as client:
+        for namespace, _ in client.namespaces():
+            names = [page.prefix_hash for page in client.list_pages(namespace)]
+            new = [name for name in names if (namespace.digest, name) not in before]
+            if new:
+                assert all(client.remove(namespace, new))
+
+
+def disturbed(
+    writer: EngineHandle, victim: EngineHandle, store: RestartableNode, seed: int, **fault: Any
+) -> tuple[list[Any], list[Any], dict[str, int]]:
+    """Answers of the victim and of a clean process after it, and the victim's calls. The store must hold what it
+    holds after an undisturbed run."""
+    whole = prompt(seed, HEAD + TAIL)
+    writer.reset()
+    writer.generate(whole[: HEAD + 1], max_tokens=1)
+    writer.settle()
+    before = store.pages()
+    writer.generate(whole)
+    writer.settle()
+    undisturbed = store.pages()
+    forget_tail(store, before)
+
+    victim.reset()
+    victim.struck()
+    victim.arm("load", "forget", **fault)
+    found = victim.generate(whole)
+    victim.settle()
+    report = victim.ask("report")["processes"]
+    assert [strike for process in report for strike in process["struck"]] == ["forget at load"]
+    calls = {"lookup": sum(process["calls"].get("lookup", 0) for process in report)}
+
+    after = store.pages()
+    assert after.keys() == undisturbed.keys(), "the page that was gone is stored again, and so is the tail"
+    wrong = [name.hex() for (_, name), page in undisturbed.items() if after[_, name] != page]
+    assert wrong == [], "pages with other bytes than those of an undisturbed run"
+    clean = writer.alone(whole)
+    assert cached(clean) == [160]
+    return answers(found), answers(clean), calls
+
+
+@pytest.fixture(scope="module")
+def writer(engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
+    return engines("writer", model=models("llama"), store={"address": store.address})
+
+
+@pytest.fixture(scope="module", params=["async", "sync"])
+def victim(
+    request: pytest.FixtureRequest, engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> EngineHandle:
+    options = {"address": store.address, "load": request.param}
+    return engines(f"victim {request.param}", model=models("llama"), store=options, **SLOWLY)
+
+
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_a_page_is_evicted_between_lookup_and_load(
+    page: int, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode, request: Any
+) -> None:
+    """With the first page gone nothing is computed yet and the engine asks its connector anew: it must not get the
+    same promise again and again."""
+    seed = 1 + page + 10 * len(request.node.name)
+    expected = answers(plain().alone(prompt(seed, HEAD + TAIL)))
+    found, clean, calls = disturbed(writer, victim, store, seed, page=page)
+    assert found == expected
+    assert clean == expected
+    assert calls["lookup"] < 10
+
+
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_one_rank_of_two_fails_to_load(
+    page: int, plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
+) -> None:
+    """Rank 0 has loaded all and still computed over rank 1's garbage: its pages are as wrong as those of rank 1."""
+    writer = engines("two ranks", model=models("llama"), store={"address": store.address}, **TWO)
+    options = {"address": store.address, "load": "sync"}
+    victim = engines("two ranks, victim", model=models("llama"), store=options, **TWO, **SLOWLY)
+    expected = answers(plain(**TWO).alone(prompt(900 + page, HEAD + TAIL)))
+    found, clean, calls = disturbed(writer, victim, store, 900 + page, page=page, tp_rank=1)
+    assert found == expected
+    assert clean == expected
+    assert calls["lookup"] < 30

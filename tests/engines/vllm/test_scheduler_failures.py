@@ -1,0 +1,294 @@
+"""vLLM's own scheduler with our connector: what fails, fails as a miss, and nothing wrong is stored."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
+
+from kvstore.node_process import NodeProcess
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+P = tokens(7, 60)  # 3 blocks and 12 tokens
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[NodeProcess]:
+    with start_node() as node:
+        yield node
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
+    engines = Engines(tmp_path, monkeypatch, store.address)
+    yield engines
+    engines.close()
+
+
+def holds_what_an_undisturbed_engine_holds(make: Engines, prompt: list[int], **arguments: Any) -> None:
+    """A process of its own loads the whole prompt, and all of it is right."""
+    engine = make(**arguments)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert engine.cached == {"r": (len(prompt) - 1) // BLOCK * BLOCK}
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_a_page_lost_between_lookup_and_load_is_computed_and_stored_again(make: Engines, load: str, page: int) -> None:
+    """Also the first one: the request may not be offered the same load forever."""
+    make.save(P)
+    engine = make(store={"load": load})
+    engine.forget_when_loading(page)
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.stats.data["loads_failed"] == 1
+    assert engine.stats.data["lookups"] == 1
+    assert len(engine.steps) < 200
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+    holds_what_an_undisturbed_engine_holds(make, P)
+
+
+def test_a_second_bad_page_cuts_the_prefix_there(make: Engines) -> None:
+    make.save(P)
+    engine = make()
+    engine.forget_when_loading(1)
+    assert engine.generate(P) == answer(P, 8)
+    assert next(step for step in engine.steps if step) == {"r": 44}
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_with_several_groups_a_failed_load_is_computed_from_the_start(make: Engines, group: int) -> None:
+    prompt = tokens(7, 200)
+    make.save(prompt, window=40, blocks=128)
+    engine = make(window=40, blocks=128)
+    engine.forget_when_loading(1, group=group)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert next(step for step in engine.steps if step) == {"r": 200}
+    assert len(engine.steps) < 200
+    holds_what_an_undisturbed_engine_holds(make, prompt, window=40, blocks=128)
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, load: str, ranks: int) -> None:
+    """Contract 5, poisoning: a prefix is loaded, its second block fails on one rank only, and what
+    follows is computed in that very step (sync). A third engine reads everything back."""
+    prompt = P[:48] + tokens(13, 70)
+    make.save(P, ranks=ranks)
+    engine = make(ranks=ranks, store={"load": load})
+    engine.forget_when_loading(1, rank=ranks - 1)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert engine.stats.data["loads_failed"] == 1
+    holds_what_an_undisturbed_engine_holds(make, prompt, ranks=ranks)
+
+
+def test_others_in_a_step_with_a_failed_load_are_stored_later_or_never(make: Engines) -> None:
+    """Two requests with one prefix: the second reads blocks that the first is still loading."""
+    one, two = P[:48] + tokens(13, 40), P[:48] + tokens(17, 40)
+    make.save(P)
+    engine = make(store={"load": "sync"})
+    engine.forget_when_loading(1)
+    engine.add("one", one)
+    engine.add("two", two)
+    engine.run()
+    assert engine.outputs["one"] == answer(one, 8)
+    for prompt in (one, two):
+        again = make()
+        assert again.generate(prompt) == answer(prompt, 8)
+        assert again.cached["r"] >= 48
+
+
+def test_the_policy_fail_ends_a_request_and_no_other(make: Engines) -> None:
+    make.save(P)
+    engine = make(policy="fail")
+    engine.forget_when_loading(1)
+    assert engine.generate(P, name="failed") == []
+    assert engine.generate(tokens(3, 40), name="next") == answer(tokens(3, 40), 8)
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+
+
+def test_a_request_aborted_while_it_loads_frees_its_blocks(make: Engines) -> None:
+    make.save(P)
+    engine = make()
+    loading: list[Any] = []
+    engine.on_execute = lambda orders: loading.extend(orders.loads)
+    engine.add("r", P)
+    engine.run(until=lambda: bool(loading))
+    engine.abort("r")
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+    holds_what_an_undisturbed_engine_holds(make, P)
+
+
+def test_a_request_aborted_while_it_computes_stores_what_is_right(make: Engines) -> None:
+    prompt = tokens(17, 200)
+    engine = make(batch_tokens=64)
+    engine.add("r", prompt)
+    engine.run(until=lambda: len([step for step in engine.steps if step]) == 2)
+    engine.abort("r")
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+    again = make()
+    assert again.generate(prompt) == answer(prompt, 8)
+    assert again.cached == {"r": 128}
+
+
+def test_an_engine_starts_and_runs_without_a_node(make: Engines) -> None:
+    make.address = "127.0.0.1:1"
+    engine = make(store={"lookup_timeout_s": 0.5, "save_timeout_s": 0.5})
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+
+
+def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
+    """R7: a node that answers nothing any more: one request waits for one deadline, those after it do not."""
+    with start_node() as node:
+        make.address = node.address
+        make.save(P)
+        deadlines = {"lookup_timeout_s": 1.0, "load_timeout_s": 1.0, "save_timeout_s": 1.0}
+        engine = make(store=deadlines)
+        assert engine.generate(P, name="before") == answer(P, 8)
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            for number in range(8):
+                prompt = tokens(19 + number, 60)
+                engine.add(f"r{number}", prompt)
+                engine.run(until=lambda: not engine.scheduler.has_unfinished_requests())
+                assert engine.outputs[f"r{number}"] == answer(prompt, 8)
+            assert time.monotonic() - began < 1.0 + 8 * 0.3
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+
+
+def test_a_node_killed_before_the_load_is_a_miss(make: Engines) -> None:
+    with start_node() as node:
+        make.address = node.address
+        make.save(P)
+        engine = make(store={"load_timeout_s": 1.0})
+
+        def kill(orders: Any) -> None:
+            if orders.loads:
+                node.kill()
+
+        engine.on_execute = kill
+        assert engine.generate(P) == answer(P, 8)
+        assert engine.stats.data["loads_failed"] == 1
+
+
+def test_r2_a_reset_makes_everything_stored_a_miss(make: Engines) -> None:
+    """R2: after a weight update the store is asked in a new epoch, and nothing computed before it is
+    stored in it. Another engine with the old weights still has the old epoch."""
+    make.save(P)
+    engine = make()
+    engine.add("old", tokens(3, 100), 20)
+    engine.run(until=lambda: len(engine.outputs["old"]) == 3)
+    assert engine.connector.reset_cache() is True
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    for name, prompt in (("stored before", P), ("computed before", tokens(3, 100))):
+        assert engine.generate(prompt, name=name) == answer(prompt, 8)
+        assert engine.cached[name] == 0
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.generate(P, name="stored after") == answer(P, 8)
+    assert engine.cached["stored after"] == 48
+    holds_what_an_undisturbed_engine_holds(make, P)
+    other = make()
+    other.connector.reset_cache()
+    assert other.generate(P) == answer(P, 8)
+    assert other.cached == {"r": 0}
+
+
+def test_a_load_under_way_during_a_reset_brings_nothing(make: Engines) -> None:
+    make.save(P)
+    engine = make()
+
+    def reset(orders: Any) -> None:
+        if orders.loads:
+            engine.connector.reset_cache()
+
+    engine.on_execute = reset
+    engine.add("r", P)
+    engine.run()
+    assert engine.outputs["r"] == answer(P, 8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"store": {"revision": "b"}},
+        {"store": {"model": "b"}},
+        {"store": {"salt": "b"}},
+        {"store": {"epoch": 1}},
+        {"ranks": 2},
+        {"hash_algorithm": "sha256_cbor"},
+    ],
+    ids=lambda change: " ".join(change.get("store", change)),
+)
+def test_r1_other_configurations_never_hit(make: Engines, change: dict[str, Any]) -> None:
+    """R1: each of these alone makes another namespace, and another engine finds nothing in it."""
+    make.save(P)
+    engine = make(**change)
+    first = make()
+    mine = {namespace.digest for namespace in engine.ranks[0].connector._namespaces}
+    assert not mine & {namespace.digest for namespace in first.ranks[0].connector._namespaces}
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.cached == {"r": 0}
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("cache_config", "cache_dtype", "fp8"),
+        ("cache_config", "kv_cache_layout", "BLHNC"),
+        ("model_config", "quantization", "awq"),
+        ("model_config", "dtype", "bfloat16"),
+    ],
+)
+def test_r1_every_fact_is_in_the_namespace(
+    make: Engines, monkeypatch: pytest.MonkeyPatch, place: str, name: str, value: Any
+) -> None:
+    """R1: dtype, quantisation, KV dtype and layout of an engine are read from its configuration."""
+    engine = make()
+    before = engine.ranks[0].connector._namespaces[0].digest
+    monkeypatch.setattr(getattr(engine.config, place), name, value)
+    connector = engine.ranks[0].connector
+    connector.register_kv_caches(engine.ranks[0].kv)
+    assert connector._namespaces[0].digest != before
+
+
+def test_r22_nothing_is_compiled_or_started_for_the_first_request(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R22: agents, buffers and kernels are there when the engine is; a first hit and a first save run no process
+    and import no module of ours."""
+    make.save(P)
+    engine = make()
+    assert all(rank.connector._rank for rank in engine.ranks)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = set(sys.modules)
+    assert engine.generate(P, 40) == answer(P, 40)
+    assert engine.cached == {"r": 48}
+    ours = {name for name in set(sys.modules) - before if name.split(".")[0] in ("gpu_agent", "kvstore", "cupy")}
+    assert ours == set()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("load", "later"), ("lora", "yes"), ("adress", "x"), ("lookup_timeout_s", -1)]
+)
+def test_a_wrong_option_ends_the_start_with_its_name(make: Engines, option: str, value: Any) -> None:
+    from kvstore.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=option), contextlib.ExitStack():
+        make(store={option: value})

@@ -1,0 +1,250 @@
+"""vLLM's own scheduler with our connector and a real node: hits of every kind, on the official wheel."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
+
+from gpu_agent import block_scheduler
+from kvstore.client import Client
+from kvstore.node_process import NodeProcess
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+P = tokens(7, 60)  # 3 blocks and 12 tokens
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[NodeProcess]:
+    with start_node() as node:
+        yield node
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
+    engines = Engines(tmp_path, monkeypatch, store.address)
+    yield engines
+    engines.close()
+
+
+def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:
+    make.save(P)
+    engine = make()
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.cached == {"r": 48}
+    assert next(step for step in engine.steps if step) == {"r": 12}
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+
+
+def test_a_load_waits_in_a_step_of_its_own_and_others_go_on(make: Engines) -> None:
+    """A hit takes no slot of the batch while it loads."""
+    make.save(P)
+    engine = make()
+    engine.add("hit", P)
+    engine.add("other", tokens(3, 40))
+    engine.run()
+    assert engine.outputs == {"hit": answer(P, 8), "other": answer(tokens(3, 40), 8)}
+    assert engine.cached == {"other": 0, "hit": 48}  # in the order of their first tokens
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines, load: str) -> None:
+    prompt = tokens(11, 4 * BLOCK)
+    make.save(prompt)
+    engine = make(store={"load": load})
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert engine.cached == {"r": 63 if load == "async" else 48}
+
+
+def test_a_sync_load_is_done_in_the_step_that_computes_the_rest(make: Engines) -> None:
+    make.save(P)
+    engine = make(store={"load": "sync"})
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.cached == {"r": 48}
+    first = next(step for step in engine.steps if step)
+    assert first == {"r": 12}
+
+
+def test_a_longer_prompt_loads_the_part_that_is_stored(make: Engines) -> None:
+    make.save(P)
+    longer = P[:48] + tokens(13, 30)
+    engine = make()
+    assert engine.generate(longer) == answer(longer, 8)
+    assert engine.cached == {"r": 48}
+
+
+def test_what_the_engine_has_itself_is_not_loaded(make: Engines) -> None:
+    longer = tokens(7, 100)
+    make.save(longer)
+    engine = make()
+    assert engine.generate(longer[:40], name="short") == answer(longer[:40], 8)
+    assert engine.generate(longer, name="long") == answer(longer, 8)
+    assert engine.cached == {"short": 32, "long": 96}
+    assert engine.stats.data["pages_loaded"] == 2 + 4
+
+
+def test_generated_tokens_are_stored_block_by_block(make: Engines) -> None:
+    make.save(P, count=40)  # 99 tokens with KV in the end
+    longer = P + answer(P, 40)
+    engine = make()
+    assert engine.generate(longer) == answer(longer, 8)
+    assert engine.cached == {"r": 96}
+
+
+def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
+    prompt = tokens(17, 200)
+    make.save(prompt, batch_tokens=48)
+    engine = make(batch_tokens=48)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert engine.cached == {"r": 192}
+
+
+def test_a_preempted_request_is_loaded_again(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract 12.2: at least one preemption and one load, of what the request itself has stored."""
+    monkeypatch.setattr(block_scheduler, "REFRESH_S", 0.02)
+    engine = make(blocks=9)
+    one, two = tokens(7, 50), tokens(11, 50)
+    orders: list[Any] = []
+    engine.on_execute = lambda step: (orders.append(step), time.sleep(0.005))  # so that saves can keep up
+    requests = [engine.add("one", one, 60), engine.add("two", two, 40)]
+    engine.run()
+    assert sum(request.num_preemptions for request in requests) >= 1
+    assert any(step.loads for step in orders)
+    assert engine.outputs == {"one": answer(one, 60), "two": answer(two, 40)}
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+
+
+def test_a_waiting_request_asks_the_store_once(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    make.save(P)
+    engine = make()
+    asked = []
+    original = Client.lookup
+
+    def lookup(self: Client, namespace: Any, hashes: Any, touch: bool = False, timeout_s: Any = None) -> Any:
+        if not touch and self is engine.connector._client:
+            asked.append(len(hashes))
+        return original(self, namespace, hashes, touch, timeout_s)
+
+    monkeypatch.setattr(Client, "lookup", lookup)
+    request = engine.add("r", P)
+    polls = [engine.connector.get_num_new_matched_tokens(request, 0) for _ in range(200)]
+    engine.run()
+    assert polls[0] == (None, False)  # not known yet, asked again later
+    assert engine.cached == {"r": 48}
+    assert asked == [3]
+
+
+def test_a_window_group_loads_its_window_and_never_the_null_block(make: Engines) -> None:
+    prompt = tokens(7, 200)
+    orders: list[Any] = []
+    for _ in range(2):
+        engine = make(window=40, blocks=128)
+        engine.on_execute = orders.append
+        assert engine.generate(prompt) == answer(prompt, 8)
+        assert engine.pool.get_num_free_blocks() == engine.free_blocks
+    assert engine.cached == {"r": 192}
+    moved = [part for step in orders for order in [*step.loads, *step.saves] for part in order.parts]
+    assert moved
+    assert all(0 not in part.blocks for part in moved)
+    full, window = next(step.loads for step in orders if step.loads)[0].parts
+    assert len(full.keys) == 12
+    assert len(window.keys) == 3  # 39 tokens before the next one
+
+
+def test_a_window_group_may_lack_what_lies_before_its_window(make: Engines) -> None:
+    prompt = tokens(7, 200)
+    make.save(prompt, window=40, blocks=128)
+    engine = make(window=40, blocks=128)
+    keys = list(engine.add("probe", prompt).block_hashes)
+    engine.abort("probe")
+    engine.forget(keys[:5], group=1)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert engine.cached == {"r": 192}
+
+
+@pytest.mark.parametrize(
+    ("group", "block", "hit"),
+    [(0, 7, 7), (1, 7, 12), (1, 10, 10), (0, 0, 0), (1, 11, 11)],
+    ids=["full", "before the window", "in the window", "the head", "the last"],
+)
+def test_r4_a_block_that_one_group_lacks_shortens_the_prefix(make: Engines, group: int, block: int, hit: int) -> None:
+    """R4: all groups of a block appear and disappear together."""
+    prompt = tokens(7, 200)
+    make.save(prompt, window=40, blocks=128)
+    engine = make(window=40, blocks=128)
+    keys = list(engine.add("probe", prompt).block_hashes)
+    engine.abort("probe")
+    engine.forget([keys[block]], group=group)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    assert engine.cached == {"r": hit * BLOCK}
+
+
+def test_r4_a_block_that_one_rank_lacks_shortens_the_prefix(make: Engines) -> None:
+    """R4: a hit is reported only when all ranks' shards are there. The missing one is stored again."""
+    make.save(P, ranks=2)
+    engine = make(ranks=2)
+    keys = list(engine.add("probe", P).block_hashes)
+    engine.abort("probe")
+    engine.forget([keys[1]], rank=1)
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.cached == {"r": 16}
+    again = make(ranks=2)
+    assert again.generate(P) == answer(P, 8)
+    assert again.cached == {"r": 48}
+
+
+def test_requests_may_stay_out_of_the_store(make: Engines) -> None:
+    engine = make()
+    assert engine.generate(P, kv_transfer_params={"kvstore.skip": True}) == answer(P, 8)
+    other = make()
+    assert other.generate(P, kv_transfer_params={"kvstore.skip": True}) == answer(P, 8)
+    assert other.generate(P, name="s") == answer(P, 8)
+    assert other.cached["r"] == 0
+
+
+def test_r3_a_cache_salt_keeps_tenants_apart(make: Engines) -> None:
+    """R3: the salt is in the engine's block hash, which is our key."""
+    engine = make()
+    assert engine.generate(P, cache_salt="a") == answer(P, 8)
+    other = make()
+    assert other.generate(P, cache_salt="b", name="b") == answer(P, 8)
+    assert other.generate(P, cache_salt="a", name="a") == answer(P, 8)
+    assert other.cached == {"b": 0, "a": 48}
+
+
+def test_counts_reach_vllms_statistics(make: Engines) -> None:
+    make.save(P)
+    engine = make()
+    assert engine.generate(P) == answer(P, 8)
+    counts = engine.stats.data
+    assert counts["lookups"] == counts["hits"] == counts["loads"] == 1
+    assert (counts["queried_tokens"], counts["hit_tokens"], counts["pages_loaded"]) == (60, 48, 3)
+    assert counts["loaded_nbytes"] == 3 * engine.ranks[0].connector._namespaces[0].layout.page_nbytes
+    assert "loads_failed" not in counts
+    rebuilt = type(engine.connector).build_kv_connector_stats(counts)
+    assert rebuilt.aggregate(type(engine.connector).build_kv_connector_stats(counts)).reduce()["hit_tokens"] == 96
+
+
+def test_blocks_are_announced_when_they_are_in_the_store(make: Engines) -> None:
+    """Events name the blocks that every rank has stored, with the tokens that they hold."""
+    engine = make(ranks=2, events=True)
+    published: list[Any] = []
+    take = engine.connector.take_events
+
+    def taken() -> list[Any]:
+        found = list(take())
+        published.extend(found)
+        return found
+
+    engine.connector.take_events = taken
+    request = engine.add("r", P)
+    engine.run()
+    engine.step()  # pages were on their way when the last block had been read
+    stored = [event for event in published if event.medium == "KVSTORE"]
+    assert [event.token_ids for event in stored] == [P[i : i + BLOCK] for i in (0, 16, 32)] + [
+        list(request.all_token_ids)[48:64]
+    ]
+    assert [event.parent_block_hash for event in stored] == [None, *(event.block_hashes[0] for event in stored[:-1])]

@@ -1,0 +1,63 @@
+"""Models with random weights from a fixed seed, small enough that a forward pass costs milliseconds."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+)
+from transformers.utils.logging import disable_progress_bar
+
+VOCABULARY = 512
+TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+COMMON: dict[str, Any] = {
+    **TOKENS,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+LLAMA = {**COMMON, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
+# The sizes of DeepSeek's latent cache, 512 + 64, for which engines have kernels; both layers dense.
+MLA = {
+    **COMMON,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 64,
+}
+# Layers by turns: two groups of the engine's cache, whose blocks lie over each other.
+HYBRID = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LLAMA),
+    "mla": (DeepseekV2Config, DeepseekV2ForCausalLM, MLA),
+    "hybrid": (Olmo3Config, Olmo3ForCausalLM, HYBRID),
+}
+
+
+def save_model(kind: str, directory: Path, seed: int = 0, dtype: str = "float32", **changes: Any) -> None:
+    """A checkpoint in `directory`. `changes` are of the model's configuration."""
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    config_class, model_class, values = KINDS[kind]
+    config = config_class(**{**values, **changes}, dtype=dtype)
+    model_class(config).to(getattr(torch, dtype)).save_pretrained(directory)

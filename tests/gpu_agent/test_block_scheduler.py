@@ -1,0 +1,390 @@
+"""The scheduler's side and the ranks' side of the store together, without an engine: requests are
+dataclasses, KV is random bytes in a pool on the CPU."""
+
+import concurrent.futures
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent import Agent, AgentConfig, block_scheduler
+from gpu_agent.block_groups import BlockGroup
+from gpu_agent.block_ranks import BlockRank
+from gpu_agent.block_scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent.layouts.vllm import table_pool
+from gpu_agent.lookups import Lookups
+from gpu_agent.save_plan import SavePlan
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.errors import InvalidRequest
+from kvstore.keys import prefix_hashes
+from kvstore.node_process import NodeProcess
+
+BLOCK = 16
+BLOCKS = 32
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    tokens: list[int]
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.block_hashes = prefix_hashes(self.tokens, BLOCK)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+class Store:
+    """One rank, one group, and the scheduler's side. `step` is what an engine does in one."""
+
+    def __init__(self, client: Client, name: str, **options: Any) -> None:
+        self.pins: list[int] = []
+        self.views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
+        self.pool = table_pool(self.views, BLOCKS, BLOCK)
+        self.namespace = Namespace(name, self.pool.layout)
+        config = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22)
+
+        def make(epoch: int | None) -> list[Agent | None]:
+            namespace = self.namespace if epoch is None else Namespace(name, self.pool.layout, epoch=epoch)
+            return [Agent(client, namespace, self.pool, config)]
+
+        self.rank = BlockRank(make, writes=options.pop("writes", True))
+        self.lookups = Lookups(client, 5.0)
+        plan = SavePlan(1, options.pop("blocks_max", 16), 4, self.pins.extend, self._unpin)
+        self.scheduler = BlockScheduler(
+            [BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan, **options
+        )
+
+    def _unpin(self, blocks: Any) -> None:
+        for block in blocks:
+            self.pins.remove(block)
+
+    def matched(self, request: FakeRequest, local: int = 0) -> int:
+        end = time.monotonic() + 10
+        while (tokens := self.scheduler.matched(request, local)) is None:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return tokens
+
+    def step(self, *scheduled: tuple[FakeRequest, int, list[int]]) -> tuple[StepOrders, Any]:
+        """Schedules, runs and sees a step."""
+        orders = self.scheduler.step((request.request_id, count, [table]) for request, count, table in scheduled)
+        ended = self.run(orders)
+        for request, count, _ in scheduled:
+            request.num_computed_tokens += count
+        self.scheduler.ran(self.rank.report())
+        assert self.scheduler.check() == []
+        return orders, ended
+
+    def run(self, orders: StepOrders) -> Any:
+        self.rank.begin(orders)
+        self.rank.load(orders.loads)
+        self.rank.save(orders.saves)
+        return self.rank.loads_ended()
+
+    def settle(self) -> None:
+        end = time.monotonic() + 10
+        while self.scheduler.busy:
+            assert time.monotonic() < end
+            self.step()
+            time.sleep(0.001)
+        concurrent.futures.wait([job.done for _, job in self.rank._outcomes], 10)  # read before; stored now
+
+    def loaded(self) -> Any:
+        """Steps until a load ends."""
+        end = time.monotonic() + 10
+        while not (ended := self.step()[1]).finished:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return ended
+
+    def content(self, block: int) -> list[torch.Tensor]:
+        return [view[block].clone() for view in self.views.values()]
+
+    def close(self) -> None:
+        self.rank.close()
+        self.lookups.close()
+
+
+@pytest.fixture
+def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
+    made: list[Store] = []
+    with Client(ClientConfig(address=shared_node.address)) as client:
+
+        def make(**options: Any) -> Store:
+            made.append(Store(client, f"scheduler {request.node.name}", **options))
+            return made[-1]
+
+        yield make
+        for store in made:
+            store.close()
+
+
+TOKENS = list(range(70))  # 4 blocks and 6 tokens
+
+
+def test_computed_blocks_come_back_in_other_blocks(stores: Any) -> None:
+    first, second = stores(), stores()
+    request = FakeRequest("r", TOKENS)
+    first.scheduler.ask(request)
+    assert first.matched(request) == 0
+    first.scheduler.allocated(request, [[3, 9, 4, 7, 8]], 0)
+    first.step((request, 70, [3, 9, 4, 7, 8]))
+    assert sorted(first.pins) == [3, 4, 7, 9]  # never the partial one
+    first.settle()
+    assert first.pins == []
+    first.scheduler.finished(request, [[3, 9, 4, 7, 8]])
+
+    again = FakeRequest("s", TOKENS)
+    second.scheduler.ask(again)
+    assert second.matched(again, 16) == 48
+    before = second.content(5)
+    second.scheduler.allocated(again, [[5, 11, 12, 13, 14]], 48)
+    ended = second.loaded()
+    assert (ended.finished, ended.failed, ended.wrong_blocks) == ({"s"}, set(), set())
+    for mine, theirs in ((9, 11), (4, 12), (7, 13)):
+        assert all(torch.equal(a, b) for a, b in zip(first.content(mine), second.content(theirs), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, second.content(5), strict=True))
+    counts = second.rank.take_counts()
+    assert (counts.loads, counts.pages_loaded, counts.loaded_nbytes) == (1, 3, 3 * second.pool.layout.page_nbytes)
+
+
+def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: Any) -> None:
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    orders = store.scheduler.step([("r", 70, [[1, 2, 3, 4, 5]])])
+    assert orders.saves == []
+    following = store.scheduler.step([])  # steps may overlap
+    assert following.saves == []
+    store.run(orders)
+    store.scheduler.ran(store.rank.report())
+    assert [part.blocks for order in store.scheduler.step([]).saves for part in order.parts] == [[1, 2, 3, 4]]
+
+
+def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: Any) -> None:
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 70, [1, 2, 3, 4, 5]))
+    store.settle()
+    again = FakeRequest("s", TOKENS)
+    store.scheduler.ask(again)
+    assert store.matched(again) == 64
+    client = store.lookups._client
+    client.remove(store.namespace, [again.block_hashes[1]])
+    store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
+    ended = store.loaded()
+    assert (ended.finished, ended.failed, ended.wrong_blocks) == ({"s"}, {"s"}, {12, 13, 14})
+    assert [store.matched(again) for _ in range(3)] == [0, 0, 0]
+    again.num_computed_tokens = 16
+    store.step((again, 54, [11, 12, 13, 14, 15]))
+    store.settle()
+    assert store.lookups._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
+    assert store.rank.take_counts().loads_failed == 1
+
+
+def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: Any) -> None:
+    """The poisoning rule: what a step computed over a failed load is not stored, nor what others compute
+    from it until it is right again."""
+    store = stores(sync=True)
+    table, request = [1, 2, 3, 4, 5], FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [table], 0)
+    store.step((request, 70, table))
+    store.settle()
+    longer = FakeRequest("s", TOKENS[:64] + list(range(500, 550)))
+    store.scheduler.ask(longer)
+    assert store.matched(longer) == 64
+    store.lookups._client.remove(store.namespace, [longer.block_hashes[2]])
+    table = [11, 12, 13, 14, 15, 16, 17, 18]
+    store.scheduler.allocated(longer, [table], 64)
+    longer.num_computed_tokens = 64
+    orders, ended = store.step((longer, 50, table))
+    assert orders.loads[0].sync
+    assert (ended.finished, ended.wrong_blocks) == (set(), {13, 14})
+    assert store.pins == []  # staged in that step, dropped
+    longer.num_computed_tokens = 32  # what the engine makes of it
+    reader = FakeRequest("t", TOKENS[:64] + list(range(600, 650)))
+    store.scheduler.ask(reader)
+    reader.num_computed_tokens = 64
+    store.step((longer, 40, table), (reader, 50, [11, 12, 13, 14, 21, 22, 23, 24]))
+    store.step((longer, 42, table))
+    store.settle()
+    lookup = store.lookups._client.lookup
+    assert lookup(store.namespace, longer.block_hashes).prefix_pages == 7
+    assert lookup(store.namespace, reader.block_hashes).prefix_pages == 4  # and none of its own
+
+
+def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
+    store = stores(blocks_max=3)
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 70, [1, 2, 3, 4, 5]))
+    assert store.pins == [1, 2, 3]
+    store.settle()
+    store.step((request, 0, [1, 2, 3, 4, 5]))
+    assert store.pins == [4]
+    store.settle()
+    assert store.lookups._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
+
+
+def test_a_rank_that_does_not_write_acknowledges_at_once(stores: Any) -> None:
+    store = stores(writes=False)
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 70, [1, 2, 3, 4, 5]))
+    store.settle()
+    assert store.lookups._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
+
+
+def test_the_null_block_is_neither_saved_nor_loaded(stores: Any) -> None:
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[0, 0, 3, 4, 5]], 0)
+    store.step((request, 70, [0, 0, 3, 4, 5]))
+    assert store.pins == [3, 4]
+    store.settle()
+
+
+def test_a_hit_shorter_than_asked_for_is_none(stores: Any) -> None:
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 70, [1, 2, 3, 4, 5]))
+    store.settle()
+    for minimum, tokens in ((64, 64), (65, 0)):
+        other = stores(min_tokens=minimum)
+        again = FakeRequest("s", TOKENS)
+        other.scheduler.ask(again)
+        assert other.matched(again) == tokens
+
+
+def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
+    """R2: the ranks learn of it with their next orders, and a load ordered before brings nothing."""
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 70, [1, 2, 3, 4, 5]))
+    store.settle()
+    again = FakeRequest("s", TOKENS)
+    store.scheduler.ask(again)
+    assert store.matched(again) == 64
+    store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
+    orders = store.scheduler.step([])
+    store.rank.begin(orders)
+    store.rank.load(orders.loads)
+    store.scheduler.reset()
+    after = store.scheduler.step([])
+    assert after.epoch is not None
+    assert after.epoch != store.namespace.epoch
+    store.rank.begin(after)
+    store.rank.drain()
+    ended = store.rank.loads_ended()
+    assert (ended.finished, ended.failed) == ({"s"}, {"s"})
+    store.scheduler.ran(store.rank.report())
+    fresh = FakeRequest("t", TOKENS)
+    store.scheduler.ask(fresh)
+    assert store.matched(fresh) == 0
+
+
+def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
+    stores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    assert store.matched(request) == 0
+    waiting = FakeRequest("w", TOKENS)
+    store.scheduler.ask(waiting)
+    assert store.matched(waiting) == 0
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 70, [1, 2, 3, 4, 5]))
+    store.settle()
+    request.num_computed_tokens = 0
+    assert store.matched(request) == 64
+    assert store.matched(waiting) == 0
+    monkeypatch.setattr(block_scheduler, "REFRESH_S", 0.05)
+    time.sleep(0.06)
+    assert store.matched(waiting) == 64
+
+
+def test_blocks_are_announced_when_they_are_stored_and_not_when_they_are_dropped(stores: Any) -> None:
+    store = stores(describe=lambda request, group, block: (request.request_id, group, block))
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+    store.step((request, 40, [1, 2, 3, 4, 5]))
+    assert store.scheduler.take_stored() == []
+    store.settle()
+    store.step()
+    assert store.scheduler.take_stored() == [("r", 0, 0), ("r", 0, 1)]
+    store.rank._agents[0].close()  # drops everything from now on
+    store.step((request, 30, [1, 2, 3, 4, 5]))
+    store.settle()
+    store.step()
+    assert store.scheduler.take_stored() == []
+
+
+def test_reports_of_ranks_add_up() -> None:
+    one, two = Report(5), Report(4)
+    one.acknowledged[7] = 1
+    two.acknowledged[7] = 1
+    two.failed.add("r")
+    two.finished["r"] = 1
+    total = one.add(two)
+    assert (total.step, total.acknowledged, total.finished, total.failed) == (4, {7: 2}, {"r": 1}, {"r"})
+
+
+def test_layers_of_one_kind_are_a_group_named_for_it() -> None:
+    """A latent beside its indexer, kernel blocks smaller than blocks, layers that share memory."""
+    latent = torch.zeros((8, 1, 16, 24), dtype=torch.bfloat16)
+    views = {
+        "model.layers.1.attn": torch.zeros((8, 1, 16, 24), dtype=torch.bfloat16),
+        "model.layers.0.attn": latent,
+        "model.layers.2.attn": latent,
+        "model.layers.0.indexer": torch.zeros((4, 1, 32, 12), dtype=torch.uint8),
+    }
+    layout = table_pool(views, 4, 32).layout
+    assert [(group.name, group.layers) for group in layout.groups] == [
+        ("bfloat16.2x1x16x24", (0, 1)),
+        ("uint8.1x1x32x12", (0,)),
+    ]
+    assert layout.page_tokens == 32
+    assert layout.page_nbytes == 2 * 2 * 16 * 24 * 2 + 32 * 12
+    with pytest.raises(InvalidRequest, match=r"layers\.1\.attn: 8 rows"):
+        table_pool({"model.layers.1.attn": latent}, 5, 32)
+
+
+def test_a_view_in_any_order_of_memory_makes_the_same_page() -> None:
+    """`BLHNC` packs the layers of a block together; the page's bytes do not change."""
+    packed = torch.randint(0, 256, (8, 2, 2, 16, 4), dtype=torch.uint8)  # [blocks, layers, heads, tokens, cell]
+    views = {f"layers.{layer}": packed[:, layer] for layer in (0, 1)}
+    apart = {name: view.contiguous() for name, view in views.items()}
+    pools = [table_pool(some, 8, 16) for some in (views, apart)]
+    assert pools[0].layout == pools[1].layout
+    assert all(torch.equal(a.bits, b.bits) for a, b in zip(pools[0].planes, pools[1].planes, strict=True))
+    assert pools[0].planes[0].bits.data_ptr() == packed.data_ptr()

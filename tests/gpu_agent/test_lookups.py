@@ -1,0 +1,178 @@
+"""Background lookups: polls never wait, deadlines hold, the store is asked once."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from gpu_agent.lookups import OUTAGE_WAIT_S, Lookups
+from kvstore import Client, ClientConfig, LookupResult, Namespace
+from kvstore.errors import Unavailable
+from kvstore.layout import opaque_layout
+from kvstore.node_process import NodeProcess
+
+KEYS = [bytes([i]) * 32 for i in range(4)]
+
+
+def namespace(name: str, epoch: int = 0) -> Namespace:
+    return Namespace(name, opaque_layout(4096), epoch=epoch)
+
+
+class FakeClient:
+    """Answers from a table; `gate` holds its calls up."""
+
+    def __init__(self, stored: dict[str, set[bytes]]) -> None:
+        self.stored = stored
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[tuple[str, bool]] = []
+        self.error: Exception | None = None
+
+    def lookup(self, namespace: Namespace, keys: Any, touch: bool = False, timeout_s: float = 0) -> LookupResult:
+        self.calls.append((namespace.model, touch))
+        assert timeout_s > 0
+        self.gate.wait(10)
+        if self.error:
+            raise self.error
+        return LookupResult(0, tuple(key in self.stored[namespace.model] for key in keys))
+
+    def open(self, namespace: Namespace, timeout_s: float) -> None:
+        if self.error:
+            raise self.error
+
+
+def answered(lookups: Lookups, request_id: str) -> Any:
+    end = time.monotonic() + 10
+    while (answer := lookups.answer(request_id)) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return answer
+
+
+@pytest.fixture
+def fake() -> FakeClient:
+    return FakeClient({"a": set(KEYS[:3]), "b": set(KEYS[1:])})
+
+
+def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
+    """R4: no rank's shard counts alone."""
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups.ask("r", [([namespace("a"), namespace("b")], KEYS), ([namespace("a")], KEYS[:2])])
+    assert answered(lookups, "r") == ((False, True, True, False), (True, True))
+    assert lookups.check() == []
+    lookups.close()
+
+
+def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
+    fake.gate.clear()
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups.ask("r", [([namespace("a")], KEYS)])
+    assert [lookups.answer("r") for _ in range(100)] == [None] * 100
+    fake.gate.set()
+    assert answered(lookups, "r") == ((True, True, True, False),)
+    assert all(lookups.answer("r") for _ in range(100))
+    assert fake.calls == [("a", False)]
+    assert lookups.take_counts().lookups == 1
+    lookups.drop("r")
+    assert lookups.answer("r") == ()
+    assert lookups.age_s("r") is None
+    lookups.close()
+
+
+def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
+    """R7: a store that hangs costs a request its deadline, and requests after it next to nothing."""
+    fake.gate.clear()
+    lookups = Lookups(fake, 0.3)  # type: ignore[arg-type]
+    began = time.monotonic()
+    lookups.ask("r", [([namespace("a")], KEYS)])
+    assert answered(lookups, "r") == ((False,) * 4,)
+    assert 0.3 <= time.monotonic() - began < 2
+    fake.error = Unavailable("hung")
+    fake.gate.set()
+    lookups.touch([([namespace("a")], KEYS)])  # fails, so that the outage is known
+    end = time.monotonic() + 10
+    while not lookups._outage:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    fake.gate.clear()
+    began = time.monotonic()
+    lookups.ask("s", [([namespace("a")], KEYS)])
+    assert answered(lookups, "s") == ((False,) * 4,)
+    assert OUTAGE_WAIT_S <= time.monotonic() - began < 0.29
+    fake.gate.set()
+    lookups.close()
+
+
+def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    fake.error = Unavailable("gone")
+    for number in range(5):
+        lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
+        assert answered(lookups, f"r{number}") == ((False,) * 4,)
+    fake.error = None
+    lookups.ask("s", [([namespace("a")], KEYS)])
+    assert answered(lookups, "s")[0][0]
+    lookups.close()
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "the store can not be asked",
+        "the store answers again",
+    ]
+    assert lookups.take_counts().lookups_failed == 5
+
+
+def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    fake.error = ZeroDivisionError()
+    lookups.ask("r", [([namespace("a")], KEYS)])
+    assert answered(lookups, "r") == ((False,) * 4,)
+    lookups.close()
+    assert "a lookup broke" in caplog.text
+
+
+def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_agent.lookups.PENDING_MAX", 3)
+    fake.gate.clear()
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    for number in range(5):
+        lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
+    assert [lookups.answer(f"r{number}") for number in range(5)] == [None] * 3 + [((False,) * 4,)] * 2
+    fake.gate.set()
+    lookups.close()
+
+
+def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
+    fake.gate.clear()
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups.ask("r", [([namespace("a")], KEYS)])
+    lookups.drop_all()
+    fake.gate.set()
+    lookups.close()
+    assert lookups.answer("r") == ()
+
+
+def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
+    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups.ask("r", [([namespace("a")], [])])
+    assert lookups.answer("r") == ((),)
+    lookups.close()
+    assert fake.calls == []
+
+
+def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
+    name, page = namespace(f"lookups {client.config.wire}"), bytes(4096)
+    client.put(name, KEYS[:2], [page, page])
+    lookups = Lookups(client, 5.0)
+    lookups.open([name])
+    lookups.touch([([name], KEYS)])
+    lookups.ask("r", [([name, name], KEYS)])
+    assert answered(lookups, "r") == ((True, True, False, False),)
+    lookups.close()
+
+
+def test_a_node_that_is_not_there_is_a_miss(shared_node: NodeProcess) -> None:
+    with Client(ClientConfig(address="127.0.0.1:1")) as client:
+        lookups = Lookups(client, 1.0)
+        lookups.ask("r", [([namespace("a")], KEYS)])
+        assert answered(lookups, "r") == ((False,) * 4,)
+        lookups.close()

@@ -1,0 +1,160 @@
+"""When computed blocks may be stored: pins, clean steps, acknowledgements, limits."""
+
+import random
+
+from gpu_agent.save_plan import Block, SavePlan
+
+
+class Pins:
+    """What an engine's block pool counts."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def pin(self, blocks: list[int]) -> None:
+        self.held += blocks
+
+    def unpin(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.held.remove(block)
+
+
+def plan_of(pins: Pins, ranks: int = 1, blocks_max: int = 8, order_blocks: int = 4) -> SavePlan:
+    return SavePlan(ranks, blocks_max, order_blocks, pins.pin, pins.unpin)
+
+
+def blocks(*numbers: int, group: int = 0) -> list[Block]:
+    return [(group, b"key%d" % number, number) for number in numbers]
+
+
+def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
+    pins = Pins()
+    plan = plan_of(pins)
+    plan.begin(1)
+    plan.stage("a", blocks(3, 4))
+    assert pins.held == [3, 4]
+    assert plan.orders() == []
+    assert plan.busy
+    assert plan.ran(1, clean=True) == set()
+    (order,) = plan.orders()
+    assert order.parts[0] == (0, [b"key3", b"key4"], [3, 4])
+    assert plan.busy
+    plan.acknowledge(order.job)
+    assert pins.held == []
+    assert not plan.busy
+    assert plan.check() == []
+
+
+def test_an_unclean_step_takes_all_outstanding_ones_with_it() -> None:
+    """Poisoning: with overlapping steps a later one may have read what the failed one computed."""
+    pins = Pins()
+    plan = plan_of(pins)
+    for step, owner in ((1, "a"), (2, "b"), (3, "c")):
+        plan.begin(step)
+        plan.stage(owner, blocks(step))
+    assert plan.ran(1, clean=True) == set()
+    assert plan.ran(2, clean=False) == {"b", "c"}
+    (order,) = plan.orders()
+    assert order.parts[0].blocks == [1]
+    assert pins.held == [1]
+    plan.begin(4)
+    plan.stage("b", blocks(2))  # computed again
+    plan.ran(4, clean=True)
+    assert plan.orders()[0].parts[0].blocks == [2]
+
+
+def test_a_step_whose_result_never_came_is_not_believed() -> None:
+    pins = Pins()
+    plan = plan_of(pins)
+    plan.begin(1)
+    plan.stage("a", blocks(1))
+    plan.begin(2)
+    plan.stage("b", blocks(2))
+    assert plan.ran(2, clean=True) == {"a"}
+    assert plan.orders()[0].parts[0].blocks == [2]
+    assert pins.held == [2]
+
+
+def test_blocks_stay_pinned_until_every_rank_has_read_them() -> None:
+    pins = Pins()
+    plan = plan_of(pins, ranks=3)
+    plan.stage("a", blocks(1))  # no step is outstanding
+    (order,) = plan.orders()
+    plan.acknowledge(order.job)
+    assert pins.held == [1]
+    plan.acknowledge(order.job, ranks=2)
+    assert pins.held == []
+
+
+def test_an_order_is_bounded_and_names_groups() -> None:
+    pins = Pins()
+    plan = plan_of(pins, order_blocks=3)
+    plan.stage("a", blocks(1, 2) + blocks(3, 4, group=1))
+    first, second = plan.orders()
+    assert [(part.group, part.blocks) for part in first.parts] == [(0, [1, 2]), (1, [3])]
+    assert [(part.group, part.blocks) for part in second.parts] == [(1, [4])]
+    assert first.job != second.job
+
+
+def test_a_key_under_way_is_not_staged_twice() -> None:
+    pins = Pins()
+    plan = plan_of(pins)
+    plan.stage("a", blocks(1))
+    plan.stage("b", [(0, b"key1", 7), (1, b"key1", 8)])  # the same tokens in another block; another group
+    assert pins.held == [1, 8]
+
+
+def test_room_is_what_may_still_be_pinned() -> None:
+    pins = Pins()
+    plan = plan_of(pins, blocks_max=3)
+    assert plan.room == 3
+    plan.stage("a", blocks(1, 2))
+    assert plan.room == 1
+    (order,) = plan.orders()
+    plan.acknowledge(order.job)
+    assert plan.room == 3
+
+
+def test_forgetting_keeps_what_ranks_are_reading() -> None:
+    pins = Pins()
+    plan = plan_of(pins)
+    plan.stage("a", blocks(1))
+    (order,) = plan.orders()
+    plan.stage("b", blocks(2))
+    plan.begin(1)
+    plan.stage("c", blocks(3))
+    plan.forget()
+    assert pins.held == [1]
+    assert plan.ran(1, clean=True) == set()
+    assert plan.orders() == []
+    plan.acknowledge(order.job)
+    assert pins.held == []
+    assert plan.check() == []
+
+
+def test_random_calls_leave_nothing_pinned(seed: int) -> None:
+    rng = random.Random(seed)
+    pins = Pins()
+    plan = plan_of(pins, ranks=2, blocks_max=20, order_blocks=3)
+    open_jobs: list[int] = []
+    seen = 0
+    for step in range(1, 400):
+        plan.begin(step)
+        numbers = rng.sample(range(1000), min(plan.room, rng.randrange(6)))
+        plan.stage("r", blocks(*numbers))
+        assert len(pins.held) <= 20
+        if rng.random() < 0.7:
+            seen = rng.randrange(seen, step + 1)
+            plan.ran(seen, clean=rng.random() < 0.8)
+        open_jobs += [order.job for order in plan.orders() for _ in range(2)]
+        rng.shuffle(open_jobs)
+        while open_jobs and rng.random() < 0.6:
+            plan.acknowledge(open_jobs.pop())
+        assert plan.check() == []
+    plan.ran(400, clean=True)
+    for job in open_jobs:
+        plan.acknowledge(job)
+    for order in plan.orders():
+        plan.acknowledge(order.job, ranks=2)
+    assert pins.held == []
+    assert not plan.busy
