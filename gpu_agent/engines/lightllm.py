@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from gpu_agent.checkpoint import named
+from gpu_agent.host.rows import RowTier, row_pool, tier_config
 from gpu_agent.jobs import LoadJob, SaveJob
 from gpu_agent.options import Identity, facts_text
-from gpu_agent.row_tier import RowTier, row_pool, tier_config
 from kvstore.client import Client
 from kvstore.config import client_config, engine_arguments, load
 from kvstore.errors import ConfigError, InvalidRequest

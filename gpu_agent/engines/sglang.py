@@ -32,7 +32,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from gpu_agent.engines.sglang_weights import GENERATION, served_weights, weight_version
 from gpu_agent.epochs import process_epochs
-from gpu_agent.host_pages import HostPages
+from gpu_agent.host.pages import HostPages
 from gpu_agent.layouts.sglang_host import host_pool, page_numbers
 from gpu_agent.options import facts_text, read_options
 from gpu_agent.pool import KVPool

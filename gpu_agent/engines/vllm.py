@@ -31,8 +31,10 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from gpu_agent.agent import Agent
-from gpu_agent.block_ranks import BlockRank, LoadsEnded
-from gpu_agent.block_scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
+from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.scheduler import BlockScheduler, Report, StepOrders
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
@@ -42,9 +44,7 @@ from gpu_agent.engines.vllm_identity import (
     scales_in_blocks,
 )
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
-from gpu_agent.lookups import Lookups
 from gpu_agent.options import Options, read_options
-from gpu_agent.save_plan import SavePlan
 from kvstore.client import Client
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace

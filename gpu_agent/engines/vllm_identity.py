@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from gpu_agent.block_groups import BlockGroup
+from gpu_agent.blocks.groups import BlockGroup
 from gpu_agent.checkpoint import named
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import Identity, facts_text

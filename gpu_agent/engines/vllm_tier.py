@@ -36,10 +36,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
 from gpu_agent.checkpoint import named
+from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.jobs import AgentStats
 from gpu_agent.options import Options, facts_text, read_options
 from gpu_agent.pool import KVPool
-from gpu_agent.unit_copies import UnitCopies
 from gpu_agent.verdicts import Verdicts
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpu_agent.block_groups import BlockGroup, loaded_blocks, longest_prefix
+from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
 
 
 def test_a_full_group_needs_every_block() -> None:

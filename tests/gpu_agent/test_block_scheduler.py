@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent import Agent, AgentConfig, block_scheduler
-from gpu_agent.block_groups import BlockGroup
-from gpu_agent.block_ranks import BlockRank
-from gpu_agent.block_scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent import Agent, AgentConfig
+from gpu_agent.blocks import scheduler
+from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.blocks.ranks import BlockRank
+from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.scheduler import BlockScheduler, Report, StepOrders
 from gpu_agent.layouts.vllm import table_pool
-from gpu_agent.lookups import Lookups
-from gpu_agent.save_plan import SavePlan
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
@@ -326,7 +327,7 @@ def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
     request.num_computed_tokens = 0
     assert store.matched(request) == 64
     assert store.matched(waiting) == 0
-    monkeypatch.setattr(block_scheduler, "REFRESH_S", 0.05)
+    monkeypatch.setattr(scheduler, "REFRESH_S", 0.05)
     time.sleep(0.06)
     assert store.matched(waiting) == 64
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig, KVPool
-from gpu_agent.host_pages import HostPages
+from gpu_agent.host.pages import HostPages
 from gpu_agent.layouts.group import GroupView, pool_of
 from kvstore import Client, ClientConfig, Namespace, prefix_hashes
 from kvstore.errors import DeadlineExceeded

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpu_agent import known_layouts
-from gpu_agent.known_layouts import ANY, FIRST_S, LAYOUTS_MAX, REFRESH_S, KnownLayouts
+from gpu_agent.objects import known_layouts
+from gpu_agent.objects.known_layouts import ANY, FIRST_S, LAYOUTS_MAX, REFRESH_S, KnownLayouts
 from kvstore import Namespace, opaque_layout
 from kvstore.deadline import Deadline
 

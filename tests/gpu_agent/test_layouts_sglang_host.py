@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpu_agent import KVPool
+from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.layouts.sglang_host import host_pool, page_numbers
-from gpu_agent.unit_copies import UnitCopies
 from kvstore.errors import InvalidRequest
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 6, 3, 2, 8

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gpu_agent import KVPool
+from gpu_agent.host.rows import row_pool
 from gpu_agent.layouts import lightllm, sglang, vllm
-from gpu_agent.row_tier import row_pool
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "layouts.md"
 BF16, INT8, UINT8 = torch.bfloat16, torch.int8, torch.uint8

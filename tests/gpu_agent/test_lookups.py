@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_agent.lookups import OUTAGE_WAIT_S, Lookups
+from gpu_agent.blocks.lookups import OUTAGE_WAIT_S, Lookups
 from kvstore import Client, ClientConfig, LookupResult, Namespace
 from kvstore.errors import Unavailable
 from kvstore.layout import opaque_layout
@@ -115,7 +115,7 @@ def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest
     assert answered(lookups, "s")[0][0]
     lookups.close()
     assert [record.message.split(",")[0] for record in caplog.records] == [
-        "the store can not be asked",
+        "the store failed",
         "the store answers again",
     ]
     assert lookups.take_counts().lookups_failed == 5
@@ -131,7 +131,7 @@ def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCapture
 
 
 def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu_agent.lookups.PENDING_MAX", 3)
+    monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 3)
     fake.gate.clear()
     lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
     for number in range(5):

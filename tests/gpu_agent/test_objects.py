@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent import AgentConfig, object_mover, object_parts
-from gpu_agent.known_layouts import ANY
-from gpu_agent.object_parts import ObjectName
-from gpu_agent.objects import ObjectStore
+from gpu_agent import AgentConfig
+from gpu_agent.objects import mover, parts
+from gpu_agent.objects.known_layouts import ANY
+from gpu_agent.objects.parts import ObjectName
+from gpu_agent.objects.store import ObjectStore
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace, PutOutcome, opaque_layout
 from kvstore.node_process import NodeProcess
 
@@ -68,9 +69,9 @@ def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
     store: ObjectStore, scope: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of a few objects, an object larger than the buffer among them."""
-    monkeypatch.setattr(object_parts, "PART_NBYTES", 3000)
-    monkeypatch.setattr(object_parts, "PARTS_MAX", 1 << 20)
-    monkeypatch.setattr(object_mover, "RECEIVED_NBYTES", 2500)
+    monkeypatch.setattr(parts, "PART_NBYTES", 3000)
+    monkeypatch.setattr(parts, "PARTS_MAX", 1 << 20)
+    monkeypatch.setattr(mover, "RECEIVED_NBYTES", 2500)
     other = Namespace(scope.model, ANY, revision="2")
     sizes = [1000, 1, 5000, 1000, CONFIG.staging_nbytes + 3, 1000, 1000, 5000]
     names = [

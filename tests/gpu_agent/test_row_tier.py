@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.row_tier import RowTier, TierConfig, row_pool, tier_config
+from gpu_agent.host.rows import RowTier, TierConfig, row_pool, tier_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.node_process import NodeProcess

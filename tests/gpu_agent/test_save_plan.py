@@ -2,7 +2,7 @@
 
 import random
 
-from gpu_agent.save_plan import Block, SavePlan
+from gpu_agent.blocks.save_plan import Block, SavePlan
 
 
 class Pins:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpu_agent import KVPool, TorchTransfer
+from gpu_agent.host.unit_copies import RUN_NBYTES, UnitCopies
 from gpu_agent.layouts.group import GroupView, pool_of
-from gpu_agent.unit_copies import RUN_NBYTES, UnitCopies
 
 COUNT = 5
 

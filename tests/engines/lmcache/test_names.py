@@ -9,7 +9,7 @@ import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
-from gpu_agent.known_layouts import FIRST_S
+from gpu_agent.objects.known_layouts import FIRST_S
 from kvstore import ConfigError
 from kvstore.node_process import NodeProcess
 

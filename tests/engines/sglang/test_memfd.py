@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import PAGE, buffers, fill, mha, mla, page_bytes
 
-from gpu_agent.unit_copies import UnitCopies
+from gpu_agent.host.unit_copies import UnitCopies
 
 Make = Callable[..., Any]
 TOKENS = list(range(12 * PAGE))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
-from gpu_agent import block_scheduler
+from gpu_agent.blocks import scheduler
 from kvstore.client import Client
 from kvstore.node_process import NodeProcess
 
@@ -104,7 +104,7 @@ def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
 
 def test_a_preempted_request_is_loaded_again(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract 12.2: at least one preemption and one load, of what the request itself has stored."""
-    monkeypatch.setattr(block_scheduler, "REFRESH_S", 0.02)
+    monkeypatch.setattr(scheduler, "REFRESH_S", 0.02)
     engine = make(blocks=9)
     one, two = tokens(7, 50), tokens(11, 50)
     orders: list[Any] = []

@@ -3,7 +3,7 @@
     orders --- load: an agent per group ---> finished, which blocks are wrong     every load, whatever happens
            +-- save: an agent per group ---> acknowledged as soon as the blocks have been read
 
-The orders come from `block_scheduler.py`; its `Report` goes back to it.
+The orders come from `scheduler.py`; its `Report` goes back to it.
 """
 
 import concurrent.futures
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_agent.agent import Agent
-from gpu_agent.block_scheduler import LoadOrder, Report, StepOrders
+from gpu_agent.blocks.save_plan import Part, SaveOrder
+from gpu_agent.blocks.scheduler import LoadOrder, Report, StepOrders
 from gpu_agent.jobs import LoadJob, SaveJob
-from gpu_agent.save_plan import Part, SaveOrder
 from kvstore.errors import InvalidRequest
 
 log = logging.getLogger(__name__)

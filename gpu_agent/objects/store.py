@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from gpu_agent.config import AgentConfig
-from gpu_agent.known_layouts import FIRST_S, REFRESH_S, KnownLayouts
 from gpu_agent.lane import Lane
-from gpu_agent.object_mover import ObjectMover
-from gpu_agent.object_parts import Batch, Ended, ObjectName, ObjectResults, Part, Value, cut
+from gpu_agent.objects.known_layouts import FIRST_S, REFRESH_S, KnownLayouts
+from gpu_agent.objects.mover import ObjectMover
+from gpu_agent.objects.parts import Batch, Ended, ObjectName, ObjectResults, Part, Value, cut
 from gpu_agent.outage import Outage
 from kvstore.buffers import byte_view
 from kvstore.client import Client

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from gpu_agent.outage import Outage
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
@@ -58,7 +59,7 @@ class Lookups:
         self._pending: dict[str, _Pending] = {}
         self._counts = LookupCounts()
         self._running = 0
-        self._outage = False
+        self._outage = Outage()
         self._executor = concurrent.futures.ThreadPoolExecutor(THREADS, "kvstore-lookup")
 
     def ask(self, request_id: str, question: Question) -> None:
@@ -70,7 +71,7 @@ class Lookups:
             wanted = any(len(keys) for _, keys in question) and not full
             self._running += wanted
             self._counts.lookups += wanted
-            wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage else self._timeout_s
+            wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage.error else self._timeout_s
             now = time.monotonic()
             self._pending[request_id] = _Pending(done, nothing, now, now + wait_s)
         if wanted:
@@ -183,12 +184,7 @@ class Lookups:
         self._ended(error)
 
     def _ended(self, error: KVStoreError | None) -> None:
-        """Logs an outage when it begins and when it ends, not at every request within it."""
         with self._lock:
             self._running -= 1
             self._counts.lookups_failed += error is not None
-            changed, self._outage = self._outage != (error is not None), error is not None
-        if changed and error is not None:
-            log.warning("the store can not be asked, the engine computes everything until it is back: %s", error)
-        elif changed:
-            log.warning("the store answers again")
+        self._outage.report(error)

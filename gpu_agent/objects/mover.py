@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_agent.object_parts import Part, runs
+from gpu_agent.objects.parts import Part, runs
 from kvstore.buffers import byte_view
 from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client

@@ -9,7 +9,7 @@ What a block is to the engine is its own business: descriptions are kept and giv
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpu_agent.save_plan import SaveOrder
+from gpu_agent.blocks.save_plan import SaveOrder
 
 
 class StoredBlocks:

@@ -3,7 +3,7 @@
     ask ... matched, matched, ... -> allocated -> step (load order) -> report -> step (save orders) ... finished
 
 For engines that schedule requests with block tables and hash their blocks themselves (vLLM). Nothing
-here waits, and nothing here touches KV: `block_ranks.py` does, on every rank, by the orders made here.
+here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made here.
 """
 
 import logging
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from gpu_agent.block_groups import BlockGroup, loaded_blocks, longest_prefix
-from gpu_agent.lookups import Answer, Lookups
-from gpu_agent.save_plan import Block, Part, SaveOrder, SavePlan
-from gpu_agent.stored_blocks import StoredBlocks
+from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
+from gpu_agent.blocks.lookups import Answer, Lookups
+from gpu_agent.blocks.save_plan import Block, Part, SaveOrder, SavePlan
+from gpu_agent.blocks.stored import StoredBlocks
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)

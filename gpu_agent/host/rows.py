@@ -18,10 +18,10 @@ import torch
 
 from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
+from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.jobs import AgentStats, LoadJob, SaveJob, SaveResult
 from gpu_agent.layouts.group import GroupView, check_shape, pool_of
 from gpu_agent.pool import KVPool
-from gpu_agent.unit_copies import UnitCopies
 from kvstore.client import Client
 from kvstore.config import load, setting
 from kvstore.errors import InvalidRequest

@@ -14,8 +14,8 @@ import torch
 
 from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
+from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.pool import KVPool
-from gpu_agent.unit_copies import UnitCopies
 from kvstore import PutOutcome
 from kvstore.client import Client
 from kvstore.errors import KVStoreError

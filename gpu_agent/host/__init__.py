@@ -1,0 +1,2 @@
+"""Pools in host memory, whose units are whole pages: calls that wait (pages), a tier below an engine's own cache
+(rows), and the copies for both (unit_copies)."""

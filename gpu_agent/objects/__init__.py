@@ -1,0 +1,4 @@
+"""Whole buffers by name, for an engine that owns no pool here (LMCache): lanes, deadlines, verified copies.
+
+store: put, get, exists, remove --> parts (one namespace each) --> mover --> client
+"""
