@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ with warnings.catch_warnings():
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -120,7 +122,8 @@ class Rank:
 
 
 class Engine:
-    """`store`: the connector's options. `window`: a second cache group with a sliding window of so many tokens."""
+    """`store`: the connector's options. `window`: a second cache group with a sliding window of so many tokens.
+    `overlap`: a step is scheduled before the result of the one before it is seen."""
 
     def __init__(
         self,
@@ -134,6 +137,7 @@ class Engine:
         batch_tokens: int = 512,
         hash_algorithm: str = "sha256",
         events: bool = False,
+        overlap: bool = False,
     ) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
@@ -152,7 +156,7 @@ class Engine:
                 max_num_batched_tokens=batch_tokens,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                async_scheduling=False,
+                async_scheduling=overlap,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVStoreConnector",
@@ -171,7 +175,7 @@ class Engine:
         step_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, self.config)
         self._block_hasher = get_request_block_hasher(hash_tokens, hasher)
         self.ranks = [Rank(self.config, caches, rank, patch) for rank in range(ranks)]
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if overlap else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -188,6 +192,9 @@ class Engine:
         self.stats: Any = self.connector.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
+        self._overlap = overlap
+        self._sampled: dict[str, list[int]] = {}  # with overlapping steps a worker knows tokens before the scheduler
+        self._running: deque[tuple[Any, Any]] = deque()  # steps whose results the scheduler has not seen
         self.cached: dict[str, int] = {}
         self.free_blocks = self.pool.get_num_free_blocks()
         self.on_execute: Callable[[Any], None] = lambda orders: None  # told what the ranks are about to do
@@ -210,6 +217,7 @@ class Engine:
         request = Request(name, prompt, params, None, block_hasher=self._block_hasher, **changes)
         request.kv_transfer_params = transfer
         self.requests[name] = request
+        self._sampled[name] = []
         self.scheduler.add_request(request)
         return request
 
@@ -232,8 +240,9 @@ class Engine:
         self.steps.append(dict(output.num_scheduled_tokens))
         for new in output.scheduled_new_reqs:
             self.cached.setdefault(new.req_id, new.num_computed_tokens)
-        result = self.execute(output)
-        self.scheduler.update_from_output(output, result)
+        self._running.append((output, self.execute(output)))
+        while len(self._running) > (self._overlap and bool(output.num_scheduled_tokens)):
+            self.scheduler.update_from_output(*self._running.popleft())
         assert self.connector._scheduler is None or self.connector._scheduler.check() == []
         if not output.num_scheduled_tokens:
             time.sleep(0.001)
@@ -243,6 +252,8 @@ class Engine:
         """As vLLM's model runner and executor do it."""
         self.on_execute(output.kv_connector_metadata.orders)
         results = [self._execute_rank(rank, output) for rank in self.ranks]
+        for name, sampled in zip(results[0].req_ids, results[0].sampled_token_ids, strict=True):
+            self._sampled[name] += sampled
         merged = self._aggregator.aggregate(results)
         assert merged is not None
         for found in (merged.kv_connector_output.kv_connector_stats, self.connector.get_kv_connector_stats()):
@@ -281,11 +292,14 @@ class Engine:
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
-            request, start = self.scheduler.requests[name], starts[name]
-            known = list(request.all_token_ids)[: start + count]
+            request, start = self.requests[name], starts[name]
+            known = (
+                list(request.prompt_token_ids) + self._sampled[name] if self._overlap else list(request.all_token_ids)
+            )
+            done = start + count == len(known)
+            known = known[: start + count]
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             values = [rank.forward(group, table, start, known) for group, table in enumerate(tables)]
-            done = start + count == request.num_tokens
             # Any layer of any group that is wrong shows in the token.
             right = len(set(values)) == 1
             sampled[name] = [values[0] % 500 + 5 if right else 1] if done else []

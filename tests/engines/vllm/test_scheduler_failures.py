@@ -89,6 +89,32 @@ def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, load:
     holds_what_an_undisturbed_engine_holds(make, prompt, ranks=ranks)
 
 
+def test_overlapping_steps_store_what_is_right(make: Engines) -> None:
+    """Async scheduling: steps are planned before the results of those before them are seen."""
+    prompt = tokens(17, 200)
+    make.save(prompt[:100], count=40, overlap=True, batch_tokens=64)
+    engine = make(overlap=True, batch_tokens=64)
+    engine.forget_when_loading(3)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    holds_what_an_undisturbed_engine_holds(make, prompt)
+    longer = prompt[:100] + answer(prompt[:100], 40)
+    holds_what_an_undisturbed_engine_holds(make, longer[:130])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_overlapping_steps_over_a_failed_load_poison_nothing(make: Engines, ranks: int) -> None:
+    """The next step is under way over the same wrong blocks when the failure is seen. vLLM itself may answer
+    wrongly then (its issue 49250); what it leaves in the store is right all the same."""
+    prompt = P[:48] + tokens(13, 150)
+    make.save(P, ranks=ranks)
+    engine = make(ranks=ranks, store={"load": "sync"}, overlap=True, batch_tokens=48)
+    engine.forget_when_loading(1, rank=ranks - 1)
+    engine.generate(prompt, 1)
+    assert engine.stats.data["loads_failed"] == 1
+    other = make(ranks=ranks)
+    assert other.generate(prompt) == answer(prompt, 8)
+
+
 def test_others_in_a_step_with_a_failed_load_are_stored_later_or_never(make: Engines) -> None:
     """Two requests with one prefix: the second reads blocks that the first is still loading."""
     one, two = P[:48] + tokens(13, 40), P[:48] + tokens(17, 40)
