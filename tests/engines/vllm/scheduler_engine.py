@@ -1,9 +1,9 @@
 """vLLM's scheduler and our connector without a model: a forward pass is arithmetic on the KV cache.
 
-The KV of a token is made of the token and of the KV of the token before it, read through the block
-table, as attention would. Garbage in a block therefore spreads to all that follows, and every
-answer tells whether the whole prefix was right. Ranks are objects in one process; what vLLM does
-around a model runner (order of calls, aggregation) is done with vLLM's own classes.
+The KV of a token is made of the token and of the KV of all tokens before it (of a window, of those in
+it), read through the block table, as attention would. Garbage in a block therefore spreads to all
+that follows, and every answer tells whether the whole prefix was right. Ranks are objects in one
+process; what vLLM does around a model runner (order of calls, aggregation) is done by its own classes.
 """
 
 import concurrent.futures
@@ -72,15 +72,24 @@ def answer(prompt: list[int], count: int) -> list[int]:
     """What an engine without any cache generates: the oracle."""
     known = list(prompt)
     for _ in range(count):
-        value = 0
-        for token in known:
-            value = _next(value, token)
-        known.append(value % 500 + 5)
+        known.append(token_of(attend([], known, 0)[-1]))
     return known[len(prompt) :]
 
 
-def _next(value: int, token: int) -> int:
-    return (value * 31 + token + 1) % 1_000_003
+def attend(past: list[int], known: list[int], window: int) -> list[int]:
+    """The values of `known`, which follow tokens with the values `past`."""
+    values = past[-(window - 1) :] if window else list(past)
+    before, seen = len(values), sum(values)
+    for token in known:
+        if window and len(values) >= window:
+            seen -= values[-window]
+        values.append((seen * 31 + token + 1) % 1_000_003)
+        seen += values[-1]
+    return values[before:]
+
+
+def token_of(value: int) -> int:
+    return value % 500 + 5
 
 
 class Rank:
@@ -102,23 +111,21 @@ class Rank:
         self.connector.register_kv_caches(self.kv)
 
     def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
-        """Computes the KV of `known[start:]`; the last token's value."""
-        value = 0
+        """Computes the KV of `known[start:]`; the last token's value, 0 if a layer holds what it should not."""
+        window = getattr(self.caches.kv_cache_groups[group].kv_cache_spec, "sliding_window", None) or 0
+        first = max(0, start - window + 1) if window else 0
+        found = set()
         for layer, name in enumerate(self.caches.kv_cache_groups[group].layer_names):
-            view = self.kv[name]
-            mark = 1 + layer + 10 * self.rank + 100 * group
-            value = 0
-            if start:
-                block, place = table[(start - 1) // BLOCK], (start - 1) % BLOCK
-                value = int(view[block, 0, place, 0])
-                assert block, "a forward pass reads the null block"
-                value = value if int(view[block, 1, place, 3]) == mark else 999_983  # somebody else's, or nothing
-            for position in range(start, len(known)):
-                value = _next(value, known[position])
-                cell = view[table[position // BLOCK], :, position % BLOCK]
+            view, mark = self.kv[name], 1 + layer + 10 * self.rank + 100 * group
+            cells = [view[table[position // BLOCK], :, position % BLOCK] for position in range(first, len(known))]
+            assert all(table[position // BLOCK] for position in range(first, start)), "the null block is read"
+            past = [int(cell[0, 0]) if int(cell[1, 3]) == mark else 999_983 for cell in cells[: start - first]]
+            values = attend(past, known[start:], window)
+            for cell, value in zip(cells[start - first :], values, strict=True):
                 cell[:] = mark
                 cell[0, 0] = value
-        return value
+            found.add(values[-1])
+        return found.pop() if found == {attend([], known, window)[-1]} else 0
 
 
 class Engine:
@@ -300,9 +307,7 @@ class Engine:
             known = known[: start + count]
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             values = [rank.forward(group, table, start, known) for group, table in enumerate(tables)]
-            # Any layer of any group that is wrong shows in the token.
-            right = len(set(values)) == 1
-            sampled[name] = [values[0] % 500 + 5 if right else 1] if done else []
+            sampled[name] = [token_of(values[0]) if all(values) else 1] if done else []
         return sampled
 
     def abort(self, name: str) -> None:

@@ -82,7 +82,7 @@ def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, load:
     follows is computed in that very step (sync). A third engine reads everything back."""
     prompt = P[:48] + tokens(13, 70)
     make.save(P, ranks=ranks)
-    engine = make(ranks=ranks, store={"load": load})
+    engine = make(ranks=ranks, store={"load": load}, batch_tokens=80)  # computing it again takes several steps
     engine.forget_when_loading(1, rank=ranks - 1)
     assert engine.generate(prompt) == answer(prompt, 8)
     assert engine.stats.data["loads_failed"] == 1
@@ -178,7 +178,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
     with start_node() as node:
         make.address = node.address
         make.save(P)
-        deadlines = {"lookup_timeout_s": 1.0, "load_timeout_s": 1.0, "save_timeout_s": 1.0}
+        deadlines = {"lookup_timeout_s": 3.0, "load_timeout_s": 3.0, "save_timeout_s": 3.0}
         engine = make(store=deadlines)
         assert engine.generate(P, name="before") == answer(P, 8)
         os.kill(node.pid, signal.SIGSTOP)
@@ -189,7 +189,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
                 engine.add(f"r{number}", prompt)
                 engine.run(until=lambda: not engine.scheduler.has_unfinished_requests())
                 assert engine.outputs[f"r{number}"] == answer(prompt, 8)
-            assert time.monotonic() - began < 1.0 + 8 * 0.3
+            assert time.monotonic() - began < 2 * 3.0
         finally:
             os.kill(node.pid, signal.SIGCONT)
 
