@@ -200,6 +200,7 @@ class Engine:
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
         self._overlap = overlap
+        self.reads_at_once = False  # blocks are read within the step that orders it, not while later steps run
         self._sampled: dict[str, list[int]] = {}  # with overlapping steps a worker knows tokens before the scheduler
         self._running: deque[tuple[Any, Any]] = deque()  # steps whose results the scheduler has not seen
         self.cached: dict[str, int] = {}
@@ -259,6 +260,9 @@ class Engine:
         """As vLLM's model runner and executor do it."""
         self.on_execute(output.kv_connector_metadata.orders)
         results = [self._execute_rank(rank, output) for rank in self.ranks]
+        for samples in zip(*(result.sampled_token_ids for result in results), strict=True):
+            if any(sample != samples[0] for sample in samples):
+                samples[0][:] = [1]  # as after an all-reduce: a rank that is wrong makes all wrong
         for name, sampled in zip(results[0].req_ids, results[0].sampled_token_ids, strict=True):
             self._sampled[name] += sampled
         merged = self._aggregator.aggregate(results)
@@ -277,6 +281,8 @@ class Engine:
         if not output.has_sync_kv_loads:
             connector.start_load_kv(None)
         connector.wait_for_save()
+        if self.reads_at_once:
+            connector._rank.drain()
         transfer = connector.get_transfer_results(output.finished_req_ids)
         found.finished_sending = transfer.finished_sending
         found.finished_recving = transfer.finished_recving

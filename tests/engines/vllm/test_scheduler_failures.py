@@ -83,6 +83,7 @@ def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, load:
     prompt = P[:48] + tokens(13, 70)
     make.save(P, ranks=ranks)
     engine = make(ranks=ranks, store={"load": load}, batch_tokens=80)  # computing it again takes several steps
+    engine.reads_at_once = True
     engine.forget_when_loading(1, rank=ranks - 1)
     assert engine.generate(prompt) == answer(prompt, 8)
     assert engine.stats.data["loads_failed"] == 1
@@ -108,6 +109,7 @@ def test_overlapping_steps_over_a_failed_load_poison_nothing(make: Engines, rank
     prompt = P[:48] + tokens(13, 150)
     make.save(P, ranks=ranks)
     engine = make(ranks=ranks, store={"load": "sync"}, overlap=True, batch_tokens=48)
+    engine.reads_at_once = True
     engine.forget_when_loading(1, rank=ranks - 1)
     engine.generate(prompt, 1)
     assert engine.stats.data["loads_failed"] == 1
