@@ -1,9 +1,9 @@
 """vLLM's scheduler and our connector without a model: a forward pass is arithmetic on the KV cache.
 
-The KV of a token is made of the token and of the KV of the token before it, read through the block
-table, as attention would. Garbage in a block therefore spreads to all that follows, and every
-answer tells whether the whole prefix was right. Ranks are objects in one process; what vLLM does
-around a model runner (order of calls, aggregation) is done with vLLM's own classes.
+The KV of a token is made of the token and of the KV of all tokens before it (of a window, of those in
+it), read through the block table, as attention would. Garbage in a block therefore spreads to all
+that follows, and every answer tells whether the whole prefix was right. Ranks are objects in one
+process; what vLLM does around a model runner (order of calls, aggregation) is done by its own classes.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ with warnings.catch_warnings():
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -70,15 +72,24 @@ def answer(prompt: list[int], count: int) -> list[int]:
     """What an engine without any cache generates: the oracle."""
     known = list(prompt)
     for _ in range(count):
-        value = 0
-        for token in known:
-            value = _next(value, token)
-        known.append(value % 500 + 5)
+        known.append(token_of(attend([], known, 0)[-1]))
     return known[len(prompt) :]
 
 
-def _next(value: int, token: int) -> int:
-    return (value * 31 + token + 1) % 1_000_003
+def attend(past: list[int], known: list[int], window: int) -> list[int]:
+    """The values of `known`, which follow tokens with the values `past`."""
+    values = past[-(window - 1) :] if window else list(past)
+    before, seen = len(values), sum(values)
+    for token in known:
+        if window and len(values) >= window:
+            seen -= values[-window]
+        values.append((seen * 31 + token + 1) % 1_000_003)
+        seen += values[-1]
+    return values[before:]
+
+
+def token_of(value: int) -> int:
+    return value % 500 + 5
 
 
 class Rank:
@@ -100,27 +111,26 @@ class Rank:
         self.connector.register_kv_caches(self.kv)
 
     def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
-        """Computes the KV of `known[start:]`; the last token's value."""
-        value = 0
+        """Computes the KV of `known[start:]`; the last token's value, 0 if a layer holds what it should not."""
+        window = getattr(self.caches.kv_cache_groups[group].kv_cache_spec, "sliding_window", None) or 0
+        first = max(0, start - window + 1) if window else 0
+        found = set()
         for layer, name in enumerate(self.caches.kv_cache_groups[group].layer_names):
-            view = self.kv[name]
-            mark = 1 + layer + 10 * self.rank + 100 * group
-            value = 0
-            if start:
-                block, place = table[(start - 1) // BLOCK], (start - 1) % BLOCK
-                value = int(view[block, 0, place, 0])
-                assert block, "a forward pass reads the null block"
-                value = value if int(view[block, 1, place, 3]) == mark else 999_983  # somebody else's, or nothing
-            for position in range(start, len(known)):
-                value = _next(value, known[position])
-                cell = view[table[position // BLOCK], :, position % BLOCK]
+            view, mark = self.kv[name], 1 + layer + 10 * self.rank + 100 * group
+            cells = [view[table[position // BLOCK], :, position % BLOCK] for position in range(first, len(known))]
+            assert all(table[position // BLOCK] for position in range(first, start)), "the null block is read"
+            past = [int(cell[0, 0]) if int(cell[1, 3]) == mark else 999_983 for cell in cells[: start - first]]
+            values = attend(past, known[start:], window)
+            for cell, value in zip(cells[start - first :], values, strict=True):
                 cell[:] = mark
                 cell[0, 0] = value
-        return value
+            found.add(values[-1])
+        return found.pop() if found == {attend([], known, window)[-1]} else 0
 
 
 class Engine:
-    """`store`: the connector's options. `window`: a second cache group with a sliding window of so many tokens."""
+    """`store`: the connector's options. `window`: a second cache group with a sliding window of so many tokens.
+    `overlap`: a step is scheduled before the result of the one before it is seen."""
 
     def __init__(
         self,
@@ -134,6 +144,7 @@ class Engine:
         batch_tokens: int = 512,
         hash_algorithm: str = "sha256",
         events: bool = False,
+        overlap: bool = False,
     ) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
@@ -152,7 +163,7 @@ class Engine:
                 max_num_batched_tokens=batch_tokens,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                async_scheduling=False,
+                async_scheduling=overlap,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVStoreConnector",
@@ -171,7 +182,7 @@ class Engine:
         step_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, self.config)
         self._block_hasher = get_request_block_hasher(hash_tokens, hasher)
         self.ranks = [Rank(self.config, caches, rank, patch) for rank in range(ranks)]
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if overlap else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -188,6 +199,10 @@ class Engine:
         self.stats: Any = self.connector.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
+        self._overlap = overlap
+        self.reads_at_once = False  # blocks are read within the step that orders it, not while later steps run
+        self._sampled: dict[str, list[int]] = {}  # with overlapping steps a worker knows tokens before the scheduler
+        self._running: deque[tuple[Any, Any]] = deque()  # steps whose results the scheduler has not seen
         self.cached: dict[str, int] = {}
         self.free_blocks = self.pool.get_num_free_blocks()
         self.on_execute: Callable[[Any], None] = lambda orders: None  # told what the ranks are about to do
@@ -210,6 +225,7 @@ class Engine:
         request = Request(name, prompt, params, None, block_hasher=self._block_hasher, **changes)
         request.kv_transfer_params = transfer
         self.requests[name] = request
+        self._sampled[name] = []
         self.scheduler.add_request(request)
         return request
 
@@ -232,8 +248,9 @@ class Engine:
         self.steps.append(dict(output.num_scheduled_tokens))
         for new in output.scheduled_new_reqs:
             self.cached.setdefault(new.req_id, new.num_computed_tokens)
-        result = self.execute(output)
-        self.scheduler.update_from_output(output, result)
+        self._running.append((output, self.execute(output)))
+        while len(self._running) > (self._overlap and bool(output.num_scheduled_tokens)):
+            self.scheduler.update_from_output(*self._running.popleft())
         assert self.connector._scheduler is None or self.connector._scheduler.check() == []
         if not output.num_scheduled_tokens:
             time.sleep(0.001)
@@ -243,6 +260,11 @@ class Engine:
         """As vLLM's model runner and executor do it."""
         self.on_execute(output.kv_connector_metadata.orders)
         results = [self._execute_rank(rank, output) for rank in self.ranks]
+        for samples in zip(*(result.sampled_token_ids for result in results), strict=True):
+            if any(sample != samples[0] for sample in samples):
+                samples[0][:] = [1]  # as after an all-reduce: a rank that is wrong makes all wrong
+        for name, sampled in zip(results[0].req_ids, results[0].sampled_token_ids, strict=True):
+            self._sampled[name] += sampled
         merged = self._aggregator.aggregate(results)
         assert merged is not None
         for found in (merged.kv_connector_output.kv_connector_stats, self.connector.get_kv_connector_stats()):
@@ -259,6 +281,8 @@ class Engine:
         if not output.has_sync_kv_loads:
             connector.start_load_kv(None)
         connector.wait_for_save()
+        if self.reads_at_once:
+            connector._rank.drain()
         transfer = connector.get_transfer_results(output.finished_req_ids)
         found.finished_sending = transfer.finished_sending
         found.finished_recving = transfer.finished_recving
@@ -281,14 +305,15 @@ class Engine:
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
-            request, start = self.scheduler.requests[name], starts[name]
-            known = list(request.all_token_ids)[: start + count]
+            request, start = self.requests[name], starts[name]
+            known = (
+                list(request.prompt_token_ids) + self._sampled[name] if self._overlap else list(request.all_token_ids)
+            )
+            done = start + count == len(known)
+            known = known[: start + count]
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             values = [rank.forward(group, table, start, known) for group, table in enumerate(tables)]
-            done = start + count == request.num_tokens
-            # Any layer of any group that is wrong shows in the token.
-            right = len(set(values)) == 1
-            sampled[name] = [values[0] % 500 + 5 if right else 1] if done else []
+            sampled[name] = [token_of(values[0]) if all(values) else 1] if done else []
         return sampled
 
     def abort(self, name: str) -> None:

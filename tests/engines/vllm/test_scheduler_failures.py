@@ -82,11 +82,39 @@ def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, load:
     follows is computed in that very step (sync). A third engine reads everything back."""
     prompt = P[:48] + tokens(13, 70)
     make.save(P, ranks=ranks)
-    engine = make(ranks=ranks, store={"load": load})
+    engine = make(ranks=ranks, store={"load": load}, batch_tokens=80)  # computing it again takes several steps
+    engine.reads_at_once = True
     engine.forget_when_loading(1, rank=ranks - 1)
     assert engine.generate(prompt) == answer(prompt, 8)
     assert engine.stats.data["loads_failed"] == 1
     holds_what_an_undisturbed_engine_holds(make, prompt, ranks=ranks)
+
+
+def test_overlapping_steps_store_what_is_right(make: Engines) -> None:
+    """Async scheduling: steps are planned before the results of those before them are seen."""
+    prompt = tokens(17, 200)
+    make.save(prompt[:100], count=40, overlap=True, batch_tokens=64)
+    engine = make(overlap=True, batch_tokens=64)
+    engine.forget_when_loading(3)
+    assert engine.generate(prompt) == answer(prompt, 8)
+    holds_what_an_undisturbed_engine_holds(make, prompt)
+    longer = prompt[:100] + answer(prompt[:100], 40)
+    holds_what_an_undisturbed_engine_holds(make, longer[:130])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_overlapping_steps_over_a_failed_load_poison_nothing(make: Engines, ranks: int) -> None:
+    """The next step is under way over the same wrong blocks when the failure is seen. vLLM itself may answer
+    wrongly then (its issue 49250); what it leaves in the store is right all the same."""
+    prompt = P[:48] + tokens(13, 150)
+    make.save(P, ranks=ranks)
+    engine = make(ranks=ranks, store={"load": "sync"}, overlap=True, batch_tokens=48)
+    engine.reads_at_once = True
+    engine.forget_when_loading(1, rank=ranks - 1)
+    engine.generate(prompt, 1)
+    assert engine.stats.data["loads_failed"] == 1
+    other = make(ranks=ranks)
+    assert other.generate(prompt) == answer(prompt, 8)
 
 
 def test_others_in_a_step_with_a_failed_load_are_stored_later_or_never(make: Engines) -> None:
@@ -152,7 +180,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
     with start_node() as node:
         make.address = node.address
         make.save(P)
-        deadlines = {"lookup_timeout_s": 1.0, "load_timeout_s": 1.0, "save_timeout_s": 1.0}
+        deadlines = {"lookup_timeout_s": 3.0, "load_timeout_s": 3.0, "save_timeout_s": 3.0}
         engine = make(store=deadlines)
         assert engine.generate(P, name="before") == answer(P, 8)
         os.kill(node.pid, signal.SIGSTOP)
@@ -163,7 +191,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
                 engine.add(f"r{number}", prompt)
                 engine.run(until=lambda: not engine.scheduler.has_unfinished_requests())
                 assert engine.outputs[f"r{number}"] == answer(prompt, 8)
-            assert time.monotonic() - began < 1.0 + 8 * 0.3
+            assert time.monotonic() - began < 2 * 3.0
         finally:
             os.kill(node.pid, signal.SIGCONT)
 
