@@ -40,12 +40,12 @@ class LookupCounts:
     lookups_failed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     done: concurrent.futures.Future[Answer]
     nothing: Answer
-    asked_at: float
     overdue_at: float
+    answered_at: float | None = None
 
 
 class Lookups:
@@ -71,8 +71,7 @@ class Lookups:
             self._running += wanted
             self._counts.lookups += wanted
             wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage else self._timeout_s
-            now = time.monotonic()
-            self._pending[request_id] = _Pending(done, nothing, now, now + wait_s)
+            self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s)
         if wanted:
             self._executor.submit(self._look_up, question, nothing, Deadline(self._timeout_s), done)
         else:
@@ -85,17 +84,20 @@ class Lookups:
             pending = self._pending.get(request_id)
             if pending is None:
                 return ()
-            if pending.done.done():
-                return pending.done.result()
-            if time.monotonic() < pending.overdue_at:
+            now = time.monotonic()
+            if not pending.done.done() and now < pending.overdue_at:
                 return None
-            return pending.nothing
+            pending.answered_at = pending.answered_at or now
+            return pending.done.result() if pending.done.done() else pending.nothing
 
     def age_s(self, request_id: str) -> float | None:
-        """How long ago the request asked; None if it did not, or needs no answer any more."""
+        """For how long the request has had its answer, 0 if it has none yet; None if it did not ask, or
+        needs no answer any more."""
         with self._lock:
             pending = self._pending.get(request_id)
-            return None if pending is None else time.monotonic() - pending.asked_at
+            if pending is None:
+                return None
+            return time.monotonic() - pending.answered_at if pending.answered_at else 0.0
 
     def drop(self, request_id: str) -> None:
         """The request needs no answer any more."""

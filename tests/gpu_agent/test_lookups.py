@@ -69,10 +69,13 @@ def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
     lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert [lookups.answer("r") for _ in range(100)] == [None] * 100
+    time.sleep(0.02)
+    assert lookups.age_s("r") == 0.0  # of an answer, not of a question
     fake.gate.set()
     assert answered(lookups, "r") == ((True, True, True, False),)
     assert all(lookups.answer("r") for _ in range(100))
     assert fake.calls == [("a", False)]
+    assert (lookups.age_s("r") or 0.0) > 0.0
     assert lookups.take_counts().lookups == 1
     lookups.drop("r")
     assert lookups.answer("r") == ()

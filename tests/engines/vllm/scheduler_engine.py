@@ -235,8 +235,9 @@ class Engine:
         while self.scheduler.has_requests() and not (until and until()):
             assert time.monotonic() < end, "the engine does not get done"
             self.step()
-        saves = [job.done for rank in self.ranks if rank.connector._rank for _, job in rank.connector._rank._outcomes]
-        concurrent.futures.wait(saves, limit_s)  # blocks have been read, pages may still be on their way
+        if until is None:  # blocks have been read, pages may still be on their way
+            ranks = [rank.connector._rank for rank in self.ranks if rank.connector._rank]
+            concurrent.futures.wait([job.done for rank in ranks for _, job in rank._outcomes], limit_s)
 
     def generate(self, prompt: list[int], count: int = 8, name: str = "r", **changes: Any) -> list[int]:
         self.add(name, prompt, count, **changes)

@@ -50,7 +50,7 @@ def test_a_page_lost_between_lookup_and_load_is_computed_and_stored_again(make: 
     assert engine.generate(P) == answer(P, 8)
     assert engine.stats.data["loads_failed"] == 1
     assert engine.stats.data["lookups"] == 1
-    assert len(engine.steps) < 200
+    assert len([step for step in engine.steps if step]) < 20
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
     holds_what_an_undisturbed_engine_holds(make, P)
 
@@ -71,7 +71,7 @@ def test_with_several_groups_a_failed_load_is_computed_from_the_start(make: Engi
     engine.forget_when_loading(1, group=group)
     assert engine.generate(prompt) == answer(prompt, 8)
     assert next(step for step in engine.steps if step) == {"r": 200}
-    assert len(engine.steps) < 200
+    assert len([step for step in engine.steps if step]) < 20
     holds_what_an_undisturbed_engine_holds(make, prompt, window=40, blocks=128)
 
 
