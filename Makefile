@@ -11,10 +11,13 @@ CYCLES ?= 300
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
-	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (1-2 minutes, after 3.4 GB of installation)"
+	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
+	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
+	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
+	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make bench        all benchmarks; TRACE=path adds the hit rates, DIR=path puts the data on another disk"

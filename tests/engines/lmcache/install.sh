@@ -24,4 +24,4 @@ pip install numba msgspec pyzmq blake3 aiofiles aiofile sortedcontainers psutil 
 mkdir -p "$venv/lmcache_sdist"
 [ -e "$venv/lmcache_sdist/lmcache-$version.tar.gz" ] || NO_NATIVE_EXT=1 pip download --dest "$venv/lmcache_sdist" \
     --no-deps --no-build-isolation --no-binary lmcache "lmcache==$version"
-command -v redis-server >/dev/null || echo "redis-server is not here: benchmarks/lmcache.py will leave its rows out (Debian: apt-get install redis-server)"
+command -v redis-server >/dev/null || echo "redis-server is not here: benchmarks/lmcache_l2.py will leave its rows out (Debian: apt-get install redis-server)"
