@@ -214,13 +214,6 @@ class RestartableNode:
                 found |= {(namespace.digest, name): bytes(page) for name, page in zip(hashes, buffers, strict=True)}
         return found
 
-    def wait_stored(self, names: Sequence[bytes], timeout_s: float = 20.0) -> None:
-        """Until pages of all these names are stored: a save may have read its blocks and still be sending."""
-        end = time.monotonic() + timeout_s
-        while missing := set(names) - {name for _, name in self.pages()}:
-            assert time.monotonic() < end, f"{len(missing)} of {len(names)} pages are not stored"
-            time.sleep(0.05)
-
     def __enter__(self) -> "RestartableNode":
         return self
 

@@ -52,6 +52,17 @@ def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
     return call
 
 
+def saves_end(worker: Any) -> None:
+    """For `collective_rpc`: blocks are given back when they have been read; this waits until they are stored."""
+    from concurrent.futures import wait
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    rank = get_kv_transfer_group()._rank if has_kv_transfer_group() else None
+    if rank:
+        wait([job.done for _, job in rank._outcomes], SETTLE_S)
+
+
 class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         store = arguments.pop("kv_transfer_config", None)
@@ -90,6 +101,7 @@ class Engine:
             self.llm.llm_engine.step()
             steps += 1
             time.sleep(0.002)
+        self.llm.collective_rpc(saves_end)
         pool = self.core.scheduler.kv_cache_manager.block_pool
         return {
             "steps": steps,

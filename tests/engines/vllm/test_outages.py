@@ -93,6 +93,7 @@ def test_the_node_is_killed(
     store.start()
     time.sleep(0.3)
     assert answers(victim.alone(whole)) == expected
+    victim.settle()
     third = writer.alone(whole)
     assert answers(third) == expected
     assert cached(third) == [96], "the victim stored again what was lost"
@@ -187,7 +188,7 @@ def test_a_slow_lookup_delays_only_its_own_request(
 
 
 def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
-    mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
+    mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle
 ) -> None:
     """Its request has ended long before; what others write meanwhile does not get into its pages."""
     prompts = [prompt(390 + 10 * len(mode) + i, 100) for i in range(3)]
@@ -200,7 +201,6 @@ def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
     victim.settle()
     assert victim.struck() == ["slow at save"]
     assert answers(found["requests"] + rest) == expected
-    store.wait_stored(victim.chain(prompts[0]))
     third = writer.alone(*prompts)
     assert cached(third) == [96, 96, 96]
     assert answers(third) == expected
