@@ -73,10 +73,13 @@ def form(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def spec() -> Callable[..., dict[str, Any]]:
-    """`spec(form, address, **params)`: what stands behind --l2-adapter. Another namespace each time, unless told."""
+    """`spec(form, address, **params)`: what stands behind --l2-adapter. Another namespace each time, and the longest
+    deadlines for a busy machine, unless told."""
 
     def make(form: str, address: str, **params: Any) -> dict[str, Any]:
-        own = {"kv_format": "test"} if form == "native_plugin" else {}
+        own: dict[str, Any] = {"lookup_timeout_s": 2.0, "connect_timeout_s": 2.0}
+        if form == "native_plugin":
+            own["kv_format"] = "test"
         return {
             "type": form,
             "module_path": "gpu_agent.engines.lmcache",

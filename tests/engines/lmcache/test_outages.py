@@ -140,6 +140,6 @@ def test_submitting_never_waits(
         for _ in range(4):
             driver.adapter.submit_store_task(keys, sources)
             driver.adapter.submit_lookup_and_lock_task(keys, {})
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 2.0  # eight that waited for their deadlines would take 4.8 s
     finally:
         os.kill(node.pid, signal.SIGCONT)
