@@ -6,9 +6,13 @@ its name and the commit that the hub's cache holds.
 """
 
 import functools
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gpu_agent.options import Identity
 from kvstore.checksum import running_checksum
@@ -18,6 +22,14 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".model")
 _READ_NBYTES = 16 << 20
 # Of a hub's cache: models--owner--name/snapshots/<commit>
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
+_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """32 hex digits over a model's configuration, as `to_dict()` or config.json has it."""
+    identity = {name: value for name, value in config.items() if name not in _NOT_IDENTITY}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def named(identity: Identity, model: str, revision: str = "") -> Identity:

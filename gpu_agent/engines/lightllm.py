@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from gpu_agent.checkpoint import named
+from gpu_agent.checkpoint import config_digest, named
 from gpu_agent.host.rows import RowTier, row_pool, tier_config
 from gpu_agent.jobs import LoadJob, SaveJob
 from gpu_agent.options import Identity, facts_text
@@ -60,8 +60,6 @@ _HYBRID_ARGUMENTS = (
 )
 # Those that name a file whose content does.
 _FILES = ("kv_quant_calibration_config_path", "quant_cfg")
-# Of a model's configuration, what says nothing about its KV.
-_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache"}
 _DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
@@ -253,8 +251,7 @@ def _facts(arguments: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
         facts["tp"] = tp // dp
     if nodes > dp:
         facts["node"] = f"{arguments.get('node_rank')}/{nodes}"
-    shape = {name: value for name, value in config.items() if name not in _NOT_IDENTITY}
-    facts["config"] = _digest(json.dumps(shape, sort_keys=True).encode())
+    facts["config"] = config_digest(config)
     facts["hash"] = "xxh3_128"
     facts["layout"] = LAYOUT_GENERATION
     return facts
@@ -275,13 +272,9 @@ def _content(path: str | None) -> str | None:
     if not path:
         return None
     try:
-        return _digest(Path(path).read_bytes())
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
     except OSError as error:
         raise ConfigError(f"{path} decides what the cache's bytes mean, and can not be read: {error}") from error
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _keys(hash_128s: Sequence[int]) -> list[bytes]:

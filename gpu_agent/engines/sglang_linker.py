@@ -143,11 +143,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         if not hashes:
             return []
         try:
-            there = self._client.pin(
-                self._agent.namespace, hashes, self._config.hold_s, timeout_s=self._agent.config.lookup_timeout_s
-            )
+            there = self._agent.ask(hashes, self._config.hold_s) or ()
         except KVStoreError as error:
-            log.info("lookup failed: %s", error)
+            log.warning("lookup failed: %s", error)
             return []
         return list(range(1, [*there, False].index(False) + 1))
 

@@ -8,8 +8,6 @@ the pool's tensors are transposed views of the cache's, without a copy. transfor
 only here.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from gpu_agent.agent import Agent
+from gpu_agent.checkpoint import config_digest
 from gpu_agent.config import AgentConfig
 from gpu_agent.jobs import SaveJob
 from gpu_agent.kernels.available import transfer_for
+from gpu_agent.options import facts_text
 from gpu_agent.pool import KVPool, dtype_name
 from kvstore.buffers import byte_view
 from kvstore.checksum import running_checksum
@@ -31,8 +31,6 @@ from kvstore.layout import LayerGroup, PageLayout, Plane
 
 PAGE_TOKENS = 64
 KV_GROUP = "attention"
-# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
-_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
 
 
 class TransformersAdapter:
@@ -147,9 +145,8 @@ def namespace_of(model: PreTrainedModel, name: str, revision: str, page_tokens: 
     dtype = dtype_name(model.dtype)
     planes = (Plane("k", dtype, (heads, dim)), Plane("v", dtype, (heads, dim)))
     layout = PageLayout(page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),))
-    identity = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_IDENTITY}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-    return Namespace(model=name, layout=layout, revision=revision, salt=f"transformers config={digest[:32]}")
+    facts = facts_text("transformers", config=config_digest(model.config.to_dict()))
+    return Namespace(model=name, layout=layout, revision=revision, salt=facts)
 
 
 def weights_digest(model: PreTrainedModel) -> str:

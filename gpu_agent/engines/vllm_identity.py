@@ -5,7 +5,6 @@ block hash covers (tokens, LoRA's name, images, cache salt) is in the key.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +20,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from gpu_agent.blocks.groups import BlockGroup
-from gpu_agent.checkpoint import named
+from gpu_agent.checkpoint import config_digest, named
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import Identity, facts_text
 from gpu_agent.pool import KVPool
 from kvstore.keys import Namespace
 
 GENERATION = "0.29"  # since when a layer's cache is [blocks, heads, tokens, cell]
-# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it runs.
-_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
 
 
 def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
@@ -124,7 +121,7 @@ def namespaces(
         "cp_rank": ranks["cp"],
         "cp_size": getattr(parallel, "prefill_context_parallel_size", 1),
     }
-    facts = _model_facts(vllm_config)
+    facts = model_facts(vllm_config) | _cache_facts(vllm_config)
     found: list[Namespace | None] = []
     for group, pool in zip(kv_cache_config.kv_cache_groups, pools, strict=True):
         text = facts_text("vllm", **facts, **_group_facts(vllm_config, group))
@@ -132,18 +129,29 @@ def namespaces(
     return found
 
 
-def _model_facts(vllm_config: Any) -> dict[str, Any]:
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NOT_IDENTITY}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "generation": GENERATION,
-        "config": digest[:16],
+def model_facts(vllm_config: Any) -> dict[str, Any]:
+    """What decides an engine's KV beside the weights' name and the cache's shape; of both routes."""
+    model, draft = vllm_config.model_config, vllm_config.speculative_config
+    facts = {
+        "config": config_digest(model.hf_config.to_dict()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
+        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+    }
+    if draft:
+        facts["draft"] = f"{draft.method}:{draft.model}"
+    rope = str([getattr(model.hf_text_config, name, None) for name in ("rope_scaling", "rope_parameters")])
+    if "longrope" in rope or "dynamic" in rope:
+        facts["max_len"] = model.max_model_len  # such embeddings depend on how long a prompt may be
+    return facts
+
+
+def _cache_facts(vllm_config: Any) -> dict[str, Any]:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    return {
+        "generation": GENERATION,
         "kv_dtype": cache.cache_dtype,
         "kv_layout": getattr(cache, "kv_cache_layout", None),
-        "hash": cache.prefix_caching_hash_algo,
         "seed": hashlib.sha256(get_none_hash_seed().encode()).hexdigest()[:8],
         "dcp": parallel.decode_context_parallel_size,
         "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),

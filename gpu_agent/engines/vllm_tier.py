@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
 from gpu_agent.checkpoint import named
+from gpu_agent.engines.vllm_identity import model_facts
 from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.jobs import AgentStats
 from gpu_agent.options import Options, facts_text, read_options
@@ -60,8 +61,6 @@ _COUNTERS = {
     "pages_loaded": "Pages that reached the CPU tier intact.",
     "loads_failed": "Loads that ended early because the store failed or was too slow.",
 }
-# Of a model's configuration, what says nothing about its KV.
-_NOT_IDENTITY = {"transformers_version", "_name_or_path", "use_cache", "return_dict", "output_attentions"}
 
 
 class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unused-ignore]
@@ -292,30 +291,15 @@ def _namespace(config: Any, options: Options, row_nbytes: int) -> Namespace:
 
 
 def engine_facts(vllm_config: Any) -> dict[str, str]:
-    """What decides an engine's KV beside the weights' name and the shape of its cache: how it computes, and
-    which backend reads the bytes. A backend that vLLM chooses by itself follows from its release and the device."""
-    model, backend, draft = (
-        vllm_config.model_config,
-        vllm_config.attention_config.backend,
-        vllm_config.speculative_config,
-    )
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NOT_IDENTITY}
-    capability = current_platform.get_device_capability()
-    facts = {
+    """What the rows' shape does not show: how the engine computes, and which backend reads the bytes. A
+    backend that vLLM chooses by itself follows from its release and the device."""
+    backend, capability = vllm_config.attention_config.backend, current_platform.get_device_capability()
+    facts = model_facts(vllm_config) | {
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "device": f"{current_platform.device_name}{capability.as_version_str() if capability else ''}",
         "backend": backend.name if backend else "auto",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": str(model.quantization),
-        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
-        "config": _digest(config),
     }
-    if draft:
-        facts["draft"] = f"{draft.method}:{draft.model}"
-    rope = str([getattr(model.hf_text_config, name, None) for name in ("rope_scaling", "rope_parameters")])
-    if "longrope" in rope or "dynamic" in rope:
-        facts["max_len"] = str(model.max_model_len)  # such embeddings depend on how long a prompt may be
-    return facts
+    return {name: str(fact) for name, fact in facts.items()}
 
 
 def _digest(value: Any) -> str:
