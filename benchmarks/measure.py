@@ -194,7 +194,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}" if isinstance(value, float) and value < 10 else str(value)
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return str(value)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -29,6 +29,17 @@ def byte_views(buffers: Iterable[Any], nbytes: int, writable: bool = False) -> l
     return views
 
 
+def copy(target: memoryview, source: memoryview) -> None:
+    """`target[:] = source` for flat views of one length, without the GIL, which the assignment keeps: other
+    threads copy and hash meanwhile. Read-only sources have no address here and take the assignment."""
+    if source.readonly:
+        target[:] = source
+        return
+    assert target.nbytes == source.nbytes
+    to, start = ctypes.c_char.from_buffer(target), ctypes.c_char.from_buffer(source)
+    ctypes.memmove(ctypes.addressof(to), ctypes.addressof(start), source.nbytes)
+
+
 def _buffer_view(buffer: Any) -> memoryview:
     try:
         view = memoryview(buffer)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvstore.arena_map import ArenaMap
+from kvstore.buffers import copy
 from kvstore.checksum import CHUNK_NBYTES, running_checksum
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
@@ -208,7 +209,7 @@ def _write_page(slot: memoryview, page: memoryview, seed: int) -> bytes:
     hasher = running_checksum(seed)
     for start in range(0, page.nbytes, CHUNK_NBYTES):
         chunk = page[start : start + CHUNK_NBYTES]
-        slot[start : start + CHUNK_NBYTES] = chunk
+        copy(slot[start : start + CHUNK_NBYTES], chunk)
         hasher.update(chunk)
     return hasher.digest()
 
@@ -222,7 +223,7 @@ def _read_page(buffer: memoryview, parts: Sequence[memoryview], seed: int) -> by
         for start in range(0, part.nbytes, CHUNK_NBYTES):
             source = part[start : start + CHUNK_NBYTES]
             target = buffer[position : position + source.nbytes]
-            target[:] = source
+            copy(target, source)
             hasher.update(target)
             position += source.nbytes
     return hasher.digest()

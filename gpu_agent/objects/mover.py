@@ -4,7 +4,6 @@ What is read is received elsewhere, compared with its checksum there, and copied
 mapped memory with the shared-memory wire, through a buffer with the others.
 """
 
-import ctypes
 import logging
 import threading
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from gpu_agent.objects.parts import Part, runs
-from kvstore.buffers import byte_view
+from kvstore.buffers import byte_view, copy
 from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client
 from kvstore.errors import KVStoreError, Unavailable
@@ -94,17 +93,13 @@ class ObjectMover:
             values[i] = hit
 
     def _hand_over(self, part: Part, i: int, source: memoryview, offset: int) -> None:
-        """Copies verified bytes into the caller's view, unless it is too late for that.
-
-        Without the GIL, which a slice's assignment would keep: 32 MiB take milliseconds.
-        """
+        """Copies verified bytes into the caller's view, unless it is too late for that."""
         part.deadline.remaining()
         if self._stopping.is_set():
             raise Unavailable("the agent is closed")
         view = part.views[i]
-        assert view.nbytes == part.namespace.layout.page_nbytes <= source.nbytes - offset
-        target, origin = ctypes.c_char.from_buffer(view), ctypes.c_char.from_buffer(source, offset)
-        ctypes.memmove(ctypes.addressof(target), ctypes.addressof(origin), view.nbytes)
+        assert view.nbytes == part.namespace.layout.page_nbytes
+        copy(view, source[offset : offset + view.nbytes])
 
     def _report(self, part: Part, damaged: list[bytes]) -> None:
         """The node checks its copies and drops bad ones; whatever it says, they were misses."""

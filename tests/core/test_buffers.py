@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvstore import InvalidRequest
-from kvstore.buffers import byte_view, byte_views
+from kvstore.buffers import byte_view, byte_views, copy
 
 
 def buffers_of_64_bytes() -> dict[str, Any]:
@@ -77,3 +77,11 @@ def test_read_only_memory_may_be_sent_but_not_received_into(buffer: Any) -> None
 def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
     with pytest.raises(InvalidRequest, match="buffer 1 has 63 bytes, expected 64"):
         byte_views([bytearray(64), bytearray(63)], 64)
+
+
+@pytest.mark.parametrize("source", [b"0123456789", bytearray(b"0123456789")], ids=["read-only", "writable"])
+def test_a_copy_is_exact_and_holds_nothing(source: bytes | bytearray) -> None:
+    target = memoryview(bytearray(b"." * 12))
+    copy(target[1:11], memoryview(source))
+    assert bytes(target) == b".0123456789."
+    target.release()  # raises if something of it were kept
