@@ -59,15 +59,15 @@ def put(writer: EngineHandle, store: RestartableNode, whole: list[int], tokens: 
         store.flush()
 
 
-def reconnect(victim: EngineHandle) -> None:
+def reconnect(engine: EngineHandle) -> None:
     """Until the outage of the test before is forgotten: after one, requests wait only 0.05 s for a lookup, and
     saves are dropped while the circuit breaker is open."""
     for seed in (98, 99):
-        victim.alone(prompt(seed, 40), max_tokens=1)
-        victim.settle()
+        engine.alone(prompt(seed, 40), max_tokens=1)
+        engine.settle()
         time.sleep(0.3)
-    victim.reset()
-    victim.struck()
+    engine.reset()
+    engine.struck()
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -96,6 +96,7 @@ def test_the_node_is_killed(
     reconnect(victim)  # the first call after the restart met a dead connection, and a save behind it is dropped
     assert answers(victim.alone(whole)) == expected
     victim.settle()
+    reconnect(writer)
     third = writer.alone(whole)
     assert answers(third) == expected
     assert cached(third) == [96], "the victim stored again what was lost"
