@@ -3,7 +3,6 @@ whatever happens to the store in between, requests are served and no restored by
 
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import pytest
 from kvstore import Client, ClientConfig
 from kvstore.node_process import NodeProcess
 
-sys.path.insert(0, str(Path(__file__).parent))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns
     from scheduler_harness import Engine, model_directory, prompt

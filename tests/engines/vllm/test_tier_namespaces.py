@@ -1,6 +1,5 @@
 """Which engines share a tier's pages: those whose rows hold the same bytes for the same key."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ import torch
 
 from kvstore import ConfigError, Namespace
 
-sys.path.insert(0, str(Path(__file__).parent))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns
     from scheduler_harness import Engine, model_directory

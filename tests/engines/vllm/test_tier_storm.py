@@ -4,7 +4,6 @@ is right, every request ends, and no row or verdict is left over. KVSTORE_SEED r
 import os
 import random
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from kvstore import Client, ClientConfig
 from kvstore.node_process import NodeProcess
 
-sys.path.insert(0, str(Path(__file__).parent))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns
     from scheduler_harness import Engine, model_directory, prompt
