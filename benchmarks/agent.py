@@ -25,7 +25,7 @@ from gpu_agent import Agent, AgentConfig
 from gpu_agent.jobs import LoadResult, SaveResult
 from gpu_agent.kernels.available import transfer_for
 from kvstore import Client, Namespace, client_config, prefix_hashes
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 BATCH_PAGES = 32
 IN_FLIGHT = 2

@@ -28,7 +28,7 @@ from batch import Batch, NoChecksum, ours
 from measure import Report, Samples, median, parser, progress, redis_client, rounds, timed
 
 from kvstore import Client, client_config
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 PAGE_KIB = (256, 1024, 4096)
 BATCH = 16
@@ -94,7 +94,7 @@ def limit(batch: Batch, flags: int = 0) -> Iterator[Contender]:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    with mock.patch("kvstore.bulk.running_checksum", NoChecksum):
+    with mock.patch("kvstore.wires.bulk.running_checksum", NoChecksum):
         return ours(client, batch)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from vllm_server import Server, ServerFailed, save_llama, store_config
 
 from kvstore import KVStoreError
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 try:
     from rich.console import Console

@@ -36,11 +36,11 @@ from workplace import add_dir, direct_works, file_system, workplace, written_nby
 from kvstore.checksum import checksum
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
-from node.arena import Arena
-from node.data_dir import open_data_dir
-from node.disk_writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
-from node.namespace import NamespaceIndex
-from node.page import Page, State
+from node.disk.data_dir import open_data_dir
+from node.disk.writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
+from node.ram.arena import Arena
+from node.ram.namespace import NamespaceIndex
+from node.ram.page import Page, State
 
 PAGE_KIB = (1024, 4096)
 TURN_NBYTES = 256 << 20  # of one turn; also the arena, so that a turn's pages are all different

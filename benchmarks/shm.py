@@ -29,7 +29,7 @@ from batch import Batch, NoChecksum, ours
 from measure import Report, Samples, median, parser, percentile, progress, rounds, timed
 
 from kvstore import Client, client_config
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
 BATCH = 32
@@ -65,7 +65,7 @@ def memcpy(batch: Batch) -> Iterator[Contender]:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    with mock.patch("kvstore.shm.running_checksum", NoChecksum):
+    with mock.patch("kvstore.wires.shm.running_checksum", NoChecksum):
         return ours(client, batch)
 
 

@@ -26,7 +26,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from gpu_agent.engines.transformers import TransformersAdapter
 from gpu_agent.kernels.available import transfer_for
 from kvstore import Client, client_config, prefix_hashes
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 ONE_B = {
     "hidden_size": 2048,

@@ -15,7 +15,7 @@ from pathlib import Path
 from measure import Report, Samples, median, parser, progress, rounds
 from vllm_server import Server, save_llama, store_config
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 BLOCK_TOKENS = 32
 VOCABULARY = 512

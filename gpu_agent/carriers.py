@@ -19,12 +19,12 @@ from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Gathered, Placed, Transfer
 from gpu_agent.units import UnitTable
 from kvstore import PutOutcome
-from kvstore.arena_map import ArenaMap
 from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
+from kvstore.wires.arena_map import ArenaMap
 
 log = logging.getLogger(__name__)
 

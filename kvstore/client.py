@@ -21,13 +21,13 @@ from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.link import Link, NodeLink
-from kvstore.mapped_slots import AcquiredSlots, ReservedSlots
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.placement import SingleNode
 from kvstore.results import KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult, VerifyResult
 from kvstore.results import PutOutcome as PutOutcome
-from kvstore.shm import ShmWire
+from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
+from kvstore.wires.shm import ShmWire
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

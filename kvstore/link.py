@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvstore.breaker import CircuitBreaker
-from kvstore.bulk import BulkWire
 from kvstore.config import PROTOCOL_VERSION, ClientConfig, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
-from kvstore.grpc_wire import GrpcWire
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.shm import ShmWire
-from kvstore.wire import Wire
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.shm import ShmWire
+from kvstore.wires.wire import Wire
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

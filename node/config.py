@@ -7,7 +7,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
-from kvstore.unix_sockets import check_path
+from kvstore.wires.unix_sockets import check_path
 
 GIB = 1 << 30
 DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB

@@ -7,21 +7,21 @@ import time
 from pathlib import Path
 
 from kvstore.errors import ConfigError, KVStoreError
-from node.arena import Arena
-from node.bulk_server import BulkServer
 from node.config import NodeConfig
-from node.data_dir import open_data_dir
-from node.disk import DiskTier
-from node.grpc_server import GrpcServer
-from node.metrics import MetricsServer
-from node.namespace import Namespaces
-from node.ram import RamTier
-from node.scrub import Scrubber
-from node.service import Service
-from node.session import Sessions
-from node.shm_server import ShmServer
+from node.disk.data_dir import open_data_dir
+from node.disk.scrub import Scrubber
+from node.disk.tier import DiskTier
+from node.ram.arena import Arena
+from node.ram.namespace import Namespaces
+from node.ram.tier import RamTier
+from node.serve.bulk import BulkServer
+from node.serve.grpc import GrpcServer
+from node.serve.metrics import MetricsServer
+from node.serve.service import Service
+from node.serve.session import Sessions
+from node.serve.shm import ShmServer
+from node.serve.socket_file import default_path
 from node.slots import SlotAllocator
-from node.socket_file import default_path
 
 log = logging.getLogger(__name__)
 

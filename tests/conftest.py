@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore import Client, ClientConfig
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,8 +15,8 @@ from kvstore.buffers import byte_view, copy
 from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.grpc_wire import GrpcWire
 from kvstore.results import PutOutcome
+from kvstore.wires.grpc_wire import GrpcWire
 
 log = logging.getLogger(__name__)
 

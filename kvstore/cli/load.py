@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from kvstore.bench import BenchOptions, BenchReport, bench
 from kvstore.cli.batches import remove_all
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, note, progress, show
 from kvstore.config import ClientConfig, parse_nbytes
 from kvstore.errors import InvalidRequest
-from kvstore.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.trace import count_requests, read_trace
+from kvstore.measure.bench import BenchOptions, BenchReport, bench
+from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.measure.trace import count_requests, read_trace
 
 CAPACITY_PAGES = 10_000
 

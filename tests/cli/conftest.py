@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, prefix_hashes
 from kvstore.cli.commands import app
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 PAGE_NBYTES = 512
 PAGE_TOKENS = 4

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvstore import Client, Namespace
-from kvstore.bench import BenchOptions, bench
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.stopwatch import latency_ms
+from kvstore.measure.bench import BenchOptions, bench
+from kvstore.measure.stopwatch import latency_ms
 
 QUICK = BenchOptions(page_nbytes=4096, batch=4, threads=2, seconds=0.2)
 

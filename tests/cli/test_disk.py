@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 Kvstore = Callable[..., Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, LookupResult, Namespace, PutOutcome
-from kvstore.content import page_content
 from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.trace import TraceRequest, trace_prefix_hash
+from kvstore.measure.content import page_content
+from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.measure.trace import TraceRequest, trace_prefix_hash
 
 PAGE_NBYTES = 300  # no multiple of the slots' alignment
 
@@ -155,8 +155,8 @@ def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("kvstore.replay.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("kvstore.replay.time.sleep", sleep)
+    monkeypatch.setattr("kvstore.measure.replay.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("kvstore.measure.replay.time.sleep", sleep)
     seen: dict[int, float] = {}
     trace = [TraceRequest(timestamp_ms, 0, 0, (1,)) for timestamp_ms in (0, 1000, 1000, 5000)]
     replay(

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.frames import FrameSocket, pack_fixed
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb import kvstore_pb2_grpc as pb_grpc
+from kvstore.wires.frames import FrameSocket, pack_fixed
 
 LIMITS = pb.Limits(
     batch_keys_max=64,

@@ -7,11 +7,11 @@ import grpc
 import pytest
 
 from kvstore import ClientConfig, DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError, Unavailable
-from kvstore.bulk import BulkWire
 from kvstore.checksum import checksum
 from kvstore.deadline import Deadline
-from kvstore.frames import FrameSocket, pack_fixed
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.frames import FrameSocket, pack_fixed
 
 KEYS = [b"a" * 32, b"b" * 32]
 PUT = pb.PutRequest(namespace=b"n" * 16, prefix_hashes=KEYS, page_nbytes=8)

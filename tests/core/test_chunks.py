@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from kvstore.chunks import fill, split
 from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
+from kvstore.wires.chunks import fill, split
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from kvstore import (
     opaque_layout,
     prefix_hashes,
 )
-from kvstore.content import page_content
-from kvstore.node_process import NodeProcess
+from kvstore.measure.content import page_content
+from kvstore.measure.node_process import NodeProcess
 
 PAGE = 4096
 
@@ -261,11 +261,11 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
 ) -> None:
     with monkeypatch.context() as patch:
         if client.config.wire == "bulk":
-            patch.setattr("kvstore.bulk._send_page", lambda sock, page, seed: sock.send(page) or b"c" * 16)
+            patch.setattr("kvstore.wires.bulk._send_page", lambda sock, page, seed: sock.send(page) or b"c" * 16)
         elif client.config.wire == "shm":
-            patch.setattr("kvstore.shm._write_page", lambda slot, page, seed: b"c" * 16)
+            patch.setattr("kvstore.wires.shm._write_page", lambda slot, page, seed: b"c" * 16)
         else:
-            patch.setattr("kvstore.grpc_wire.checksum", lambda page, seed: b"c" * 16)
+            patch.setattr("kvstore.wires.grpc_wire.checksum", lambda page, seed: b"c" * 16)
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]

@@ -12,8 +12,8 @@ import xxhash
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 from kvstore.checksum import checksum, key_seed
-from kvstore.frames import pack_fixed, unpack_fixed
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import pack_fixed, unpack_fixed
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "format.json").read_text())
 

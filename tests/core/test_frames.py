@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
+from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
 
 
 @pytest.fixture

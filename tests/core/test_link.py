@@ -21,9 +21,9 @@ from kvstore import (
     opaque_layout,
 )
 from kvstore.deadline import Deadline
-from kvstore.grpc_wire import GrpcWire
 from kvstore.link import BETTER_RETRY_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.grpc_wire import GrpcWire
 
 NAMESPACE = Namespace("m", opaque_layout(4096))
 KEYS = [b"k" * 32]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
-from kvstore.content import page_content
-from kvstore.node_process import NodeProcess
+from kvstore.measure.content import page_content
+from kvstore.measure.node_process import NodeProcess
 
 PAGE = 4096
 NAMESPACE = Namespace("reconnect", opaque_layout(PAGE))

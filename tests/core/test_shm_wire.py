@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, PutOutcome, Unavailable, opaque_layout
-from kvstore.arena_map import ArenaMap
 from kvstore.checksum import checksum
 from kvstore.deadline import Deadline
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.shm import ShmWire
-from kvstore.unix_sockets import DescriptorSocket
+from kvstore.wires.arena_map import ArenaMap
+from kvstore.wires.shm import ShmWire
+from kvstore.wires.unix_sockets import DescriptorSocket
 
 ARENA = 1 << 20
 PAGE = 4096

@@ -14,11 +14,11 @@ import pytest
 import node.server
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
-from kvstore.content import page_content
+from kvstore.measure.content import page_content
 from node.config import NodeConfig
-from node.data_dir import open_data_dir
-from node.disk import DiskTier
-from node.extent_files import FileLayer
+from node.disk.data_dir import open_data_dir
+from node.disk.extent_files import FileLayer
+from node.disk.tier import DiskTier
 from node.server import Node
 
 SECTOR_NBYTES = 4096

@@ -33,9 +33,9 @@ from pathlib import Path
 
 from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
-from kvstore.content import page_content
 from kvstore.errors import KVStoreError
-from kvstore.node_process import NodeProcess
+from kvstore.measure.content import page_content
+from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
 from node.server import Node
 

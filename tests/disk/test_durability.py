@@ -11,7 +11,7 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted
 from node.config import NodeConfig
-from node.rows import page_key
+from node.disk.rows import page_key
 
 STORED = PutOutcome.STORED
 
@@ -124,7 +124,7 @@ def test_other_namespaces_are_served_while_a_large_one_is_removed(
     nodes: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes in pieces; what is stored in it meanwhile may stay."""
-    monkeypatch.setattr("node.disk.FORGET_RECORDS", 3)
+    monkeypatch.setattr("node.disk.tier.FORGET_RECORDS", 3)
     node = nodes.start()
     client = nodes.connect(node)
     other = make_pages("another model")
@@ -170,7 +170,7 @@ def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
 def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_grow(
     nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.disk_writer.LATER_PAGES", 16)
+    monkeypatch.setattr("node.disk.writer.LATER_PAGES", 16)
     node = nodes.start()
     client = nodes.connect(node)
     for start in range(0, 256, 64):

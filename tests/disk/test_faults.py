@@ -198,7 +198,7 @@ def test_rows_that_can_not_be_read_at_the_start_leave_a_ram_node_until_a_restart
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     nodes.stop(node)
     with monkeypatch.context() as patch:
-        patch.setattr("node.rows.Rows.pages", fail_to_iterate)
+        patch.setattr("node.disk.rows.Rows.pages", fail_to_iterate)
         node = nodes.start()
         client = nodes.connect(node)
         assert_degraded(client, "the rows can not be read")

@@ -7,8 +7,8 @@ from array import array
 from typing import Any
 
 from kvstore.checksum import checksum, key_seed
-from node.records import Records
-from node.rows import PageRow
+from node.disk.records import Records
+from node.disk.rows import PageRow
 
 EXTENT_NBYTES = 1 << 16
 SIZES = (4096, 8192, 12288)

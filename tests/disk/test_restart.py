@@ -75,7 +75,7 @@ def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it
 def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
     nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.numbers.KEPT", 4)
+    monkeypatch.setattr("node.disk.numbers.KEPT", 4)
     node = nodes.start()
     client = nodes.connect(node)
     for number in range(12):
@@ -117,12 +117,12 @@ def test_a_disk_smaller_than_an_extent_is_refused(nodes: Any, pages: Any) -> Non
 def test_more_extents_than_the_process_may_open_are_refused(
     nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.data_dir.resource.getrlimit", lambda which: (256, 512))
+    monkeypatch.setattr("node.disk.data_dir.resource.getrlimit", lambda which: (256, 512))
     with pytest.raises(ConfigError, match=r"32 extents on disk need 544 open files, 512 are allowed"):
         nodes.start()
     raised: list[tuple[int, int]] = []
-    monkeypatch.setattr("node.data_dir.resource.getrlimit", lambda which: (256, 4096))
-    monkeypatch.setattr("node.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits))
+    monkeypatch.setattr("node.disk.data_dir.resource.getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr("node.disk.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits))
     nodes.start()
     assert raised == [(544, 4096)]
 

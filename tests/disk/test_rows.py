@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError
-from node.data_dir import open_data_dir
-from node.rows import PageRow, Rows, parse_page_row
+from node.disk.data_dir import open_data_dir
+from node.disk.rows import PageRow, Rows, parse_page_row
 
 EXTENT_NBYTES = 1 << 20
 
@@ -132,7 +132,7 @@ def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
 
 def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
-    monkeypatch.setattr("node.rows.FORMAT_VERSION", 2)
+    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 2)
     with pytest.raises(ConfigError, match="version"):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
 

@@ -338,7 +338,7 @@ def test_a_time_to_live_goes_on_over_a_restart(
     assert client.stat(pages.namespace, keys)[1].ttl_ms > 1000 * 3600 * 24 * 365
     nodes.stop(node)
     clock.now_s = 2_500_000_000
-    for module in ("node.disk", "node.ram"):  # not time.time itself: gRPC waits by it
+    for module in ("node.disk.tier", "node.ram.tier"):  # not time.time itself: gRPC waits by it
         monkeypatch.setattr(f"{module}.time", types.SimpleNamespace(time=clock, monotonic=time.monotonic))
     node = nodes.start()
     client = nodes.connect(node)

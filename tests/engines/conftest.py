@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 collect_ignore = [

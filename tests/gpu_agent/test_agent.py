@@ -23,7 +23,7 @@ from kvstore import (
     prefix_hashes,
 )
 from kvstore.checksum import checksum
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 PAGES = 6
 WAIT_S = 20.0  # for a future that must come; a lost one fails the test instead of hanging it

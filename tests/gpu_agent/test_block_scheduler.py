@@ -21,7 +21,7 @@ from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 BLOCK = 16
 BLOCKS = 32

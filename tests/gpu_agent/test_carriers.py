@@ -10,7 +10,7 @@ import torch
 import gpu_agent.carriers
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
 from kvstore import Client, ClientConfig, Namespace, prefix_hashes
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 WAIT_S = 20.0
 PAGES = 6

@@ -14,7 +14,7 @@ import torch
 
 from gpu_agent.engines.lightllm import PyLocalCacheService, PyState, light_mem_path, namespace_of
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "dtype": "bfloat16"}
 HYBRID = {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}

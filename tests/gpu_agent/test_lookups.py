@@ -10,7 +10,7 @@ from gpu_agent.blocks.lookups import OUTAGE_WAIT_S, Lookups
 from kvstore import Client, ClientConfig, LookupResult, Namespace
 from kvstore.errors import Unavailable
 from kvstore.layout import opaque_layout
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 

@@ -19,7 +19,7 @@ from gpu_agent.objects.known_layouts import ANY
 from gpu_agent.objects.parts import ObjectName
 from gpu_agent.objects.store import ObjectStore
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace, PutOutcome, opaque_layout
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 NBYTES = 100_001  # no multiple of anything
 WAIT_S = 20.0

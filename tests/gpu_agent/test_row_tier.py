@@ -14,7 +14,7 @@ import torch
 from gpu_agent.host.rows import RowTier, TierConfig, row_pool, tier_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 ROWS, PAGE_NBYTES, PAGE_TOKENS = 12, 10_000, 64
 Make = Callable[..., RowTier]

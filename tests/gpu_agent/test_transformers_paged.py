@@ -25,7 +25,7 @@ from gpu_agent.config import AgentConfig
 from gpu_agent.engines.transformers import TransformersAdapter
 from gpu_agent.engines.transformers_paged import PagedAdapter
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 PAGE = 16
 SIZES = {

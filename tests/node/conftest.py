@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
-from kvstore.content import page_content
-from kvstore.frames import FrameSocket
+from kvstore.measure.content import page_content
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FrameSocket
 from node.config import NodeConfig
-from node.inventory import Inventory, PageInfo
-from node.namespace import Namespaces
-from node.page import Page
-from node.ram import RamTier
-from node.reservation import Reservation
+from node.ram.inventory import Inventory, PageInfo
+from node.ram.namespace import Namespaces
+from node.ram.page import Page
+from node.ram.reservation import Reservation
+from node.ram.tier import RamTier
 from node.server import Node
 from node.slots import SlotAllocator
 

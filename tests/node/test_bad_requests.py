@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvstore import ClientConfig, PutOutcome, opaque_layout
-from kvstore.bulk import BulkWire
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import (
@@ -19,12 +18,13 @@ from kvstore.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvstore.grpc_wire import GrpcWire
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.shm import ShmWire
-from kvstore.wire import Wire
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.shm import ShmWire
+from kvstore.wires.wire import Wire
 from node.server import Node
 
 Builder = Callable[[bytes], Any]

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from kvstore.checksum import checksum, key_seed
-from kvstore.frames import pack_fixed
 from kvstore.pb import kvstore_pb2 as pb
-from node.bulk_server import BulkConnection
-from node.inventory import Inventory
+from kvstore.wires.frames import pack_fixed
+from node.ram.inventory import Inventory
+from node.serve.bulk import BulkConnection
 from node.server import Node
 
 CODE = grpc.StatusCode.UNIMPLEMENTED.value[0]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.page import State
-from node.reservation import Verdict
+from node.ram.page import State
+from node.ram.reservation import Verdict
 
 PAGE = 4096
 EXTENT = 16 * PAGE

@@ -12,7 +12,7 @@ import pytest
 from kvstore.checksum import checksum, key_seed
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from node.inventory import Inventory
+from node.ram.inventory import Inventory
 from node.server import Node
 
 PAGE = 64 << 10

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore import ConfigError
 from kvstore.config import load
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.page import Page
-from node.reservation import Reservation, Verdict
+from node.ram.page import Page
+from node.ram.reservation import Reservation, Verdict
 
 EXTENT = 64 << 10
 EXTENTS = 8

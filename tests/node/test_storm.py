@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError
-from kvstore.frames import pack_fixed
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import pack_fixed
 from node.server import Node
 
 EVENTS = 6000

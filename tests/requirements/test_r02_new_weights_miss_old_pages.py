@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import PutOutcome
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from node.page import Page
+from node.ram.page import Page
 from node.server import Node
 
 

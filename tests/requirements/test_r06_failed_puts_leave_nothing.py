@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import KVStoreError
-from node.inventory import Inventory
+from node.ram.inventory import Inventory
 from node.server import Node
 
 
@@ -38,7 +38,7 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
         return run
 
     with monkeypatch.context() as patch:
-        name = "kvstore.grpc_wire.checksum" if wire == "grpc" else f"kvstore.{wire}.running_checksum"
+        name = "kvstore.wires.grpc_wire.checksum" if wire == "grpc" else f"kvstore.wires.{wire}.running_checksum"
         module, _, attribute = name.rpartition(".")
         original = getattr(__import__(module, fromlist=[attribute]), attribute)
         patch.setattr(name, failing(original))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, DeadlineExceeded, Unavailable
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 DEADLINE_S = 0.15
 SLACK_S = 5.0  # for a busy machine; a call without a deadline would take the default or for ever

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvstore.frames import FrameSocket
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FrameSocket
 from node.server import Node
 
 PAGE = 1 << 20

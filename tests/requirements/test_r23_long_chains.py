@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, prefix_hashes
-from kvstore.content import page_content
-from kvstore.node_process import NodeProcess
+from kvstore.measure.content import page_content
+from kvstore.measure.node_process import NodeProcess
 
 PAGE = 4096
 SLOTS = 64

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from gpu_agent.engines.lightllm import light_mem_path
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 PAGE_TOKENS = 64
 PAGES = 24

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 KINDS = ["bf16", "int8", "mla", "hybrid"]
 Make = Callable[..., Any]

@@ -14,7 +14,7 @@ import torch
 
 from gpu_agent.engines.lightllm import PyState
 from kvstore import Client, ClientConfig
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 Make = Callable[..., Any]
 POISON = 0xA5

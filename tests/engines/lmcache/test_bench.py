@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 SETTINGS = (
     "--num-keys",

@@ -11,7 +11,7 @@ from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
 from gpu_agent.objects.known_layouts import FIRST_S
 from kvstore import ConfigError
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 SALT = {"salt": "same"}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvstore import Client, ClientConfig
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 TIMES = {"lookup_timeout_s": 0.4, "load_timeout_s": 0.8, "save_timeout_s": 0.8, "backoff_s_max": 0.5}
 SLACK_S = 3.0  # for a machine that is busy; without a deadline none of these calls would ever return

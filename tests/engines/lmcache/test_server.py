@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 START_S = 120.0
 REQUESTS = 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "stubs")]

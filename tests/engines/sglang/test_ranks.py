@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import pytest
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 RANK = Path(__file__).with_name("rank.py")
 PAGES = 10

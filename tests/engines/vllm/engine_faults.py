@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.client import Client
-from kvstore.mapped_slots import ReservedSlots
+from kvstore.wires.mapped_slots import ReservedSlots
 
 DYING_S = 0.2
 MOMENTS = {

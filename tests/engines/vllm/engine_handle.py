@@ -18,7 +18,7 @@ from typing import Any
 from vllm_server import environment
 
 from kvstore import Client, ClientConfig
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 ANSWER_S = 180.0  # of an engine on a busy machine; a test that hangs ends with the engine's last words

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 

@@ -10,7 +10,7 @@ from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
 from gpu_agent.blocks import scheduler
 from kvstore.client import Client
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
 

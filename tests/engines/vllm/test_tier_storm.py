@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig
-from kvstore.node_process import NodeProcess
+from kvstore.measure.node_process import NodeProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns

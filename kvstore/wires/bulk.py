@@ -1,0 +1,104 @@
+"""The bulk TCP wire, client side: protobuf headers, then raw page bytes straight between the
+caller's buffers and the socket."""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.checksum import CHUNK_NBYTES, running_checksum
+from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import ProtocolError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.connections import ConnectionPool, exchange, greeting
+from kvstore.wires.frames import FrameSocket
+
+
+class BulkWire:
+    """Page bytes follow the frames' headers. A connection is a session: one that fails is closed, and
+    with it everything the node held for it."""
+
+    name = "bulk"
+
+    def __init__(self, host: str, port: int, config: ClientConfig) -> None:
+        self._address = (host, port)
+        self._config = config
+        self._pool = ConnectionPool(f"{host}:{port} (bulk)", self._connect, config.connections_max)
+
+    def connect(self, deadline: Deadline) -> None:
+        """Makes sure that one connection can be had. Raises Unavailable or ProtocolError."""
+        with self._pool.connection(deadline):
+            pass
+
+    def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        with self._pool.connection(deadline) as connection:
+            return exchange(connection, op, request)[0]
+
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+    ) -> list[int]:
+        with self._pool.connection(deadline) as connection:
+            verdicts = list(exchange(connection, "put", request)[0].verdicts)
+            if len(verdicts) != len(pages):
+                raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+            chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+            if not chosen:
+                return verdicts
+            # The bytes, then their checksums in the commit: each chunk is hashed right before it
+            # is sent, while it is in the cache.
+            connection.send_frame(b"", sum(pages[i].nbytes for i in chosen))
+            checksums = [_send_page(connection, pages[i], seeds[i]) for i in chosen]
+            exchange(connection, "commit", pb.CommitRequest(checksums=checksums))
+            return verdicts
+
+    def get(
+        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+    ) -> tuple[list[bool], list[int]]:
+        with self._pool.connection(deadline) as connection:
+            reply, payload_nbytes = exchange(connection, "get", request)
+            hits = list(reply.hits)
+            found = [i for i, hit in enumerate(hits) if hit]
+            if (
+                len(hits) != len(buffers)
+                or payload_nbytes != sum(buffers[i].nbytes for i in found)
+                or len(reply.checksums) != len(found)
+            ):
+                raise ProtocolError("the reply to a get does not fit its request")
+            corrupt = []
+            for i, expected in zip(found, reply.checksums, strict=True):
+                if _recv_page(connection, buffers[i], seeds[i]) != expected:
+                    hits[i] = False
+                    corrupt.append(i)
+            return hits, corrupt
+
+    def _connect(self, deadline: Deadline) -> FrameSocket:
+        timeout_s = min(self._config.connect_timeout_s, deadline.remaining())
+        try:
+            connection = FrameSocket(socket.create_connection(self._address, timeout=timeout_s))
+        except TimeoutError as error:
+            raise Unavailable(f"no connection to {self._pool.where} in {timeout_s:g} s") from error
+        with greeting(connection, self._pool.where, timeout_s):
+            exchange(connection, "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION))
+        return connection
+
+    def close(self) -> None:
+        """Closes idle connections; those in use close when their call ends."""
+        self._pool.close()
+
+
+def _send_page(connection: FrameSocket, page: memoryview, seed: int) -> bytes:
+    hasher = running_checksum(seed)
+    for start in range(0, page.nbytes, CHUNK_NBYTES):
+        chunk = page[start : start + CHUNK_NBYTES]
+        connection.send(chunk)
+        hasher.update(chunk)
+    return hasher.digest()
+
+
+def _recv_page(connection: FrameSocket, buffer: memoryview, seed: int) -> bytes:
+    hasher = running_checksum(seed)
+    for start in range(0, buffer.nbytes, CHUNK_NBYTES):
+        chunk = buffer[start : start + CHUNK_NBYTES]
+        connection.recv_into(chunk)
+        hasher.update(chunk)
+    return hasher.digest()

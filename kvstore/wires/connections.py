@@ -1,0 +1,183 @@
+"""Connections that carry frames: a pool of them to one node, and one request with its reply.
+
+Shared by the bulk wire and the shared-memory wire, which differ in how they connect and in where the
+page bytes are.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.deadline import Deadline
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+    from_status,
+)
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FrameSocket
+
+Socket = TypeVar("Socket", bound=FrameSocket)
+
+
+class Refused(Exception):
+    """The node answered with an error; the stream is in step."""
+
+    def __init__(self, error: KVStoreError) -> None:
+        self.error = error
+
+
+class ConnectionPool(Generic[Socket]):
+    """At most `count_max` connections to one node; a thread leases one for the length of a call.
+
+    The last one returned is the first one taken, so that an idle pool keeps few of them warm.
+    `where` names the peer in messages, `connect` makes a connection that was greeted.
+    """
+
+    def __init__(self, where: str, connect: Callable[[Deadline], Socket], count_max: int) -> None:
+        self.where = where
+        self._connect = connect
+        self._count_max = count_max
+        self._turns = threading.BoundedSemaphore(count_max)
+        self._lock = threading.Lock()
+        self._idle: list[Socket] = []
+        self._closed = False
+        self._pid = os.getpid()
+
+    @contextlib.contextmanager
+    def connection(self, deadline: Deadline) -> Iterator[Socket]:
+        """A connection for one exchange. One that fails is closed, and with it everything the node
+        held for it."""
+        lease = self.lease(deadline)
+        try:
+            with lease.talking() as connection:
+                yield connection
+        finally:
+            lease.end()
+
+    def lease(self, deadline: Deadline) -> "Lease[Socket]":
+        """A connection until `Lease.end`; armed with the deadline."""
+        if os.getpid() != self._pid:  # two processes on one stream would read each other's answers
+            raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
+        if not self._turns.acquire(timeout=deadline.remaining()):
+            raise Exhausted(
+                f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
+            )
+        connection = None
+        try:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                with self.named_errors(deadline):
+                    connection = self._connect(deadline)
+            connection.arm(deadline.remaining())
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            self._turns.release()
+            raise
+        return Lease(self, connection, deadline)
+
+    @contextlib.contextmanager
+    def named_errors(self, deadline: Deadline) -> Iterator[None]:
+        """What goes wrong on a connection, as errors of ours."""
+        try:
+            yield
+        except Refused as refused:
+            raise refused.error from None
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no answer from {self.where} in {deadline.seconds:g} s") from error
+        except OSError as error:
+            raise Unavailable(f"connection to {self.where} failed: {error}") from error
+
+    def take_back(self, connection: Socket, in_step: bool) -> None:
+        """Ends a lease. A connection that is out of step is closed."""
+        with self._lock:
+            keep = in_step and not self._closed
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.close()
+        self._turns.release()
+
+    def close(self) -> None:
+        """Closes idle connections; those in use close when their call ends."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+
+class Lease(Generic[Socket]):
+    """One connection in the hands of one thread."""
+
+    def __init__(self, pool: ConnectionPool[Socket], connection: Socket, deadline: Deadline) -> None:
+        self._pool = pool
+        self.connection = connection
+        self._deadline = deadline
+        self.in_step = True
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[Socket]:
+        """Around exchanges: gives their errors our names. After one, nobody knows what the next bytes
+        of the stream are, so the connection is not used again; a refusal leaves it in step."""
+        self.in_step = False
+        with self._pool.named_errors(self._deadline):
+            try:
+                yield self.connection
+            except Refused as refused:
+                self.in_step = not isinstance(refused.error, ProtocolError)  # after which the node hangs up
+                raise
+        self.in_step = True
+
+    def end(self) -> None:
+        self._pool.take_back(self.connection, self.in_step)
+
+
+@contextlib.contextmanager
+def greeting(connection: FrameSocket, where: str, timeout_s: float) -> Iterator[None]:
+    """Around the first exchange of a new connection, which is closed if that fails."""
+    try:
+        connection.arm(timeout_s)
+        yield
+    except TimeoutError as error:
+        connection.close()
+        raise Unavailable(f"{where} accepts connections but does not answer") from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
+    """Sends one request; returns the reply of the same kind and its payload's length."""
+    connection.send_frame(request_header(op, request))
+    header, payload_nbytes = connection.recv_frame(MESSAGE_NBYTES_MAX)
+    return parse_reply(op, header), payload_nbytes
+
+
+def request_header(op: str, request: Any) -> bytes:
+    return pb.BulkRequest(**{op: request}).SerializeToString()
+
+
+def parse_reply(op: str, header: bytes) -> Any:
+    """The reply to `op`. Raises Refused for an error in its place, ProtocolError for anything else."""
+    try:
+        reply = pb.BulkReply.FromString(header)
+    except DecodeError as error:
+        raise ProtocolError(f"the answer to {op} is not a BulkReply message") from error
+    kind = reply.WhichOneof("op")
+    if kind == "error":
+        raise Refused(from_status(reply.error.code, reply.error.message))
+    if kind != op:
+        raise ProtocolError(f"the node answered {op} with {kind}")
+    return getattr(reply, op)

@@ -1,0 +1,113 @@
+"""Slots of the node's arena in a client's hands: reserved to be written, acquired to be read.
+
+Both are made and ended by the contexts of `kvstore.wires.shm`. Views are released when the slot is not the
+client's any more, so that a use after that raises ValueError. What a caller made of a view and kept
+(a numpy array) is its own to drop before; one that still stands is InvalidRequest.
+"""
+
+from collections.abc import Sequence
+
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest, ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.arena_map import ArenaMap
+from kvstore.wires.connections import Lease, exchange, request_header
+from kvstore.wires.unix_sockets import DescriptorSocket
+
+# A release is a few bytes; a node that does not take them in this time is stopped.
+RELEASE_S = 1.0
+
+
+class ReservedSlots:
+    """`verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys with verdict WRITE, in order: a
+    writable view of `page_nbytes` bytes each, and where in `arena` it is. Used by one thread."""
+
+    def __init__(
+        self,
+        lease: Lease[DescriptorSocket],
+        arena: ArenaMap,
+        request: pb.PutRequest,
+        reply: pb.PutReply,
+        deadline: Deadline,
+    ) -> None:
+        self.verdicts: list[int] = list(reply.verdicts)
+        self.offsets = list(reply.offsets)
+        if len(self.verdicts) != len(request.prefix_hashes) or len(self.offsets) != self.verdicts.count(pb.WRITE):
+            raise ProtocolError("the reply to a put does not fit its request")
+        self.arena = arena
+        self.pages = arena.views(self.offsets, request.page_nbytes)
+        self._lease = lease
+        self._deadline = deadline
+        self._waiting = bool(self.offsets)
+
+    def commit(self, checksums: Sequence[bytes]) -> None:
+        """The bytes are in place: makes the pages visible. One checksum per page, seeded with its key
+        (`kvstore.checksum`). Nothing may write to them any more, neither a thread nor a GPU."""
+        if not self._waiting:
+            raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
+        _drop(self.pages)
+        self._lease.connection.arm(self._deadline.remaining())
+        with self._lease.talking() as connection:
+            exchange(connection, "commit", pb.CommitRequest(checksums=checksums))
+        self._waiting = False
+
+    def end(self) -> None:
+        """Gives the slots back if they were not committed."""
+        try:
+            _drop(self.pages)
+        finally:
+            if self._waiting:
+                self._waiting = False
+                release(self._lease)
+
+
+class AcquiredSlots:
+    """`hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
+    each, the checksum that its bytes must have, and where in `arena` it is. Used by one thread."""
+
+    def __init__(
+        self,
+        lease: Lease[DescriptorSocket],
+        arena: ArenaMap,
+        request: pb.GetRequest,
+        reply: pb.GetReply,
+        page_nbytes: int,
+    ) -> None:
+        self.hits = list(reply.hits)
+        self.checksums = list(reply.checksums)
+        self.offsets = list(reply.offsets)
+        count = self.hits.count(True)
+        if len(self.hits) != len(request.prefix_hashes) or not len(self.checksums) == len(self.offsets) == count:
+            raise ProtocolError("the reply to a get does not fit its request")
+        self.arena = arena
+        self.pages = [view.toreadonly() for view in arena.views(self.offsets, page_nbytes)]
+        self._lease = lease
+
+    def end(self) -> None:
+        """Lets the node evict the pages again."""
+        try:
+            _drop(self.pages)
+        finally:
+            if self.offsets:
+                release(self._lease)
+
+
+def _drop(views: Sequence[memoryview]) -> None:
+    kept = None
+    for view in views:
+        try:
+            view.release()
+        except BufferError as error:
+            kept = error
+    if kept is not None:
+        raise InvalidRequest(f"something made of a page's view is still in use; drop it first ({kept})") from kept
+
+
+def release(lease: Lease[DescriptorSocket]) -> None:
+    """Sent even when the deadline passed or the exchange before failed: without it the node, which can
+    not tell a client that is still writing from one that is not, keeps the slots until the process ends."""
+    try:
+        lease.connection.arm(RELEASE_S)
+        lease.connection.send_frame(request_header("release", pb.ReleaseRequest()))
+    except OSError:
+        lease.in_step = False

@@ -1,0 +1,229 @@
+"""The shared-memory wire, client side: requests over a Unix socket, page bytes in the node's own memory,
+which is mapped here.
+
+    put   {put} -> verdicts, offsets; write in place; {commit} -> reply
+    get   {get} -> hits, checksums, offsets; read in place; {release}, not answered
+
+What the node reserved or held stays as it is for as long as this process lives or until it is
+released: no time limit, and no eviction under a reader (docs/decisions/0009).
+"""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from kvstore.buffers import copy
+from kvstore.checksum import CHUNK_NBYTES, running_checksum
+from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import ProtocolError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.arena_map import ArenaMap
+from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
+from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, release
+from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket
+
+Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
+
+
+class ShmWire:
+    """Connections to one run of one node, and the map of its arena.
+
+    `elsewhere`: the node's socket was not found here, as is normal with a node on another host.
+    """
+
+    name = "shm"
+
+    def __init__(self, node_path: str, instance_id: bytes, config: ClientConfig) -> None:
+        """`node_path`: the socket's path where the node is; it may be mounted elsewhere here."""
+        self._config = config
+        self._path = os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
+        self._instance_id = instance_id
+        self._pool = ConnectionPool(self._path, self._connect, config.connections_max)
+        self._lock = threading.Lock()
+        self._arena: ArenaMap | None = None
+        self._closed = threading.Event()
+        self.elsewhere = False
+
+    @property
+    def arena(self) -> ArenaMap:
+        assert self._arena is not None, "there is none before the first connection"
+        return self._arena
+
+    def connect(self, deadline: Deadline) -> None:
+        """Makes sure that the arena is mapped. Raises Unavailable or ProtocolError."""
+        try:
+            os.stat(self._path)
+        except FileNotFoundError as error:
+            self.elsewhere = True
+            raise Unavailable(f"the node's socket {self._path} does not exist here") from error
+        except OSError as error:  # such as a folder that may not be entered
+            raise Unavailable(f"the node's socket {self._path} can not be reached: {error}") from error
+        with self._pool.connection(deadline):
+            pass
+
+    def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        with self._pool.connection(deadline) as connection:
+            return exchange(connection, op, request)[0]
+
+    # ---- in place ------------------------------------------------------------------------
+
+    def reserving(self, request: pb.PutRequest, deadline: Deadline) -> contextlib.AbstractContextManager[ReservedSlots]:
+        """Slots to write in; leaving the context without a commit gives them back."""
+        return self._slots(
+            "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, deadline), deadline
+        )
+
+    def acquiring(
+        self, request: pb.GetRequest, page_nbytes: int, deadline: Deadline
+    ) -> contextlib.AbstractContextManager[AcquiredSlots]:
+        """Slots to read from, until the context is left."""
+        return self._slots(
+            "get", request, lambda lease, reply: AcquiredSlots(lease, self.arena, request, reply, page_nbytes), deadline
+        )
+
+    @contextlib.contextmanager
+    def _slots(
+        self, op: str, request: Any, make: Callable[[Lease[DescriptorSocket], Any], Slots], deadline: Deadline
+    ) -> Iterator[Slots]:
+        lease = self._pool.lease(deadline)
+        try:
+            try:
+                with lease.talking() as connection:
+                    slots = make(lease, exchange(connection, op, request)[0])
+            except BaseException:
+                release(lease)  # the answer may be on its way just now
+                raise
+            try:
+                yield slots
+            finally:
+                slots.end()
+        finally:
+            lease.end()
+
+    # ---- with the caller's buffers -------------------------------------------------------
+
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+    ) -> list[int]:
+        with self.reserving(request, deadline) as reserved:
+            checksums = []
+            chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
+            for i, slot in zip(chosen, reserved.pages, strict=True):
+                deadline.remaining()
+                checksums.append(_write_page(slot, pages[i], seeds[i]))
+            if chosen:
+                reserved.commit(checksums)
+            return reserved.verdicts
+
+    def get(
+        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+    ) -> tuple[list[bool], list[int]]:
+        whole = (0, max(map(len, buffers), default=0))
+        parts = [(part.offset, part.offset + part.nbytes) for part in request.ranges] or [whole]
+        with self.acquiring(request, max(end for _, end in parts), deadline) as acquired:
+            hits, corrupt = acquired.hits, []
+            found = [i for i, hit in enumerate(hits) if hit]
+            for i, slot, expected in zip(found, acquired.pages, acquired.checksums, strict=True):
+                deadline.remaining()
+                if _read_page(buffers[i], [slot[start:end] for start, end in parts], seeds[i]) != expected:
+                    hits[i] = False
+                    corrupt.append(i)
+            return hits, corrupt
+
+    # ---- connecting ----------------------------------------------------------------------
+
+    def _connect(self, deadline: Deadline) -> DescriptorSocket:
+        timeout_s = min(self._config.connect_timeout_s, deadline.remaining())
+        connection = DescriptorSocket(self._connected(timeout_s))
+        with greeting(connection, self._path, timeout_s):
+            uid = connection.peer.uid
+            # Who could put a socket where the node's should be would be handed our pages.
+            if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
+                raise Unavailable(f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be")
+            hello = pb.HelloRequest(protocol_version=PROTOCOL_VERSION)
+            with _own_pidfd() as pidfd:
+                connection.send_frame_with(pidfd, request_header("hello", hello))
+            header, _, fd = connection.recv_frame_with(MESSAGE_NBYTES_MAX)
+            try:
+                reply = parse_reply("hello", header)
+                if reply.instance_id != self._instance_id:
+                    self.elsewhere = True
+                    raise Unavailable(f"{self._path} is another node's, or the node was restarted")
+                self._map(fd, reply.arena_nbytes)
+            finally:
+                if fd is not None:
+                    os.close(fd)
+        return connection
+
+    def _connected(self, timeout_s: float) -> socket.socket:
+        if len(os.fsencode(self._path)) > PATH_NBYTES_MAX:
+            raise Unavailable(f"{self._path} is longer than a Unix socket's path may be; set a shorter shm_dir")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(self._path)
+        except TimeoutError as error:
+            sock.close()
+            raise Unavailable(f"no connection to {self._path} in {timeout_s:g} s") from error
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _map(self, fd: int | None, nbytes: int) -> None:
+        """All connections are to one run of the node, so the first one's arena is everybody's."""
+        if fd is None:
+            raise ProtocolError("the node passed no arena")
+        with self._lock:
+            if self._arena is not None:
+                return
+            self._arena = arena = ArenaMap(fd, nbytes)
+        threading.Thread(target=arena.populate, args=(self._closed,), name="kvstore-populate", daemon=True).start()
+
+    def close(self) -> None:
+        """Closes idle connections; those in use close when their call or context ends. The map goes
+        with the last view of it."""
+        self._closed.set()
+        self._pool.close()
+
+
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[int]:
+    """By it the node learns for certain that this process is gone, in whatever container it is."""
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:
+        raise Unavailable(f"shared memory needs pidfd_open, Linux 5.3 or newer: {error}") from error
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _write_page(slot: memoryview, page: memoryview, seed: int) -> bytes:
+    """Copies a page and hashes the caller's bytes chunk by chunk, while they are in the cache."""
+    hasher = running_checksum(seed)
+    for start in range(0, page.nbytes, CHUNK_NBYTES):
+        chunk = page[start : start + CHUNK_NBYTES]
+        copy(slot[start : start + CHUNK_NBYTES], chunk)
+        hasher.update(chunk)
+    return hasher.digest()
+
+
+def _read_page(buffer: memoryview, parts: Sequence[memoryview], seed: int) -> bytes:
+    """Copies the parts one after the other and hashes the copy: that, not the slot, is what the caller
+    is going to use."""
+    hasher = running_checksum(seed)
+    position = 0
+    for part in parts:
+        for start in range(0, part.nbytes, CHUNK_NBYTES):
+            source = part[start : start + CHUNK_NBYTES]
+            target = buffer[position : position + source.nbytes]
+            copy(target, source)
+            hasher.update(target)
+            position += source.nbytes
+    return hasher.digest()

@@ -1,0 +1,89 @@
+"""Making pages durable: offering them to the disk tier until it takes them, then a barrier."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
+from node.disk.tier import DiskTier
+from node.ram.inventory import Inventory, PageInfo
+from node.ram.tier import RamTier
+
+LOCKED_PAGES = 64  # looked at or offered under one lock: gets must not wait for a flush
+ROUNDS_MAX = 4
+
+
+class Durability:
+    """What a node with a data directory promises beyond RAM. Thread-safe.
+
+    What can not be made safe is Exhausted, not Unavailable: the node answers, and RAM serves on.
+    """
+
+    def __init__(self, tier: RamTier, disk: DiskTier | None, flush_s: float) -> None:
+        self._tier = tier
+        self._inventory = Inventory(tier)
+        self._disk = disk
+        self._flush_s = flush_s
+
+    @property
+    def disk(self) -> DiskTier:
+        if self._disk is None:
+            raise InvalidRequest("this node has no disk tier; start it with --data-dir")
+        return self._disk
+
+    def keep(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
+        """Returns when these pages, as far as they are stored now, survive power loss. Raises
+        Exhausted if the disk has no space for them, is stopped or too slow."""
+        end = time.monotonic() + self._flush_s
+        stored = [info.prefix_hash for info in self._stat(digest, prefix_hashes) if info.present]
+        self._barrier(end)  # what is queued already need not be offered again
+        self._save([(digest, stored)], end, lambda info: not info.on_disk)
+
+    def flush(self) -> None:
+        """The same for all pages that the node has now; those that are put meanwhile do not delay it."""
+        end = time.monotonic() + self._flush_s
+        self._barrier(end)
+        self._save(self._inventory.unsaved(LOCKED_PAGES), end, lambda info: info.in_ram and not info.on_disk)
+
+    def _save(self, batches: list[tuple[bytes, list[bytes]]], end: float, is_left: Callable[[PageInfo], bool]) -> None:
+        """Offers those of the pages that are left and waits for them, a few times: on a full disk a page
+        may be evicted by the next ones, with the cold extent that it came to lie in."""
+        for _ in range(ROUNDS_MAX):
+            batches = [(digest, left) for digest, hashes in batches if (left := self._left(digest, hashes, is_left))]
+            if not batches:
+                return
+            for digest, hashes in batches:
+                for start in range(0, len(hashes), LOCKED_PAGES):
+                    self._offer_all(digest, hashes[start : start + LOCKED_PAGES], end)
+            self._barrier(end)
+        count = sum(len(self._left(digest, hashes, is_left)) for digest, hashes in batches)
+        if count:
+            raise Exhausted(f"{count} pages are not on disk: it is full of pinned or newer pages, or they were removed")
+
+    def _left(self, digest: bytes, prefix_hashes: list[bytes], is_left: Callable[[PageInfo], bool]) -> list[bytes]:
+        try:
+            return [info.prefix_hash for info in self._stat(digest, prefix_hashes) if is_left(info)]
+        except UnknownNamespace:  # its pages went meanwhile, and it made room for another
+            return []
+
+    def _stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> Iterator[PageInfo]:
+        for start in range(0, len(prefix_hashes), LOCKED_PAGES):
+            yield from self._inventory.stat(digest, prefix_hashes[start : start + LOCKED_PAGES])
+
+    def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
+        try:
+            while self._tier.offer(digest, prefix_hashes):
+                self._check(end)
+                self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, 1.0)
+        except UnknownNamespace:
+            return
+
+    def _barrier(self, end: float) -> None:
+        if not self.disk.writer.flush(max(0.0, end - time.monotonic())):
+            self._check(end)
+            raise Exhausted("the disk tier stopped before the pages were safe; see the node's status")
+
+    def _check(self, end: float) -> None:
+        if self.disk.poisoned:
+            raise Exhausted(f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}")
+        if time.monotonic() >= end:
+            raise Exhausted(f"pages are visible but were not durable after {self._flush_s:g} s (flush_s)")

@@ -1,0 +1,184 @@
+"""Which page is where on disk, as the node knows it in RAM.
+
+    records       by key, by slot, by last use
+    spaces        short numbers of namespaces
+    gone          row keys to delete with the next batch
+    unsynced      records whose bytes or row may still be lost with the power
+
+Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.keys import Namespace
+from kvstore.messages import parse_namespace
+from node.disk.numbers import NumberedSpaces
+from node.disk.records import Records
+from node.disk.rows import PageRow, page_key, parse_page_row
+from node.ram.below import BelowInfo
+from node.ram.counters import DiskCounters
+from node.ram.page import Page, State
+
+
+class RowBatch(NamedTuple):
+    """What one batch of rows is made of: new namespaces, new pages, keys to delete."""
+
+    namespaces: dict[int, bytes]
+    pages: list[PageRow]
+    gone: list[bytes]
+
+
+class DiskIndex:
+    """A page is found from `publish` on, until it is forgotten; its row is deleted no later than its
+    slot is given to another page, in the same batch."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.spaces = NumberedSpaces()
+        self.counters = DiskCounters()
+        self.gone: list[bytes] = []
+        self.unsynced: set[int] = set()
+
+    # ---- start ---------------------------------------------------------------------------
+
+    def restore_page(self, key: bytes, value: bytes, now_s: int) -> None:
+        """A row that can not be used is deleted: its space is free. Unknown namespace, time to live
+        over, impossible slot, wrong checksum."""
+        row = parse_page_row(key, value)
+        if (
+            row is not None
+            and row.namespace in self.spaces.values
+            and not 0 < row.expiry_s <= now_s
+            and self.records.restore(row)
+        ):
+            self.spaces.counts[row.namespace] += 1
+            return
+        self.gone.append(key)
+        self.counters.rows_damaged += row is None
+
+    def restore_namespace(
+        self, number: int, message: bytes, open_namespace: Callable[[Namespace, bytes], object]
+    ) -> str:
+        """What is wrong with it, if anything is; then its pages are dropped, or can not be asked for."""
+        try:
+            value = parse_namespace(message)
+        except InvalidRequest as error:
+            self.counters.rows_damaged += 1
+            return f"the row of namespace {number} is damaged, its pages are dropped: {error}"
+        self.spaces.restore(value, number)
+        try:
+            open_namespace(value, value.digest)
+        except KVStoreError as error:  # its pages are larger than this node's extents, or there are too many
+            return f"namespace {value.digest.hex()} is on disk but can not be opened: {error}"
+        return ""
+
+    # ---- find ----------------------------------------------------------------------------
+
+    def find(self, digest: bytes, prefix_hash: bytes, now_s: int) -> int:
+        """The record of a page, 0 if there is none; one whose time to live is over is forgotten."""
+        record = self.records.find(self.spaces.known(digest), prefix_hash)
+        if record and 0 < self.records.expiry_s(record) <= now_s:
+            self.forget(record)
+            return 0
+        return record
+
+    def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
+        number = self.spaces.known(digest)
+        if not number:
+            return [False] * len(prefix_hashes)
+        records, find, expiry_s = self.records, self.records.find, self.records.expiry_s
+        found = [find(number, prefix_hash) for prefix_hash in prefix_hashes]
+        for position, record in enumerate(found):
+            if record and 0 < expiry_s(record) <= now_s:
+                if records.is_published(record, number):  # the key may occur twice
+                    self.forget(record)
+                found[position] = 0
+        return [record > 0 for record in found]
+
+    def info(self, record: int, now_s: int) -> BelowInfo:
+        records, expiry_s = self.records, self.records.expiry_s(record)
+        return BelowInfo(
+            records.checksum(record),
+            now_s - records.used_s(record),
+            max(0, records.pinned_until_s(record) - now_s),
+            expiry_s - now_s if expiry_s else 0,
+        )
+
+    # ---- forget --------------------------------------------------------------------------
+
+    def forget(self, record: int) -> None:
+        number, start = self.records.key(record)
+        self.gone.append(page_key(number, start.to_bytes(8, "big")))
+        self.spaces.counts[number] -= 1
+        self.records.remove(record)
+
+    def forget_some(self, digest: bytes, numbers: range) -> int:
+        """Forgets those of the records `numbers` that are pages of a namespace; how many."""
+        space = self.spaces.known(digest)
+        found = [record for record in numbers if self.records.is_published(record, space)]
+        for record in found:
+            self.forget(record)
+        return len(found)
+
+    def forget_unsynced(self) -> int:
+        """After a failed sync nobody can say what of these is on the medium; how many were forgotten."""
+        found = [r for r in self.unsynced if self.records.is_published(r, self.records.key(r)[0])]
+        for record in found:
+            self.forget(record)
+        self.unsynced = set()
+        return len(found)
+
+    # ---- write ---------------------------------------------------------------------------
+
+    def reserve(self, page: Page, now_s: int) -> int:
+        """A slot for the page, evicting what must go; 0 if the page is on disk or nothing may go."""
+        number = self.spaces.number(page.namespace.value)
+        if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
+            return 0
+        size = page.namespace.slot_nbytes
+        record = self.records.reserve(number, page.prefix_hash, size)
+        while not record:
+            victims = self.records.victims(size, now_s)
+            if not victims:
+                self.counters.pages_refused += 1
+                return 0
+            for victim in victims:
+                self.forget(victim)
+                self.counters.pages_evicted += 1
+            record = self.records.reserve(number, page.prefix_hash, size)
+        return record
+
+    def take_batch(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> RowBatch:
+        gone, self.gone = self.gone, []
+        return RowBatch(self.spaces.take_new(), [self._row(page, record, now_s) for page, record in reserved], gone)
+
+    def give_back(self, batch: RowBatch) -> None:
+        """The batch failed. Its rows may have reached the log all the same, and must not outlive their
+        slots."""
+        self.spaces.new.update(batch.namespaces)
+        self.gone = batch.gone + [row.key for row in batch.pages] + self.gone
+
+    def publish(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> None:
+        """The rows are written: the pages can be found, but for those that were removed meanwhile."""
+        removed = []
+        for page, record in reserved:
+            if page.state is State.VISIBLE:
+                self.records.publish(record, page.checksum, now_s, page.expiry_s)
+                self.unsynced.add(record)
+                self.spaces.counts[self.records.key(record)[0]] += 1
+                self.counters.pages_written += 1
+                self.counters.nbytes_written += page.namespace.page_nbytes
+            else:
+                removed.append(self.records.key(record))
+                self.records.cancel(record)
+        for number, start in removed:
+            prefix = start.to_bytes(8, "big")
+            if not self.records.find(number, prefix):  # else the key was stored anew in this batch
+                self.gone.append(page_key(number, prefix))
+
+    def _row(self, page: Page, record: int, now_s: int) -> PageRow:
+        number = self.spaces.known(page.namespace.digest)
+        size, offset = page.namespace.slot_nbytes, self.records.offset(record)
+        return PageRow(number, page.prefix_hash, offset, size, now_s, now_s, page.expiry_s, page.checksum)

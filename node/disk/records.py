@@ -1,0 +1,376 @@
+"""What the node keeps in RAM about each page on disk: 57 to 64 bytes, in arrays instead of objects.
+
+    record r:  start of the prefix hash u64 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
+               older u32, newer u32 (LRU of its slot size) | last use u32 s | expiry u32 s
+    table:     open addressing, record numbers, at most 3/4 full
+    slots:     the owner of each, u32
+
+A page is found by its namespace and the first 8 bytes of its prefix hash; that another hash with
+the same start was meant shows at its checksum, which is seeded with the whole key. Record 0 is no
+record. Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.checksum import CHECKSUM_NBYTES
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.slots import Extent, SlotAllocator
+
+if TYPE_CHECKING:
+    from node.disk.rows import PageRow
+
+_START = struct.Struct(">Q")
+_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads namespaces over the table
+GROWTH_COUNT = 4096
+
+
+@dataclass
+class _Ends:
+    """Both ends of the LRU list of one slot size."""
+
+    oldest: int = 0
+    newest: int = 0
+    count: int = 0
+
+
+def _table_places(count: int) -> int:
+    """Of a table in which so many records leave a quarter free: a power of two."""
+    places = 1024
+    while count * 4 >= places * 3:
+        places *= 2
+    return places
+
+
+def hash_start(prefix_hash: bytes) -> int:
+    return int(_START.unpack_from(prefix_hash)[0])
+
+
+class Records:
+    """Records by key, by slot and by last use. `slots` is the region of the disk they lie in."""
+
+    def __init__(self, region_nbytes: int, extent_nbytes: int) -> None:
+        self.slots = SlotAllocator(region_nbytes, extent_nbytes, lambda count: array("I", bytes(4 * count)))
+        self._start = array("Q", [0])
+        self._namespace = array("H", [0])
+        self._offset = array("I", [0])
+        self._older = array("I", [0])
+        self._newer = array("I", [0])
+        self._used_s = array("I", [0])
+        self._expiry_s = array("I", [0])
+        self._checksum = array("Q", bytes(CHECKSUM_NBYTES))
+        self._free = array("I")
+        self._table = array("I", bytes(4 * 1024))
+        self._mask = len(self._table) - 1
+        self._ends: dict[int, _Ends] = {}
+        self._busy: dict[int, int] = {}  # records that are being read or written -> how often
+        self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
+        self._pinned: dict[int, int] = {}  # record -> expiry of its pin, s
+        self.count = 0
+
+    # ---- find ----------------------------------------------------------------------------
+
+    def find(self, namespace: int, prefix_hash: bytes) -> int:
+        """Number of the record, 0 if there is none."""
+        start: int = _START.unpack_from(prefix_hash)[0]
+        table, mask = self._table, self._mask
+        place = (start ^ namespace * _MIX) & mask
+        while record := table[place]:
+            if self._start[record] == start and self._namespace[record] == namespace:
+                return record
+            place = (place + 1) & mask
+        return 0
+
+    def _home(self, record: int) -> int:
+        return (self._start[record] ^ self._namespace[record] * _MIX) & self._mask
+
+    def _insert(self, record: int) -> None:
+        place = self._home(record)
+        while self._table[place]:
+            place = (place + 1) & self._mask
+        self._table[place] = record
+
+    def _delete(self, record: int) -> None:
+        """Backward shift: no tombstones, so the table never degrades."""
+        table, mask = self._table, self._mask
+        hole = self._home(record)
+        while table[hole] != record:
+            hole = (hole + 1) & mask
+        place = (hole + 1) & mask
+        while moved := table[place]:
+            if (place - self._home(moved)) & mask >= (place - hole) & mask:
+                table[hole] = moved
+                hole = place
+            place = (place + 1) & mask
+        table[hole] = 0
+
+    # ---- a record's life -----------------------------------------------------------------
+
+    def reserve(self, namespace: int, prefix_hash: bytes, slot_nbytes: int) -> int:
+        """A busy record with a slot, not yet to be found; 0 if no slot is free."""
+        record = self._new(namespace, prefix_hash)
+        offset = self.slots.allocate(slot_nbytes, record)
+        if offset is None:
+            self._free.append(record)
+            return 0
+        self._offset[record] = offset // SLOT_ALIGN_NBYTES
+        self._busy[record] = 1
+        return record
+
+    def restore(self, row: PageRow) -> bool:
+        """Takes in a page of an earlier run, to be found after `restored`; False if its slot is taken or
+        impossible. The keys of rows are distinct, so it is not looked for."""
+        record = self._new(row.namespace, row.prefix_hash)
+        if not self.slots.claim(row.slot_nbytes, row.offset, record):
+            self._free.append(record)
+            return False
+        self._offset[record] = row.offset // SLOT_ALIGN_NBYTES
+        self._checksum[2 * record : 2 * record + 2] = array("Q", row.checksum)
+        self._used_s[record] = row.used_s
+        self._expiry_s[record] = row.expiry_s
+        self.count += 1
+        return True
+
+    def restored(self) -> None:
+        """Orders all that was restored by its last use, and makes it found. Until here nothing of a row
+        is kept but in the arrays: a million small objects would leave the heap full of holes."""
+        self.slots.claimed()
+        self._table = array("I", bytes(4 * _table_places(self.count)))
+        self._mask = len(self._table) - 1
+        by_size: dict[int, array[int]] = {}
+        for extent in self.slots.extents():
+            records = [record for record in extent.owners if record]
+            by_size.setdefault(extent.slot_nbytes, array("I")).extend(array("I", records))
+            extent.used_sum = sum(self._used_s[record] for record in records)
+        for size, numbers in by_size.items():
+            ends = self._ends[size] = _Ends()
+            for record in sorted(numbers, key=self._used_s.__getitem__):
+                self._insert(record)
+                self._push(ends, record)
+
+    def _new(self, namespace: int, prefix_hash: bytes) -> int:
+        if not self._free:
+            first = len(self._start)
+            for numbers in (
+                self._start,
+                self._namespace,
+                self._offset,
+                self._older,
+                self._newer,
+                self._used_s,
+                self._expiry_s,
+            ):
+                numbers.frombytes(bytes(numbers.itemsize * GROWTH_COUNT))
+            self._checksum.frombytes(bytes(CHECKSUM_NBYTES * GROWTH_COUNT))
+            self._free.extend(range(first + GROWTH_COUNT - 1, first - 1, -1))
+        record = self._free.pop()
+        self._start[record] = hash_start(prefix_hash)
+        self._namespace[record] = namespace
+        return record
+
+    def publish(self, record: int, checksum: bytes, used_s: int, expiry_s: int = 0) -> None:
+        """The page is on disk: it can be found from now on, as the newest of its size."""
+        if self.count * 4 >= len(self._table) * 3:
+            self._grow()
+        self._checksum[2 * record : 2 * record + 2] = array("Q", checksum)
+        self._expiry_s[record] = expiry_s
+        self._used_s[record] = used_s
+        self.extent_of(record).used_sum += used_s
+        self._insert(record)
+        self._push_newest(record)
+        self.count += 1
+        self.end_use(record)
+
+    def cancel(self, record: int) -> None:
+        """Gives a reserved record back."""
+        del self._busy[record]
+        self._release(record)
+
+    def remove(self, record: int) -> None:
+        """Forgets a published record. Its slot is free at once, or when the last use of it ends."""
+        self._pinned.pop(record, None)
+        self.extent_of(record).used_sum -= self._used_s[record]
+        self._unlink(record)
+        self._delete(record)
+        self.count -= 1
+        if record in self._busy:
+            self._doomed.add(record)
+        else:
+            self._release(record)
+
+    def _release(self, record: int) -> None:
+        self.slots.free(self.offset(record))
+        self._free.append(record)
+
+    def _grow(self) -> None:
+        self._table = array("I", bytes(4 * 2 * len(self._table)))
+        self._mask = len(self._table) - 1
+        for record in self.records():
+            self._insert(record)
+
+    # ---- use -----------------------------------------------------------------------------
+
+    def begin_use(self, record: int) -> None:
+        """Its slot stays as it is until `end_use`."""
+        self._busy[record] = self._busy.get(record, 0) + 1
+
+    def end_use(self, record: int) -> None:
+        left = self._busy[record] - 1
+        if left:
+            self._busy[record] = left
+            return
+        del self._busy[record]
+        if record in self._doomed:
+            self._doomed.discard(record)
+            self._release(record)
+
+    def is_published(self, record: int, namespace: int) -> bool:
+        """Whether a record number is a page of this namespace that can be found."""
+        if record >= len(self._namespace) or self._namespace[record] != namespace:
+            return False
+        place = self._home(record)
+        while (found := self._table[place]) and found != record:
+            place = (place + 1) & self._mask
+        return found == record
+
+    @property
+    def number_end(self) -> int:
+        """Record numbers are below this."""
+        return len(self._namespace)
+
+    def busy(self, record: int) -> bool:
+        return record in self._busy
+
+    def touch(self, record: int, now_s: int) -> None:
+        self.extent_of(record).used_sum += now_s - self._used_s[record]
+        self._used_s[record] = now_s
+        self._unlink(record)
+        self._push_newest(record)
+
+    def pin(self, record: int, until_s: int) -> None:
+        """`until_s` 0 ends the pin."""
+        if until_s:
+            self._pinned[record] = until_s
+        else:
+            self._pinned.pop(record, None)
+
+    def _ends_of(self, record: int) -> _Ends:
+        return self._ends.setdefault(self.extent_of(record).slot_nbytes, _Ends())
+
+    def _push_newest(self, record: int) -> None:
+        self._push(self._ends_of(record), record)
+
+    def _push(self, ends: _Ends, record: int) -> None:
+        self._older[record], self._newer[record] = ends.newest, 0
+        if ends.newest:
+            self._newer[ends.newest] = record
+        else:
+            ends.oldest = record
+        ends.newest = record
+        ends.count += 1
+
+    def _unlink(self, record: int) -> None:
+        ends, older, newer = self._ends_of(record), self._older[record], self._newer[record]
+        if older:
+            self._newer[older] = newer
+        else:
+            ends.oldest = newer
+        if newer:
+            self._older[newer] = older
+        else:
+            ends.newest = older
+        ends.count -= 1
+
+    # ---- who goes next -------------------------------------------------------------------
+
+    def victims(self, slot_nbytes: int, now_s: int) -> list[int]:
+        """Records whose removal frees a slot of this size; empty if nothing may go.
+
+        The oldest of the same size, or, if another size's oldest is older, all of that size's
+        coldest extent. Busy and pinned records stay.
+        """
+        ours = self._oldest(slot_nbytes, now_s)
+        best = self._used_s[ours] if ours else 1 << 32
+        others = [(self._used_s[record], size) for size in self._ends if (record := self._oldest(size, now_s))]
+        for used_s, size in sorted(others):
+            if size == slot_nbytes or used_s >= best:
+                break
+            extents = [extent for extent in self.slots.extents() if extent.slot_nbytes == size]
+            for extent in sorted(extents, key=lambda extent: extent.used_sum / extent.used_count):
+                records = [record for record in extent.owners if record]
+                if all(self._may_go(record, now_s) for record in records):
+                    return records
+        return [ours] if ours else []
+
+    def _oldest(self, slot_nbytes: int, now_s: int) -> int:
+        ends = self._ends.get(slot_nbytes)
+        record = ends.oldest if ends else 0
+        while record and not self._may_go(record, now_s):
+            record = self._newer[record]
+        return record
+
+    def _may_go(self, record: int, now_s: int) -> bool:
+        return record not in self._busy and self._pinned.get(record, 0) <= now_s
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    def extent_of(self, record: int) -> Extent:
+        return self.slots.extent_of(self.offset(record))
+
+    def offset(self, record: int) -> int:
+        return self._offset[record] * SLOT_ALIGN_NBYTES
+
+    def key(self, record: int) -> tuple[int, int]:
+        """(namespace number, first 8 bytes of the prefix hash as a number)."""
+        return self._namespace[record], self._start[record]
+
+    def checksum(self, record: int) -> bytes:
+        return self._checksum[2 * record : 2 * record + 2].tobytes()
+
+    def used_s(self, record: int) -> int:
+        return self._used_s[record]
+
+    def expiry_s(self, record: int) -> int:
+        """When the page's time to live ends; 0 if it has none."""
+        return self._expiry_s[record]
+
+    def pinned_until_s(self, record: int) -> int:
+        return self._pinned.get(record, 0)
+
+    def records(self) -> Iterator[int]:
+        """Published records of every size, oldest first within a size."""
+        for ends in self._ends.values():
+            record = ends.oldest
+            while record:
+                following = self._newer[record]
+                yield record
+                record = following
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        wrong = self.slots.check()
+        published = list(self.records())
+        if len(published) != self.count or sum(ends.count for ends in self._ends.values()) != self.count:
+            wrong.append(f"{len(published)} records are linked, {self.count} counted")
+        if sum(1 for record in self._table if record) != self.count:
+            wrong.append(f"{sum(1 for record in self._table if record)} records in the table, {self.count} counted")
+        for record in published:
+            place = self._home(record)
+            while self._table[place] and self._table[place] != record:
+                place = (place + 1) & self._mask
+            if not self._table[place]:
+                wrong.append(f"record {record} is linked but can not be found")
+        reserved = set(self._busy) - set(published)
+        owned = [record for extent in self.slots.extents() for record in extent.owners if record]
+        if sorted(owned) != sorted([*published, *reserved]):
+            wrong.append(f"{len(owned)} slots are owned, {len(published)} records published, {len(reserved)} reserved")
+        for extent in self.slots.extents():
+            total = sum(self._used_s[record] for record in extent.owners if record and record not in reserved)
+            if total != extent.used_sum:
+                wrong.append(f"disk extent {extent.number}: last uses sum to {total}, recorded {extent.used_sum}")
+        return wrong

@@ -1,0 +1,73 @@
+"""Verifying what is on disk: on demand, and slowly all the time."""
+
+import threading
+from typing import NamedTuple
+
+from node.disk.rows import parse_page_row
+from node.disk.tier import DiskTier
+
+STEP_S = 0.25  # how the background scrub divides its rate
+ROUND_PAUSE_S = 60.0  # a round over an empty or small disk is over at once: do not spin
+
+
+class ScrubResult(NamedTuple):
+    """Pages verified, bytes read, and the cursor to go on from; empty at the end."""
+
+    intact: int
+    damaged: int
+    nbytes: int
+    next_cursor: bytes
+
+
+def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int) -> ScrubResult:
+    """Reads and verifies pages on disk from the row key `cursor` on, in the order of their keys,
+    until `nbytes_max` bytes are read. Damaged pages are dropped. Raises OSError if the tier is
+    poisoned, or now is: what was not read is not said to be intact."""
+    intact = damaged = nbytes = 0
+    for key, value in disk.rows.pages(cursor or b"P"):
+        if nbytes >= nbytes_max:
+            return ScrubResult(intact, damaged, nbytes, key)
+        row = parse_page_row(key, value)
+        record = disk.borrow(row) if row is not None else 0
+        if row is None or not record:
+            continue
+        good = disk.verify(row, record)
+        _raise_poisoned(disk)
+        intact, damaged, nbytes = intact + good, damaged + (not good), nbytes + row.slot_nbytes
+    _raise_poisoned(disk)
+    return ScrubResult(intact, damaged, nbytes, b"")
+
+
+def _raise_poisoned(disk: DiskTier) -> None:
+    if disk.poisoned:
+        raise OSError(disk.poisoned)
+
+
+class Scrubber:
+    """Verifies the disk tier in the background, round and round, at a bounded rate."""
+
+    def __init__(self, disk: DiskTier, nbytes_per_s: int) -> None:
+        self._disk = disk
+        self._nbytes_per_s = nbytes_per_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
+
+    def start(self) -> None:
+        if self._nbytes_per_s:
+            self._thread.start()
+
+    def _run(self) -> None:
+        cursor, pause_s = b"", STEP_S
+        while not self._stop.wait(pause_s):
+            try:
+                result = scrub(self._disk, cursor, int(self._nbytes_per_s * STEP_S))
+            except OSError as error:
+                self._disk.poison(f"scrubbing failed: {error}")
+                result = None
+            cursor = result.next_cursor if result else b""
+            pause_s = max(STEP_S, result.nbytes / self._nbytes_per_s) if cursor and result else ROUND_PAUSE_S
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()

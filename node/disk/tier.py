@@ -1,0 +1,326 @@
+"""The disk tier: what is on disk, read straight into arena slots and checked on the way.
+
+    find, begin_read -> read (bytes, checksum) -> end_read      any thread; a short lock, no rows
+    store                                                       the writer thread: slot, bytes, row
+
+A page is found only after its row is written; a row is deleted no later than its slot is given
+to another page, in the same batch. An error of the disk poisons the tier: nothing is found or
+written any more, RAM serves on, and the node says why, until `recover` or a restart.
+"""
+
+import contextlib
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.checksum import checksum, key_seed
+from kvstore.keys import Namespace
+from node.disk.extent_files import ExtentFiles
+from node.disk.index import DiskIndex
+from node.disk.records import Records
+from node.disk.rows import PageRow, Rows, page_key, parse_page_row
+from node.disk.writer import DiskWriter
+from node.ram.below import BelowInfo
+from node.ram.page import Page, State
+
+log = logging.getLogger(__name__)
+
+FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
+
+
+class DiskTier:
+    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since
+    the epoch."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        files: ExtentFiles,
+        records: Records,
+        view: Callable[[int, int], memoryview],
+        queue_nbytes_max: int,
+        clock_s: Callable[[], int] = lambda: int(time.time()),
+    ) -> None:
+        self.rows = rows
+        self.files = files
+        self.records = records
+        self.poisoned = ""
+        self.on_health: Callable[[bool], None] = lambda healthy: None
+        self._restored = False
+        self._view = view
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._index = DiskIndex(records)
+        self.counters = self._index.counters
+        self.writer = DiskWriter(self, queue_nbytes_max)
+
+    def restore(self, open_namespace: Callable[[Namespace, bytes], object]) -> None:
+        """Takes in the rows of an earlier run; page bytes are not read. Raises OSError."""
+        for number, message in self.rows.namespaces():
+            problem = self._index.restore_namespace(number, message, open_namespace)
+            if problem:
+                log.error("%s", problem)
+        now_s = self._clock_s()
+        for key, value in self.rows.pages():
+            self._index.restore_page(key, value, now_s)
+        self.records.restored()
+        self._restored = True
+
+    # ---- find ----------------------------------------------------------------------------
+
+    def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            if self.poisoned:
+                return [False] * len(prefix_hashes)
+            return self._index.present(digest, prefix_hashes, self._clock_s())
+
+    def _find(self, digest: bytes, prefix_hash: bytes) -> int:
+        return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
+
+    def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
+        """Tail first, as the RAM tier does."""
+        now_s = self._clock_s()
+        with self._lock:
+            for prefix_hash in reversed(prefix_hashes):
+                record = self._find(digest, prefix_hash)
+                if record:
+                    self.records.touch(record, now_s)
+
+    def info(self, digest: bytes, prefix_hash: bytes) -> BelowInfo | None:
+        with self._lock:
+            record = self._find(digest, prefix_hash)
+            return self._index.info(record, self._clock_s()) if record else None
+
+    def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
+        """Prefix hashes in order, from the rows. A row whose page was forgotten meanwhile is left out."""
+        number = self._index.spaces.known(digest)
+        if not number or self.poisoned:
+            return
+        first = max(key_prefix, after)[:8]
+        for key, value in self.rows.pages(page_key(number, first)):
+            row = parse_page_row(key, value)
+            if row is None:
+                continue
+            if row.namespace != number or not row.prefix_hash[: len(key_prefix)] <= key_prefix:
+                return
+            if row.prefix_hash > after and row.prefix_hash.startswith(key_prefix):
+                with self._lock:
+                    known = self._find(digest, row.prefix_hash) > 0
+                if known:
+                    yield row.prefix_hash
+
+    # ---- read ----------------------------------------------------------------------------
+
+    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
+        """A record whose slot stays as it is until `read` is done; 0 for a miss."""
+        with self._lock:
+            record = self._find(digest, prefix_hash)
+            if record:
+                self.records.begin_use(record)
+            return record
+
+    def end_read(self, record: int) -> None:
+        """Gives a record back that `begin_read` or `borrow` gave."""
+        with self._lock:
+            self.records.end_use(record)
+
+    def read(self, record: int, page: Page) -> bool:
+        """Reads a record into the page's slot and ends the use of the record. False: not readable or
+        not what was written; then the page is a miss, and gone."""
+        index = page.namespace
+        with self._used(record):
+            slot = self._view(page.offset, index.slot_nbytes)
+            with self._lock:
+                offset, expected = self.records.offset(record), self.records.checksum(record)
+                expiry_s = self.records.expiry_s(record)
+            intact = self._read_intact(offset, slot, index.page_nbytes, expected, index.seed(page.prefix_hash))
+            with self._lock:
+                if intact:
+                    page.checksum, page.expiry_s = expected, expiry_s
+                    self.counters.pages_read += 1
+                    self.counters.nbytes_read += index.page_nbytes
+                elif not self.poisoned:
+                    self._quarantine(record, index.digest, page.prefix_hash)
+            return intact
+
+    @contextlib.contextmanager
+    def _used(self, record: int) -> Iterator[None]:
+        """Ends the use of a record, whatever happens."""
+        try:
+            yield
+        finally:
+            self.end_read(record)
+
+    def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
+        try:
+            self.files.read(offset, slot)
+        except OSError as error:
+            self.poison(f"reading failed: {error}")
+            return False
+        return checksum(slot[:page_nbytes], seed) == expected
+
+    def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
+        """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
+        self.counters.pages_corrupt += 1
+        log.error("page %s of namespace %s is damaged on disk; dropped", prefix_hash.hex(), digest.hex())
+        if self._index.find(digest, prefix_hash, self._clock_s()) == record:
+            self._index.forget(record)
+
+    # ---- forget --------------------------------------------------------------------------
+
+    def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """True for each that was there. The rows go with the writer's next batch. A poisoned tier forgets
+        too, or the pages would be back when it recovers."""
+        now_s = self._clock_s()
+        with self._lock:
+            records = [self._index.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
+            for record in records:
+                if record:
+                    self._index.forget(record)
+            return [record > 0 for record in records]
+
+    def remove_namespace(self, digest: bytes) -> int:
+        """Forgets every page of a namespace; how many. Not in one go: others are served meanwhile."""
+        removed = 0
+        for first in range(1, self.records.number_end, FORGET_RECORDS):
+            with self._lock:
+                removed += self._index.forget_some(digest, range(first, first + FORGET_RECORDS))
+        return removed
+
+    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
+        """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned."""
+        now_s = self._clock_s()
+        with self._lock:
+            records = [self._find(digest, prefix_hash) for prefix_hash in prefix_hashes]
+            pinned = [record > 0 and self.records.pinned_until_s(record) > now_s for record in records]
+            for record in records:
+                if record:
+                    self.records.pin(record, now_s + ttl_s if ttl_s else 0)
+            return [record > 0 for record in records] if ttl_s else pinned
+
+    def has_room(self, slot_nbytes: int) -> bool:
+        """Whether a page of this size can be stored without evicting another."""
+        with self._lock:
+            return self.records.slots.has_room(slot_nbytes)
+
+    def offer(self, pages: Sequence[Page], urgent: bool) -> int:
+        return self.writer.offer(pages, urgent)
+
+    # ---- write: the writer thread only ---------------------------------------------------
+
+    def store(self, pages: Sequence[Page]) -> None:
+        """Writes pages and their rows, and deletes the rows of what is gone. Raises OSError."""
+        now_s = self._clock_s()
+        reserved: list[tuple[Page, int]] = []
+        with self._lock:
+            self._index.spaces.drop_empty()
+        try:
+            # One may have been offered twice, and of hashes that start alike only one can be on disk.
+            visible = {(p.namespace.digest, p.prefix_hash[:8]): p for p in pages if p.state is State.VISIBLE}
+            for page in visible.values():
+                with self._lock:
+                    record = self._index.reserve(page, now_s)
+                if record:
+                    reserved.append((page, record))
+            slots = [(self.records.offset(r), self._view(p.offset, p.namespace.slot_nbytes)) for p, r in reserved]
+            self.files.write_all(slots)
+            self._write_rows(reserved, now_s)
+        except BaseException:
+            with self._lock:
+                for _, record in reserved:
+                    self.records.cancel(record)
+            raise
+        with self._lock:
+            self._index.publish(reserved, now_s)
+
+    def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> None:
+        with self._lock:
+            batch = self._index.take_batch(reserved, now_s)
+        try:
+            self.rows.write(batch.namespaces, batch.pages, batch.gone)
+        except BaseException:
+            with self._lock:
+                self._index.give_back(batch)
+            raise
+
+    @property
+    def gone_count(self) -> int:
+        """Rows that wait for their deletion."""
+        return len(self._index.gone)
+
+    @property
+    def unsynced_count(self) -> int:
+        """Pages that were stored since the last `sync`."""
+        return len(self._index.unsynced)
+
+    def sync(self) -> None:
+        """All that `store` did survives power loss when this returns: bytes first, then rows. Raises
+        OSError; then nobody knows what of it is on the medium."""
+        self.files.sync()
+        self.rows.sync()
+        self._index.unsynced = set()
+
+    # ---- trouble -------------------------------------------------------------------------
+
+    def poison(self, reason: str) -> None:
+        with self._lock:
+            if self.poisoned:
+                return
+            self.poisoned = reason
+        log.error("disk tier stopped, RAM serves on: %s", reason)
+        self.on_health(False)
+
+    def recover(self) -> None:
+        """Believes in the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
+        if not self._restored:  # a page might be put where one lies that is not known
+            raise OSError("the rows could not be read at the start; restart the node")
+        self.files.trial()
+        with self._lock:
+            forgotten = self._index.forget_unsynced() if self.poisoned else 0
+        self.sync()
+        with self._lock:
+            self.poisoned = ""
+        log.warning("disk tier works again; %d pages that may not have reached the disk were forgotten", forgotten)
+        self.on_health(True)
+
+    # ---- verify --------------------------------------------------------------------------
+
+    def borrow(self, row: PageRow) -> int:
+        """The record of a row, in use until `verify`; 0 if the row is of a page that was there before."""
+        with self._lock:
+            record = 0 if self.poisoned else self.records.find(row.namespace, row.prefix_hash)
+            if not record or self.records.offset(record) != row.offset:
+                return 0
+            self.records.begin_use(record)
+            return record
+
+    def verify(self, row: PageRow, record: int) -> bool:
+        """Reads a page and compares it with its record's checksum; drops it if it is damaged. Ends the
+        use of the record."""
+        with self._used(record), mmap.mmap(-1, row.slot_nbytes) as memory, memoryview(memory) as slot:
+            with self._lock:
+                value, expected = self._index.spaces.values[row.namespace], self.records.checksum(record)
+            seed = key_seed(value.digest, row.prefix_hash)
+            good = self._read_intact(row.offset, slot, value.layout.page_nbytes, expected, seed)
+            with self._lock:
+                self.counters.pages_scrubbed += 1
+                if not good and not self.poisoned:
+                    self._quarantine(record, value.digest, row.prefix_hash)
+            return good
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    def page_count(self, digest: bytes) -> int:
+        return self._index.spaces.counts[self._index.spaces.known(digest)]
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        with self._lock:
+            return self.records.check()
+
+    def close(self) -> None:
+        """Raises OSError if the rows can not be closed; the files are closed all the same."""
+        self.files.close()
+        self.rows.close()

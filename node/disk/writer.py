@@ -1,0 +1,192 @@
+"""Write-behind: a bounded queue of pages in RAM, and the one thread that takes them to disk.
+
+    offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> barrier: sync, pass
+       +---> later, while the disk is full ----^
+
+A page in the queue is held in RAM by the tier that offered it, so the queue's bytes are bounded;
+what does not fit stays in RAM only and is counted.
+
+As long as the disk has free slots, a page is written at once. On a full disk each new page costs an
+old one its place, so it waits until RAM has turned over by LATER_SHARE of its size since it came:
+RAM and disk then hold different pages, and the node remembers more. Flush, durable puts and the
+stop of a node do not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from node.ram.page import Page, State
+
+if TYPE_CHECKING:
+    from node.disk.tier import DiskTier
+    from node.ram.tier import RamTier
+
+log = logging.getLogger(__name__)
+
+BATCH_PAGES_MAX = 256  # rows that appear together
+BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
+LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
+IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
+LATER_PAGES = 1024  # may wait that RAM has evicted already
+SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
+
+
+class _Barrier:
+    """A place in the queue: `done` when the thread has passed it, `safe` if all before it is on the
+    medium. It carries its own result: the tier may fail, or recover, before the waiter looks."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.safe = False
+
+
+class DiskWriter:
+    """Thread-safe. Its lock is taken under the RAM tier's, never the other way round."""
+
+    def __init__(self, disk: DiskTier, queue_nbytes_max: int) -> None:
+        self._disk = disk
+        self._later: deque[tuple[int, Page]] = deque()  # (RAM's placed_nbytes when it is due, page)
+        self._queue_nbytes_max = queue_nbytes_max
+        self._changed = threading.Condition()
+        self._queue: deque[Page | _Barrier] = deque()
+        self.queue_nbytes = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
+
+    def start(self, tier: RamTier) -> None:
+        """`tier` is the one whose pages are offered."""
+        self._tier = tier
+        self._later_nbytes = int(tier.slots.region_nbytes * LATER_SHARE)
+        self._thread.start()
+
+    def offer(self, pages: Sequence[Page], urgent: bool) -> int:
+        """How many of the pages, from the first on, were taken into the queue; it may come back for
+        the others later, unless they are `urgent`. Never waits."""
+        if self._disk.poisoned or self._stopping:
+            self._disk.counters.pages_refused += 0 if urgent else len(pages)
+            return 0
+        taken = 0
+        with self._changed:
+            if pages and not urgent and not self._disk.has_room(pages[0].namespace.slot_nbytes):
+                due = self._tier.eviction.placed_nbytes + self._later_nbytes
+                self._later.extend((due, page) for page in pages)
+                self._drop_evicted()
+                if self._is_due():
+                    self._changed.notify_all()
+                return 0
+            for page in pages:
+                nbytes = page.namespace.slot_nbytes
+                if self.queue_nbytes and self.queue_nbytes + nbytes > self._queue_nbytes_max:
+                    break  # one page is always taken, or a large one would never be
+                self._queue.append(page)
+                self.queue_nbytes += nbytes
+                taken += 1
+            self._changed.notify_all()
+        self._disk.counters.pages_refused += 0 if urgent else len(pages) - taken
+        return taken
+
+    def wait_room(self, nbytes: int, timeout_s: float) -> bool:
+        """Until the queue has room for so many bytes."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self.queue_nbytes or self.queue_nbytes + nbytes <= self._queue_nbytes_max, timeout_s
+            )
+
+    def flush(self, timeout_s: float) -> bool:
+        """Until everything offered before is on the medium; False if it took longer or failed."""
+        barrier = _Barrier()
+        with self._changed:
+            self._queue.append(barrier)
+            self._changed.notify_all()
+        return barrier.done.wait(timeout_s) and barrier.safe
+
+    def stop(self, timeout_s: float) -> bool:
+        """Writes and syncs what is queued, then ends the thread."""
+        flushed = self.flush(timeout_s)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return flushed
+
+    def _run(self) -> None:
+        while True:
+            pages, barrier = self._next()
+            if not pages and barrier is None and self._stopping:
+                return
+            try:
+                self._store(pages, barrier)
+            except OSError as error:
+                self._disk.counters.pages_refused += len(pages)
+                self._disk.poison(f"writing failed: {error}")
+            except Exception as error:  # the edge of the thread: it must go on, or holds never end
+                log.exception("disk writer failed")
+                self._disk.poison(f"internal error: {error!r}")
+            finally:
+                self._done(pages, barrier)
+
+    def _store(self, pages: list[Page], barrier: _Barrier | None) -> None:
+        disk = self._disk
+        if disk.poisoned:
+            return
+        if pages or disk.gone_count:
+            disk.store(pages)
+        if barrier and disk.gone_count:  # removed while they were written: their rows are there
+            disk.store([])
+        idle = not pages and disk.unsynced_count
+        if barrier or idle or disk.unsynced_count >= SYNC_PAGES:
+            disk.sync()
+        if barrier:
+            barrier.safe = True
+
+    def _next(self) -> tuple[list[Page], _Barrier | None]:
+        """The next pages, up to a barrier; nothing after IDLE_S without work."""
+        pages = self._due()
+        if pages:
+            return pages, None
+        nbytes = 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopping or self._is_due(), IDLE_S)
+            while self._queue and len(pages) < BATCH_PAGES_MAX and nbytes < BATCH_NBYTES_MAX:
+                item = self._queue.popleft()
+                if isinstance(item, _Barrier):
+                    return pages, item
+                pages.append(item)
+                nbytes += item.namespace.slot_nbytes
+        return pages, None
+
+    def _due(self) -> list[Page]:
+        """Pages whose time has come, now held and counted as queued; those that are gone are left out."""
+        pages: list[Page] = []
+        with self._changed:
+            room_nbytes = self._queue_nbytes_max - self.queue_nbytes
+            while self._is_due() and len(pages) < BATCH_PAGES_MAX:
+                room_nbytes -= self._later[0][1].namespace.slot_nbytes
+                if room_nbytes < 0 and (pages or self._queue):
+                    break
+                pages.append(self._later.popleft()[1])
+        held = self._tier.hold_visible(pages) if pages else []
+        with self._changed:
+            self.queue_nbytes += sum(page.namespace.slot_nbytes for page in held)
+        return held
+
+    def _drop_evicted(self) -> None:
+        """Keeps the list of who waits in proportion to RAM, even if the disk hangs and nobody's time comes."""
+        if len(self._later) > 2 * self._tier.visible_count + LATER_PAGES:
+            self._later = deque(entry for entry in self._later if entry[1].state is State.VISIBLE)
+
+    def _is_due(self) -> bool:
+        return bool(self._later) and self._later[0][0] <= self._tier.eviction.placed_nbytes
+
+    def _done(self, pages: list[Page], barrier: _Barrier | None) -> None:
+        self._tier.release(pages)
+        with self._changed:
+            self.queue_nbytes -= sum(page.namespace.slot_nbytes for page in pages)
+            self._changed.notify_all()
+        if barrier:
+            barrier.done.set()

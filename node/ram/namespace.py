@@ -1,0 +1,115 @@
+"""Namespaces of a node: who may share which pages, and what became of each lookup."""
+
+from collections.abc import Callable
+
+from kvstore.checksum import key_seed
+from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch, UnknownNamespace
+from kvstore.keys import Namespace
+from kvstore.layout import slot_nbytes
+from kvstore.messages import namespace_message
+from node.ram.counters import Counters
+from node.ram.ghosts import Ghosts
+from node.ram.page import Page
+
+# All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
+# message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
+DESCRIPTIONS_NBYTES_MAX = 1 << 20
+
+
+class NamespaceIndex:
+    """The pages of one namespace by prefix hash, WRITING ones included, DOOMED ones not."""
+
+    def __init__(self, value: Namespace) -> None:
+        self.value = value
+        self.digest = value.digest
+        self.page_nbytes = value.layout.page_nbytes
+        self.slot_nbytes = slot_nbytes(self.page_nbytes)
+        self.pages: dict[bytes, Page] = {}
+        self.counters = Counters()
+        self.described_nbytes: int = namespace_message(value).ByteSize()
+
+    def seed(self, prefix_hash: bytes) -> int:
+        """Seed of the page's checksum."""
+        return key_seed(self.digest, prefix_hash)
+
+    def count_lookup(self, present: list[bool], absent: list[bytes], ghosts: Ghosts) -> None:
+        """Counts what a lookup found and why it missed. `absent`: keys that are not here in any
+        state; what else is not present is being written."""
+        counters, count, hits = self.counters, len(present), present.count(True)
+        counters.pages_asked += count
+        counters.pages_hit += hits
+        counters.prefix_hits += present.index(False) if hits < count else count
+        counters.miss_writing += count - hits - len(absent)
+        for reason, missed in ghosts.reasons(self.digest, absent).items():
+            name = f"miss_{reason}"
+            setattr(counters, name, getattr(counters, name) + missed)
+
+
+class Namespaces:
+    """The namespaces that were opened. Bounded; an empty one makes room for a new one.
+
+    Not thread-safe; the tier's lock guards it.
+    """
+
+    def __init__(self, count_max: int, page_nbytes_max: int) -> None:
+        self._count_max = count_max
+        self._page_nbytes_max = page_nbytes_max
+        self._by_digest: dict[bytes, NamespaceIndex] = {}
+        self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
+        self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
+
+    def open(self, value: Namespace, digest: bytes) -> tuple[NamespaceIndex, bool]:
+        """(the namespace, whether it is new). `digest` is what the caller will use in its keys."""
+        if digest != value.digest:
+            raise LayoutMismatch(
+                f"namespace digest {digest.hex()} does not belong to this description, whose digest is "
+                f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
+                f"{value.layout.page_nbytes} bytes a page); compute it from the same layout"
+            )
+        known = self._by_digest.get(digest)
+        if known is not None:
+            if known.value != value:
+                raise LayoutMismatch(f"namespace {digest.hex()} is registered with another layout or identity")
+            return known, False
+        if value.layout.page_nbytes > self._page_nbytes_max:
+            raise InvalidRequest(
+                f"a page of this layout has {value.layout.page_nbytes} bytes, this node takes at most "
+                f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
+            )
+        index = NamespaceIndex(value)
+        self._make_room(index.described_nbytes)
+        self._by_digest[digest] = index
+        return index, True
+
+    def _make_room(self, nbytes: int) -> None:
+        """Forgets empty namespaces, first opened first, until one more fits."""
+        described = nbytes + sum(index.described_nbytes for index in self._by_digest.values())
+        count = len(self._by_digest) + 1
+        for digest, index in list(self._by_digest.items()):
+            if count <= self._count_max and described <= DESCRIPTIONS_NBYTES_MAX:
+                return
+            if not index.pages and not self.below_count(digest):
+                self.forgotten.add(index.counters)
+                del self._by_digest[digest]
+                count, described = count - 1, described - index.described_nbytes
+        if count > self._count_max or described > DESCRIPTIONS_NBYTES_MAX:
+            raise Exhausted(
+                f"{count - 1} namespaces with pages are open, described by {described - nbytes} bytes; allowed are "
+                f"{self._count_max} (namespaces_max) and {DESCRIPTIONS_NBYTES_MAX} bytes"
+            )
+
+    def find(self, digest: bytes) -> NamespaceIndex:
+        index = self._by_digest.get(digest)
+        if index is None:
+            raise UnknownNamespace(f"namespace {digest.hex() or '(empty)'} is not open here; send OpenNamespace first")
+        return index
+
+    def all(self) -> list[NamespaceIndex]:
+        return list(self._by_digest.values())
+
+    def totals(self) -> Counters:
+        total = Counters()
+        total.add(self.forgotten)
+        for index in self.all():
+            total.add(index.counters)
+        return total

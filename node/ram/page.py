@@ -1,0 +1,58 @@
+"""What the node knows about one page, apart from its bytes."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from node.ram.namespace import NamespaceIndex
+
+
+class State(enum.IntEnum):
+    """reserve            commit              remove, while held
+    --------> WRITING --------> VISIBLE -------------------------> DOOMED
+                 | abort         ^ | remove, evict                    | last release
+                 v               | v                                  v
+                gone    LOADING -+ gone                              gone
+                        (from disk; fails: DOOMED)
+    """
+
+    WRITING = 0  # a writer owns the slot; nobody else may look
+    VISIBLE = 1
+    DOOMED = 2  # forgotten, but the slot waits for its readers
+    LOADING = 3  # on its way from the tier below; readers may wait for it
+
+
+class Page:
+    """A slot of the RAM tier and what is in it. Slots, not a dict: 200,000 of these must be small.
+
+    `holds` counts reads in progress: a held page keeps its slot whatever happens. `used_ms` and
+    `stored_ms` are the tier's clock; pages of one batch share the int object.
+    """
+
+    __slots__ = (
+        "checksum",
+        "expiry_s",
+        "holds",
+        "namespace",
+        "newer",
+        "offset",
+        "older",
+        "prefix_hash",
+        "state",
+        "stored_ms",
+        "used_ms",
+    )
+
+    def __init__(self, namespace: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> None:
+        self.namespace = namespace
+        self.prefix_hash = prefix_hash
+        self.offset = -1
+        self.checksum = b""
+        self.expiry_s = 0  # since the epoch; 0: no time to live
+        self.state = State.WRITING
+        self.holds = 0
+        self.stored_ms = self.used_ms = now_ms
+        self.older: Page | None = None
+        self.newer: Page | None = None

@@ -1,0 +1,131 @@
+"""Prometheus metrics over HTTP: read from the node's own counters at every scrape."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvstore.pb import kvstore_pb2 as pb
+from node.serve.service import Service
+
+_MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
+_PUTS = {
+    "stored": "pages_put",
+    "exists": "pages_put_exists",
+    "busy": "pages_put_busy",
+    "full": "pages_put_full",
+    "aborted": "pages_put_aborted",
+}
+_PLAIN = {
+    "lookup_pages": ("pages_asked", "Pages asked for by lookups"),
+    "lookup_prefix_hits": ("prefix_hits", "Leading pages found by lookups"),
+    "get_pages": ("pages_got", "Pages sent to readers"),
+    "get_misses": ("pages_get_missed", "Pages that readers asked for and were not there"),
+    "evicted_pages": ("pages_evicted", "Pages evicted for want of space"),
+    "put_bytes": ("nbytes_put", "Page bytes stored"),
+    "get_bytes": ("nbytes_got", "Page bytes sent"),
+}
+_DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes")
+_DISK_COUNTERS = (
+    "pages_written",
+    "pages_read",
+    "pages_evicted",
+    "pages_corrupt",
+    "pages_refused",
+    "pages_scrubbed",
+    "nbytes_written",
+    "nbytes_read",
+)
+_RAM = (
+    "capacity_nbytes",
+    "used_nbytes",
+    "extent_free_count",
+    "page_count",
+    "writing_count",
+    "held_count",
+    "pinned_count",
+)
+
+
+class NodeCollector:
+    """Turns NodeStatus into metric families; labels are namespace digest and model."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest())
+        yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
+        yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
+        yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
+        for name in _RAM:
+            yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
+        if status.HasField("disk"):
+            yield from self._of_disk(status.disk)
+        if status.HasField("shm"):
+            yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
+            text = "Pages kept because the process that left them may still write"
+            yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
+        yield from self._of_namespaces(status)
+
+    def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
+        yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")
+        for name in _DISK_GAUGES:
+            yield GaugeMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
+        for name in _DISK_COUNTERS:
+            yield CounterMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
+
+    def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
+        labels = ["namespace", "model"]
+        infos = [((info.digest.hex(), info.namespace.model), info) for info in status.namespaces]
+        pages = GaugeMetricFamily("kvstore_namespace_pages", "Pages of a namespace", labels=labels)
+        for values, info in infos:
+            pages.add_metric(values, info.page_count)
+        yield pages
+        for name, (field, text) in _PLAIN.items():
+            yield _counter(f"kvstore_{name}", text, infos, {(): field})
+        misses = {(reason,): f"miss_{reason}" for reason in _MISSES}
+        yield _counter("kvstore_lookup_misses", "Pages that lookups missed, by reason", infos, misses, ["reason"])
+        puts = {(outcome,): field for outcome, field in _PUTS.items()}
+        yield _counter("kvstore_put_pages", "Pages of puts, by outcome", infos, puts, ["outcome"])
+
+
+def _label(name: str) -> str:
+    """Our field names in Prometheus's words: page_count is pages, held_count held_pages."""
+    if name.endswith("_count"):
+        stem = name.removesuffix("_count")
+        name = f"{stem}s" if stem in ("page", "extent", "extent_free") else f"{stem}_pages"
+    return name.replace("nbytes", "bytes").replace("extent_frees", "free_extents")
+
+
+def _counter(
+    name: str,
+    text: str,
+    infos: list[tuple[tuple[str, str], pb.NamespaceInfo]],
+    fields: Mapping[Any, str],
+    more_labels: list[str] | None = None,
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=["namespace", "model", *(more_labels or [])])
+    for values, info in infos:
+        for extra, field in fields.items():
+            family.add_metric([*values, *extra], getattr(info.counters, field))
+    return family
+
+
+class MetricsServer:
+    """HTTP server of /metrics in a thread of its own."""
+
+    def __init__(self, host: str, port: int, service: Service) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(NodeCollector(service))
+        started: tuple[WSGIServer, threading.Thread] = start_http_server(port, host, registry)
+        self._server, self._thread = started
+        self.port = self._server.server_port
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

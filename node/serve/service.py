@@ -1,0 +1,264 @@
+"""What each request means, the same for all wires. Takes and returns the schema's messages;
+raises the errors of `kvstore.errors`."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import kvstore
+from kvstore.checksum import CHECKSUM_NBYTES, checksum
+from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
+from kvstore.keys import check_prefix_hashes
+from kvstore.messages import lookup_reply, namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.disk.durability import Durability
+from node.disk.scrub import scrub
+from node.disk.tier import DiskTier
+from node.ram.arena import Arena
+from node.ram.inventory import Inventory, PageInfo
+from node.ram.page import Page
+from node.ram.tier import RamTier
+from node.serve.session import Session, Sessions
+from node.serve.status import Status
+
+if TYPE_CHECKING:
+    from node.serve.shm import ShmServer
+
+LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
+LIST_LIMIT = 1000
+SCRUB_NBYTES = 256 << 20  # of one Scrub call that names no limit
+
+
+class Service:
+    """Thread-safe. Unary requests go through `call`; put and get need a session, because slots stay
+    reserved or held while bytes travel. A session that maps the arena is told offsets and needs no views."""
+
+    def __init__(
+        self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None, sessions: Sessions
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._tier = tier
+        self._inventory = Inventory(tier)
+        self.sessions = sessions
+        self.instance_id = os.urandom(8)
+        self.bulk_port = 0
+        self.metrics_port = 0
+        self.shm: ShmServer | None = None
+        self.draining = False
+        self.durability = Durability(tier, disk, config.flush_s)
+        self._status = Status(config, tier, disk)
+        self.limits = pb.Limits(
+            batch_keys_max=config.batch_keys_max,
+            batch_nbytes_max=config.batch_nbytes_max,
+            page_nbytes_max=config.extent_nbytes,
+            message_nbytes_max=MESSAGE_NBYTES_MAX,
+            pin_ttl_ms_max=config.pin_ttl_ms_max,
+        )
+        self._unary: dict[str, Callable[[Any], Any]] = {
+            "hello": self._hello,
+            "open_namespace": self._open_namespace,
+            "list_namespaces": self._list_namespaces,
+            "lookup": self._lookup,
+            "verify": self._verify,
+            "remove": self._remove,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "list": self._list,
+            "stat": self._stat,
+            "node_status": self._node_status,
+            "remove_namespace": self._remove_namespace,
+            "flush": self._flush,
+            "scrub": self._scrub,
+            "recover": self._recover,
+        }
+
+    def call(self, op: str, request: Any) -> Any:
+        """The reply to a unary request; `op` is its field's name in BulkRequest."""
+        return self._unary[op](request)
+
+    # ---- transfers -----------------------------------------------------------------------
+
+    def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
+        """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
+        if self.draining:
+            raise Unavailable("this node is draining and takes no new pages")
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        self._check_nbytes(len(request.prefix_hashes) * request.page_nbytes)
+        if request.durable:
+            self.durability.disk  # noqa: B018 raises if there is none
+        result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes)
+        session.put_request = request
+        if request.durable and not result.pages:
+            self.durability.keep(request.namespace, request.prefix_hashes)
+        if session.maps_arena:
+            offsets = [page.offset for page in result.pages]
+            return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
+        views = [self._arena.view(page.offset, request.page_nbytes) for page in result.pages]
+        return pb.PutReply(verdicts=cast(Any, result.verdicts)), views
+
+    def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
+        wanted = len(session.reserved)
+        if not wanted or len(request.checksums) != wanted or any(len(c) != CHECKSUM_NBYTES for c in request.checksums):
+            session.abort()
+            raise InvalidRequest(
+                f"a commit of {len(request.checksums)} checksums for {wanted} written pages; "
+                f"send one checksum of {CHECKSUM_NBYTES} bytes for each"
+            )
+        put = session.put_request
+        stored = session.commit(list(request.checksums), -(-put.ttl_ms // 1000))
+        if put.durable:
+            self.durability.keep(put.namespace, put.prefix_hashes)
+        return pb.CommitReply(stored=stored)
+
+    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[pb.GetReply, list[memoryview]]:
+        """Holds the pages until `session.release`; returns hits and the memory to send."""
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
+        index = self._tier.namespace(request.namespace)
+        ranges = [(part.offset, part.nbytes) for part in request.ranges]
+        if len(request.prefix_hashes) * len(ranges) > GET_PIECES_MAX:
+            raise InvalidRequest(
+                f"{len(ranges)} ranges of {len(request.prefix_hashes)} keys are more than {GET_PIECES_MAX} pieces; "
+                "split the batch"
+            )
+        for offset, nbytes in ranges:
+            if not nbytes or offset + nbytes > index.page_nbytes:
+                raise InvalidRequest(
+                    f"range {offset}+{nbytes} is empty or leaves the page of {index.page_nbytes} bytes"
+                )
+        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else index.page_nbytes
+        self._check_nbytes(len(request.prefix_hashes) * wanted_nbytes)
+        pages = session.acquire(request.namespace, list(request.prefix_hashes), request.prefix_only, wanted_nbytes)
+        if ranges:  # the writer's checksum covers a whole page, so it is checked here
+            pages = [page if page is not None and self._intact(page) else None for page in pages]
+        found = [page for page in pages if page is not None]
+        checksums = self._part_sums(found, ranges) if ranges else [page.checksum for page in found]
+        reply = pb.GetReply(hits=[page is not None for page in pages], checksums=checksums)
+        if session.maps_arena:
+            reply.offsets.extend([page.offset for page in found])
+            return reply, []
+        return reply, [part for page in found for part in self._parts(page, ranges)]
+
+    def _parts(self, page: Page, ranges: list[tuple[int, int]]) -> list[memoryview]:
+        whole = self._view(page)
+        return [whole[offset : offset + nbytes] for offset, nbytes in ranges] if ranges else [whole]
+
+    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]]) -> list[bytes]:
+        """Parts of intact pages get checksums of their own for the way."""
+        sums = []
+        for page in pages:
+            parts = self._parts(page, ranges)
+            joined = parts[0] if len(parts) == 1 else b"".join(parts)
+            sums.append(checksum(joined, page.namespace.seed(page.prefix_hash)))
+        return sums
+
+    def _view(self, page: Page) -> memoryview:
+        return self._arena.view(page.offset, page.namespace.page_nbytes)
+
+    def _intact(self, page: Page) -> bool:
+        """Compares a held page with its checksum; drops it if it does not match."""
+        if checksum(self._view(page), page.namespace.seed(page.prefix_hash)) == page.checksum:
+            return True
+        self._tier.drop_corrupt(page)
+        return False
+
+    def _check_nbytes(self, nbytes: int) -> None:
+        if nbytes > self._config.batch_nbytes_max:
+            raise InvalidRequest(
+                f"the batch moves {nbytes} bytes, at most {self._config.batch_nbytes_max} (batch_nbytes_max); split it"
+            )
+
+    # ---- unary ---------------------------------------------------------------------------
+
+    def _hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+        if request.protocol_version not in (0, PROTOCOL_VERSION):
+            raise ProtocolError(
+                f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
+            )
+        return pb.HelloReply(
+            protocol_version=PROTOCOL_VERSION,
+            version=kvstore.__version__,
+            instance_id=self.instance_id,
+            bulk_port=self.bulk_port,
+            limits=self.limits,
+            shm_socket=self.shm.path if self.shm else "",
+            arena_nbytes=self._arena.nbytes if self.shm else 0,
+        )
+
+    def _open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
+        index, created = self._tier.open_namespace(namespace_value(request.namespace), request.digest)
+        return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
+
+    def _list_namespaces(self, request: pb.ListNamespacesRequest) -> pb.ListNamespacesReply:
+        return pb.ListNamespacesReply(namespaces=self._status.namespaces()[1])
+
+    def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+        prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+        check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
+        return lookup_reply(self._tier.lookup(request.namespace, prefix_hashes, request.touch))
+
+    def _verify(self, request: pb.VerifyRequest) -> pb.VerifyReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        with self.sessions.open() as session:
+            pages = session.inspect(request.namespace, list(request.prefix_hashes))
+            found = [page for page in pages if page is not None]
+            intact = sum(self._intact(page) for page in found)
+        return pb.VerifyReply(intact=intact, dropped=len(found) - intact, absent=len(pages) - len(found))
+
+    def _remove(self, request: pb.RemoveRequest) -> pb.RemoveReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        return pb.RemoveReply(removed=self._tier.remove(request.namespace, request.prefix_hashes))
+
+    def _pin(self, request: pb.PinRequest) -> pb.PinReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
+            raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
+        return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+
+    def _unpin(self, request: pb.UnpinRequest) -> pb.UnpinReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
+
+    def _list(self, request: pb.ListRequest) -> pb.ListReply:
+        limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
+        infos, rest_after = self._inventory.list_pages(request.namespace, request.key_prefix, request.page_token, limit)
+        return pb.ListReply(pages=[_stat_message(info) for info in infos], next_page_token=rest_after)
+
+    def _stat(self, request: pb.StatRequest) -> pb.StatReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
+        infos = self._inventory.stat(request.namespace, request.prefix_hashes)
+        return pb.StatReply(pages=[_stat_message(info) for info in infos])
+
+    def _node_status(self, request: pb.NodeStatusRequest) -> pb.NodeStatusReply:
+        return self._status.node(self)
+
+    # ---- disk ----------------------------------------------------------------------------
+
+    def _remove_namespace(self, request: pb.RemoveNamespaceRequest) -> pb.RemoveNamespaceReply:
+        return pb.RemoveNamespaceReply(removed=self._tier.remove_namespace(request.namespace))
+
+    def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
+        self.durability.flush()
+        return pb.FlushReply(pages_on_disk=self.durability.disk.records.count)
+
+    def _scrub(self, request: pb.ScrubRequest) -> pb.ScrubReply:
+        try:
+            result = scrub(self.durability.disk, request.cursor, request.nbytes_max or SCRUB_NBYTES)
+        except OSError as error:
+            self.durability.disk.poison(f"scrubbing failed: {error}")
+            raise Exhausted(f"the disk tier stopped: {error}") from error
+        return pb.ScrubReply(**result._asdict())
+
+    def _recover(self, request: pb.RecoverRequest) -> pb.RecoverReply:
+        try:
+            self.durability.disk.recover()
+        except OSError as error:
+            raise Exhausted(f"the disk still fails, pages are served from RAM: {error}") from error
+        return pb.RecoverReply()
+
+
+def _stat_message(info: PageInfo) -> pb.PageStat:
+    return pb.PageStat(**info._asdict())

@@ -1,0 +1,110 @@
+"""What a node tells about itself, as messages."""
+
+import os
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import kvstore
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.disk.tier import DiskTier
+from node.ram.inventory import Inventory
+from node.ram.tier import RamTier
+
+if TYPE_CHECKING:
+    from node.serve.service import Service
+
+
+class Status:
+    """Reads counters; changes nothing."""
+
+    def __init__(self, config: NodeConfig, tier: RamTier, disk: DiskTier | None) -> None:
+        self._config = config
+        self._tier = tier
+        self._inventory = Inventory(tier)
+        self._disk = disk
+        self._started = time.monotonic()
+
+    def node(self, service: "Service") -> pb.NodeStatusReply:
+        totals, namespaces = self.namespaces()
+        degraded = self._disk is not None and bool(self._disk.poisoned)
+        return pb.NodeStatusReply(
+            version=kvstore.__version__,
+            instance_id=service.instance_id,
+            state="DRAINING" if service.draining else "DEGRADED" if degraded else "SERVING",
+            uptime_ms=int((time.monotonic() - self._started) * 1000),
+            pid=os.getpid(),
+            rss_nbytes=private_nbytes(),
+            session_count=service.sessions.count,
+            ram=self._ram(),
+            disk=None if self._disk is None else self._disk_status(self._disk),
+            namespaces=namespaces,
+            totals=totals,
+            limits=service.limits,
+            bulk_port=service.bulk_port,
+            metrics_port=service.metrics_port,
+            shm=service.shm.status() if service.shm else None,
+        )
+
+    def namespaces(self) -> tuple[pb.Counters, list[pb.NamespaceInfo]]:
+        """Counters of all namespaces together, and each namespace."""
+        totals, each = self._inventory.counters()
+        infos = [
+            pb.NamespaceInfo(
+                digest=index.digest,
+                namespace=namespace_message(index.value),
+                page_nbytes=index.page_nbytes,
+                page_count=page_count,
+                counters=pb.Counters(**counters.as_dict()),
+                disk_page_count=self._disk.page_count(index.digest) if self._disk else 0,
+            )
+            for index, counters, page_count in each
+        ]
+        return pb.Counters(**totals.as_dict()), infos
+
+    def _ram(self) -> pb.RamStatus:
+        tier, slots = self._tier, self._tier.slots
+        classes = [
+            pb.SizeClass(slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
+            for size, extents, count, used in self._inventory.size_classes()
+        ]
+        return pb.RamStatus(
+            capacity_nbytes=slots.region_nbytes,
+            used_nbytes=slots.used_nbytes,
+            extent_nbytes=slots.extent_nbytes,
+            extent_count=slots.extent_count,
+            extent_free_count=slots.extent_free_count,
+            page_count=tier.visible_count,
+            writing_count=tier.writing_count,
+            held_count=tier.held_count,
+            pinned_count=tier.pinned_count,
+            size_classes=classes,
+        )
+
+    def _disk_status(self, disk: DiskTier) -> pb.DiskStatus:
+        slots = disk.records.slots
+        return pb.DiskStatus(
+            state="POISONED" if disk.poisoned else "SERVING",
+            reason=disk.poisoned,
+            data_dir=self._config.data_dir,
+            capacity_nbytes=slots.region_nbytes,
+            used_nbytes=slots.used_nbytes,
+            page_count=disk.records.count,
+            queue_nbytes=disk.writer.queue_nbytes,
+            queue_nbytes_max=self._config.disk_queue_nbytes,
+            direct_io=disk.files.direct,
+            extent_count=slots.extent_count,
+            extent_free_count=slots.extent_free_count,
+            **asdict(disk.counters),
+        )
+
+
+def private_nbytes() -> int:
+    """Resident bytes of this process outside shared memory, that is outside the arena."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
