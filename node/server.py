@@ -57,8 +57,9 @@ class Node:
             opened.callback(self.bulk.stop, 0.0)
             self.grpc = GrpcServer(config.host, config.port, self.service, config.grpc_threads, config.stall_s)
             opened.callback(self.grpc.stop, 0.0)
-            self.shm = self.service.shm = self._open_shm()
+            self.shm = self._open_shm()
             if self.shm is not None:
+                self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
             self.metrics = MetricsServer(config.host, config.metrics_port, self.service)
             opened.pop_all()

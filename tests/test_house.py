@@ -41,6 +41,37 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sglang": ("gpu_agent/engines/",),
     "lmcache": ("gpu_agent/engines/",),
 }
+# The floors of each package, from the ground up. A file imports files of its own floor and of those below; a
+# name that ends with a slash is a room, `*` is every file at the top of the package that is named on no floor.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "kvstore": (
+        ("*", "pb/"),
+        ("wires/",),
+        ("link.py",),
+        ("batches.py",),
+        ("client.py",),
+        ("__init__.py",),
+        ("measure/",),
+        ("cli/",),
+    ),
+    "node": (
+        ("__init__.py", "config.py", "slots.py"),
+        ("ram/",),
+        ("disk/",),
+        ("serve/",),
+        ("server.py",),
+        ("main.py",),
+    ),
+    "gpu_agent": (
+        ("*",),
+        ("objects/",),
+        ("kernels/", "layouts/"),
+        ("agent.py",),
+        ("__init__.py",),
+        ("blocks/", "host/"),
+        ("engines/",),
+    ),
+}
 # Which of our own packages a package may import.
 ARROWS = {"kvstore": {"kvstore"}, "node": {"kvstore", "node"}, "gpu_agent": {"kvstore", "gpu_agent"}}
 
@@ -99,6 +130,65 @@ def test_the_rule_itself_refuses_what_it_should() -> None:
     ]:
         assert not may_import(ROOT / path, module), f"{path} may import {module}"
     assert may_import(ROOT / "node/server.py", "kvstore.errors")
+
+
+def floor(path: pathlib.Path) -> int:
+    """Of a file in its package, 0 at the ground."""
+    package, _, rest = name(path).partition("/")
+    for number, rooms in enumerate(FLOORS[package]):
+        if any(rest == room or (room[-1] == "/" and rest.startswith(room)) for room in rooms):
+            return number
+    assert "/" not in rest, f"{name(path)} is in no room of FLOORS"
+    found = [number for number, rooms in enumerate(FLOORS[package]) if "*" in rooms]
+    assert found, f"{name(path)} is on no floor of FLOORS"
+    return found[0]
+
+
+def module_file(module: str) -> pathlib.Path | None:
+    """The source of one of our own modules; None for generated and foreign ones."""
+    if module.partition(".")[0] not in PACKAGES:
+        return None
+    path = ROOT / module.replace(".", "/")
+    found = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    assert found.exists(), f"{module} is no module"
+    return None if GENERATED in found.parents else found
+
+
+def own_imports() -> dict[pathlib.Path, set[pathlib.Path]]:
+    """What each file imports of ours, also what it imports for type checkers only."""
+    return {
+        path: {found for module in imports(path) if (found := module_file(module)) is not None and found != path}
+        for path in sources(*PACKAGES)
+    }
+
+
+def circles(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[str]:
+    """Files that are left when those that import nothing, or only such, are taken away again and again."""
+    left = dict(graph)
+    while ready := [path for path, wanted in left.items() if not wanted & left.keys()]:
+        for path in ready:
+            del left[path]
+    return sorted(map(name, left))
+
+
+def test_imports_go_down_the_floors() -> None:
+    wrong = [
+        f"{name(path)} imports {name(other)}, which is above"
+        for path, others in own_imports().items()
+        for other in others
+        if name(path).partition("/")[0] == name(other).partition("/")[0] and floor(other) > floor(path)
+    ]
+    assert wrong == []
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert circles(own_imports()) == []
+
+
+def test_the_rule_of_circles_finds_one() -> None:
+    one, two, three = (ROOT / "node" / f"{n}.py" for n in ("one", "two", "three"))
+    assert circles({one: {two}, two: {one}, three: {one}}) == ["node/one.py", "node/three.py", "node/two.py"]
+    assert circles({one: {two}, two: set(), three: {one}}) == []
 
 
 def test_the_environment_is_read_in_one_file() -> None:

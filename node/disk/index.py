@@ -14,11 +14,11 @@ from typing import NamedTuple
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.messages import parse_namespace
+from node.disk.counters import DiskCounters
 from node.disk.numbers import NumberedSpaces
 from node.disk.records import Records
 from node.disk.rows import PageRow, page_key, parse_page_row
 from node.ram.below import BelowInfo
-from node.ram.counters import DiskCounters
 from node.ram.page import Page, State
 
 

@@ -12,19 +12,15 @@ RAM and disk then hold different pages, and the node remembers more. Flush, dura
 stop of a node do not wait.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from node.disk.counters import DiskCounters
 from node.ram.page import Page, State
-
-if TYPE_CHECKING:
-    from node.disk.tier import DiskTier
-    from node.ram.tier import RamTier
+from node.ram.tier import RamTier
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +30,27 @@ LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
 LATER_PAGES = 1024  # may wait that RAM has evicted already
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
+
+
+class Store(Protocol):
+    """What the writer needs of the disk tier (`node.disk.tier.DiskTier`)."""
+
+    poisoned: str
+    counters: DiskCounters
+
+    @property
+    def gone_count(self) -> int: ...
+
+    @property
+    def unsynced_count(self) -> int: ...
+
+    def has_room(self, slot_nbytes: int) -> bool: ...
+
+    def store(self, pages: Sequence[Page]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def poison(self, reason: str) -> None: ...
 
 
 class _Barrier:
@@ -48,7 +65,7 @@ class _Barrier:
 class DiskWriter:
     """Thread-safe. Its lock is taken under the RAM tier's, never the other way round."""
 
-    def __init__(self, disk: DiskTier, queue_nbytes_max: int) -> None:
+    def __init__(self, disk: Store, queue_nbytes_max: int) -> None:
         self._disk = disk
         self._later: deque[tuple[int, Page]] = deque()  # (RAM's placed_nbytes when it is due, page)
         self._queue_nbytes_max = queue_nbytes_max

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from node.ram.namespace import NamespaceIndex
+from kvstore.keys import Namespace
+from node.ram.counters import Counters
+
+
+class Space(Protocol):
+    """What a page needs of its namespace (`node.ram.namespace.NamespaceIndex`)."""
+
+    value: Namespace
+    digest: bytes
+    page_nbytes: int
+    slot_nbytes: int
+    pages: dict[bytes, Page]
+    counters: Counters
+
+    def seed(self, prefix_hash: bytes) -> int: ...
 
 
 class State(enum.IntEnum):
@@ -45,7 +58,7 @@ class Page:
         "used_ms",
     )
 
-    def __init__(self, namespace: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> None:
+    def __init__(self, namespace: Space, prefix_hash: bytes, now_ms: int) -> None:
         self.namespace = namespace
         self.prefix_hash = prefix_hash
         self.offset = -1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.errors import Exhausted, LayoutMismatch
 from kvstore.keys import Namespace
+from node.ram.audit import Counted, violations
 from node.ram.below import Below, Nothing
 from node.ram.eviction import Eviction
 from node.ram.ghosts import Ghosts
@@ -40,7 +41,9 @@ class RamTier:
         self.namespaces = namespaces
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
-        self.loads = Loads(self)
+        self.loads = Loads(
+            self.lock, lambda index, prefix_hash: self._place(index, prefix_hash, clock_ms()), self._settle
+        )
         self._ghosts = Ghosts()
         self.eviction = Eviction(slots, copy, self._forget)
         self.writing_count = 0
@@ -144,7 +147,7 @@ class RamTier:
             if page is None and is_below:
                 result.verdicts.append(Verdict.EXISTS)
             elif page is None:
-                page = None if full else self.place(index, prefix_hash, now_ms)
+                page = None if full else self._place(index, prefix_hash, now_ms)
                 full = page is None
                 result.verdicts.append(Verdict.FULL if page is None else Verdict.WRITE)
                 if page is not None:
@@ -168,13 +171,24 @@ class RamTier:
             )
         return result
 
-    def place(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> Page | None:
+    def _place(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> Page | None:
         page = Page(index, prefix_hash, now_ms)
         if not self.eviction.place(page):
             return None
         index.pages[prefix_hash] = page
         self.writing_count += 1
         return page
+
+    def _settle(self, page: Page, visible: bool) -> None:
+        """A page whose load is over is visible, or forgotten: then its slot waits for its readers."""
+        self.writing_count -= 1
+        if visible:
+            page.state = State.VISIBLE
+            self.visible_count += 1
+            self.eviction.admit(page)
+        else:
+            page.state = State.DOOMED
+            del page.namespace.pages[page.prefix_hash]
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
         """Makes the reserved pages visible; the whole chain becomes the newest, head last.
@@ -273,7 +287,7 @@ class RamTier:
             if page is None:
                 page = index.pages.get(prefix_hash)
                 if page is None:
-                    page = self.loads.begin(index, prefix_hash, acquired.loads)
+                    page = self.loads.begin(self.below, index, prefix_hash, acquired.loads)
                 elif page.state is not State.LOADING:
                     page = None
             if page is not None:
@@ -371,25 +385,5 @@ class RamTier:
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
         with self.lock:
-            wrong = self.eviction.check()
-            pages = [page for index in self.namespaces.all() for page in index.pages.values()]
-            writing = sum(page.state in (State.WRITING, State.LOADING) for page in pages)
-            owned = [page for extent in self.slots.extents() for page in extent.owners if page is not None]
-            doomed = [page for page in owned if page.state is State.DOOMED]
-            held = sum(page.holds > 0 for page in owned)
-            for name, counted, found in (
-                ("writing", self.writing_count, writing),
-                ("visible", self.visible_count, len(pages) - writing),
-                ("held", self.held_count, held),
-                ("slots", len(owned), len(pages) + len(doomed)),
-            ):
-                if counted != found:
-                    wrong.append(f"{name}: {counted} counted, {found} found")
-            wrong += [
-                f"page {page.prefix_hash.hex()} is forgotten, unread, but keeps its slot"
-                for page in doomed
-                if not page.holds
-            ]
-            if len({id(page) for page in owned}) != len(owned):
-                wrong.append("a page owns two slots")
-            return wrong
+            counted = Counted(self.writing_count, self.visible_count, self.held_count)
+            return self.eviction.check() + violations(self.namespaces.all(), self.slots, counted)

@@ -3,7 +3,7 @@ raises the errors of `kvstore.errors`."""
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import kvstore
 from kvstore.checksum import CHECKSUM_NBYTES, checksum
@@ -22,9 +22,6 @@ from node.ram.page import Page
 from node.ram.tier import RamTier
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
-
-if TYPE_CHECKING:
-    from node.serve.shm import ShmServer
 
 LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
@@ -46,7 +43,7 @@ class Service:
         self.instance_id = os.urandom(8)
         self.bulk_port = 0
         self.metrics_port = 0
-        self.shm: ShmServer | None = None
+        self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.draining = False
         self.durability = Durability(tier, disk, config.flush_s)
         self._status = Status(config, tier, disk)
@@ -184,8 +181,8 @@ class Service:
             instance_id=self.instance_id,
             bulk_port=self.bulk_port,
             limits=self.limits,
-            shm_socket=self.shm.path if self.shm else "",
-            arena_nbytes=self._arena.nbytes if self.shm else 0,
+            shm_socket=self.shm_status().socket if self.shm_status else "",
+            arena_nbytes=self._arena.nbytes if self.shm_status else 0,
         )
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
@@ -233,7 +230,15 @@ class Service:
         return pb.StatReply(pages=[_stat_message(info) for info in infos])
 
     def _node_status(self, request: pb.NodeStatusRequest) -> pb.NodeStatusReply:
-        return self._status.node(self)
+        return self._status.node(
+            instance_id=self.instance_id,
+            draining=self.draining,
+            session_count=self.sessions.count,
+            limits=self.limits,
+            bulk_port=self.bulk_port,
+            metrics_port=self.metrics_port,
+            shm=self.shm_status() if self.shm_status else None,
+        )
 
     # ---- disk ----------------------------------------------------------------------------
 

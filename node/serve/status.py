@@ -3,7 +3,7 @@
 import os
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Any
 
 import kvstore
 from kvstore.messages import namespace_message
@@ -12,9 +12,6 @@ from node.config import NodeConfig
 from node.disk.tier import DiskTier
 from node.ram.inventory import Inventory
 from node.ram.tier import RamTier
-
-if TYPE_CHECKING:
-    from node.serve.service import Service
 
 
 class Status:
@@ -27,25 +24,21 @@ class Status:
         self._disk = disk
         self._started = time.monotonic()
 
-    def node(self, service: "Service") -> pb.NodeStatusReply:
+    def node(self, draining: bool, **facts: Any) -> pb.NodeStatusReply:
+        """`facts`: fields of the reply that the service knows."""
         totals, namespaces = self.namespaces()
         degraded = self._disk is not None and bool(self._disk.poisoned)
         return pb.NodeStatusReply(
             version=kvstore.__version__,
-            instance_id=service.instance_id,
-            state="DRAINING" if service.draining else "DEGRADED" if degraded else "SERVING",
+            state="DRAINING" if draining else "DEGRADED" if degraded else "SERVING",
             uptime_ms=int((time.monotonic() - self._started) * 1000),
             pid=os.getpid(),
             rss_nbytes=private_nbytes(),
-            session_count=service.sessions.count,
             ram=self._ram(),
             disk=None if self._disk is None else self._disk_status(self._disk),
             namespaces=namespaces,
             totals=totals,
-            limits=service.limits,
-            bulk_port=service.bulk_port,
-            metrics_port=service.metrics_port,
-            shm=service.shm.status() if service.shm else None,
+            **facts,
         )
 
     def namespaces(self) -> tuple[pb.Counters, list[pb.NamespaceInfo]]:
