@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 CYCLES ?= 300
 
-.PHONY: help setup demo test test-crash docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
+.PHONY: help setup demo test test-crash dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -19,6 +19,7 @@ help:
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
+	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make bench        all benchmarks; TRACE=path adds the hit rates, DIR=path puts the data on another disk"
 	@echo "                  (13 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
@@ -38,6 +39,20 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The wheel, for every environment that is not a clone of this repository: dist/kvstore_llm-*.whl.
+dist: $(READY)
+	rm -rf dist build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+	@ls dist/*.whl
+
+# As a stranger would: an empty environment, the wheel and what it asks the index for (torch as engines bring it).
+test-dist: dist
+	rm -rf .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[node,cli,agent]"
+	KVSTORE_DIST_PYTHON=$(CURDIR)/.venv-dist/bin/python $(BIN)/python -m pytest tests/packaging
 
 test-crash: $(READY)
 	$(BIN)/python tests/disk/crash.py --cycles $(CYCLES) $(if $(DIR),--dir $(DIR))

@@ -34,7 +34,7 @@ def transfer_for(device: torch.device) -> Transfer:
 
 def _make(device: torch.device) -> Transfer:
     if CudaTransfer is None:
-        log.warning("moving pages by torch, which is slower: %s (pip install 'kvstore[cuda12]' or [cuda13])", _missing)
+        log.warning("moving pages by torch, which is slower: %s (install cupy-cuda12x or cupy-cuda13x)", _missing)
         return TorchTransfer()
     try:
         return CudaTransfer(device)

@@ -234,7 +234,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
     script = "import sys; sys.modules['typer'] = None; import kvstore; from kvstore.cli.app import main; main()"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "pip install 'kvstore[cli]'" in ran.stderr
+    assert "the extra cli of kvstore-llm" in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 

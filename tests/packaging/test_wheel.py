@@ -1,0 +1,88 @@
+"""The wheel that `make dist` builds, where nothing else of ours is: a node, the CLI, an engine's import.
+
+Its dependencies come from this environment, so that no index is needed. `make test-dist` installs them, too, into an
+empty environment, and names that environment's interpreter in KVSTORE_DIST_PYTHON.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.measure.node_process import NodeProcess
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+# What pyproject.toml gives to a build; the tree itself stays as it is.
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "kvstore", "node", "gpu_agent")
+
+
+def run(*command: str | pathlib.Path, cwd: pathlib.Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An interpreter to which only the wheel was given; started where no sources of ours lie."""
+    named = os.environ.get("KVSTORE_DIST_PYTHON")
+    if named:
+        yield named
+        return
+    pytest.importorskip("setuptools", reason="the wheel can not be built without an index")
+    work = tmp_path_factory.mktemp("wheel")
+    for source in SOURCES:
+        copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy2
+        copy(ROOT / source, work / source)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", work / "dist", work)
+    (wheel,) = (work / "dist").iterdir()
+    assert wheel.name.startswith("kvstore_llm-")
+    run(sys.executable, "-m", "venv", "--without-pip", work / "venv")
+    python = work / "venv" / "bin" / "python"
+    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    # Python reads no .pth of a folder that a .pth names: our own editable install stays out of it.
+    (site,) = (work / "venv" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    yield str(python)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sources of ours may be found by accident."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def test_a_node_and_the_cli_work_from_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
+    page = os.urandom(65536)
+    (tmp_path / "page").write_bytes(page)
+    command = (str(pathlib.Path(python).parent / "kvstore"),)
+    with NodeProcess("--ram-bytes", "32MiB", "--data-dir", str(tmp_path / "data"), python=python) as node:
+        at = (*command, "--address", node.address)
+        run(*at, "put", "--create-opaque", "m", "--tokens", "1", "--durable", tmp_path / "page")
+        run(*at, "get", "--model", "m", "--tokens", "1", "--output", tmp_path / "back")
+        assert "SERVING" in run(*at, "status")
+    assert (tmp_path / "back").read_bytes() == page
+
+
+def test_an_engine_imports_its_adapter_from_the_wheel(python: str) -> None:
+    """As LightLLM does: by the name that it knows, from the folder that docs/engines/lightllm.md puts on its path."""
+    folder = "os.path.dirname(gpu_agent.engines.__file__) + '/light_mem_path'"
+    code = f"import gpu_agent.engines, os, sys; sys.path.append({folder}); import light_mem; print(light_mem.__file__)"
+    where = run(python, "-c", code).strip()
+    assert pathlib.Path(where).is_relative_to(pathlib.Path(python).parent.parent)
+
+
+def test_the_wheel_holds_what_is_not_python(python: str) -> None:
+    where = "(i.find_spec(name).submodule_search_locations[0] for name in ('gpu_agent', 'kvstore'))"
+    code = f"import importlib.util as i; print(*{where})"
+    gpu_agent, kvstore = map(pathlib.Path, run(python, "-c", code).split())
+    assert (gpu_agent / "kernels" / "transfer.cu").is_file()
+    assert (kvstore / "pb" / "kvstore_pb2.pyi").is_file()
