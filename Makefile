@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 CYCLES ?= 300
+# A file's tests stay together in one worker: they share their node.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 .PHONY: help setup demo test test-crash dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
 
@@ -38,7 +40,7 @@ demo: $(READY)
 	$(BIN)/python benchmarks/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) $(ARGS)
 
 # The wheel, for every environment that is not a clone of this repository: dist/kvstore_llm-*.whl.
 dist: $(READY)
@@ -107,7 +109,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
