@@ -184,14 +184,15 @@ class Report:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    lines = [list(rows[0]), *([shown(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
         yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
 
 
-def _cell(value: object) -> str:
+def shown(value: object) -> str:
+    """A cell as the tables have it."""
     if value is None:
         return "-"
     if isinstance(value, float):
