@@ -4,7 +4,11 @@ Made where a page is made and checked where it is used, so one checksum covers w
 The seed binds the bytes to their key: an intact page under the wrong key does not match either.
 """
 
+from collections.abc import Iterable
+
 import xxhash
+
+from kvstore.buffers import HELD_NBYTES_MAX
 
 CHECKSUM_NBYTES = 16
 
@@ -19,8 +23,22 @@ def key_seed(namespace_digest: bytes, prefix_hash: bytes) -> int:
 
 
 def checksum(data: memoryview | bytes, seed: int) -> bytes:
-    """16 bytes, big-endian as xxHash's canonical form."""
-    return xxhash.xxh3_128_digest(data, seed)
+    """16 bytes, big-endian as xxHash's canonical form.
+
+    In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL however long they
+    take (5 ms delays in an engine), an object's `update` gives it up in every version that we allow.
+    """
+    if len(data) <= HELD_NBYTES_MAX:
+        return xxhash.xxh3_128_digest(data, seed)
+    return joined_checksum((data,), seed)
+
+
+def joined_checksum(parts: Iterable[memoryview | bytes], seed: int) -> bytes:
+    """`checksum` of the parts' concatenation, which is not made."""
+    hasher = running_checksum(seed)
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
 
 
 def running_checksum(seed: int) -> "xxhash.xxh3_128":

@@ -12,6 +12,10 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
+    def sooner(self, seconds: float) -> "Deadline":
+        """The deadline of a part of the call: `seconds` from now, or this one if it comes first."""
+        return Deadline(min(seconds, self.remaining()))
+
     def remaining(self) -> float:
         """Seconds left, more than zero. Raises DeadlineExceeded if there are none."""
         left = self._end - time.monotonic()

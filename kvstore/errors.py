@@ -17,7 +17,9 @@ import grpc
 
 
 class KVStoreError(Exception):
-    """Base of all errors raised by this project."""
+    """Base of all errors raised by this project. `answered`: it came over a wire, so somebody answers there."""
+
+    answered = False
 
 
 class InvalidRequest(KVStoreError):
@@ -74,4 +76,6 @@ def status_code(error: KVStoreError) -> grpc.StatusCode:
 
 def from_status(code: int, message: str) -> KVStoreError:
     """The error of a numeric gRPC status, as a peer sent it."""
-    return _ERRORS.get(code, KVStoreError)(message)
+    error = _ERRORS.get(code, KVStoreError)(message)
+    error.answered = True
+    return error

@@ -1,23 +1,25 @@
-"""The link to a node: negotiated at connect, dropped when it fails, made again by the next call."""
+"""The link to a node: negotiated at connect, dropped when it fails, made again by the next call.
+
+A link that fell back to a slower wire goes on working while a better one is tried beside it, and ends when the
+calls that are on it have ended.
+"""
 
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvstore.breaker import CircuitBreaker
-from kvstore.config import PROTOCOL_VERSION, ClientConfig, split_address
+from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.bulk import BulkWire
 from kvstore.wires.grpc_wire import GrpcWire
-from kvstore.wires.shm import ShmWire
+from kvstore.wires.negotiation import Negotiation, Way
 from kvstore.wires.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -30,19 +32,52 @@ BETTER_RETRY_S = 30.0
 EVIDENCE_S = 0.1
 
 
-@dataclass
 class Link:
-    """A way to one node and what is known of that node: limits, and the namespaces opened on it."""
+    """A way to one node, the namespaces opened on it, and how many calls are on it. Thread-safe."""
 
-    wire: Wire
-    control: GrpcWire
-    limits: pb.Limits
-    good_until: float
-    opened: set[bytes] = field(default_factory=set)
+    def __init__(self, way: Way, retry_at: float) -> None:
+        """`retry_at`: when a better wire is to be tried, in the clock's time."""
+        self.way = way
+        self.retry_at = retry_at
+        self.opened: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._retired = False
 
-    def close(self) -> None:
-        self.wire.close()
-        self.control.close()
+    @property
+    def wire(self) -> Wire:
+        return self.way.wire
+
+    @property
+    def control(self) -> GrpcWire:
+        return self.way.control
+
+    @property
+    def limits(self) -> pb.Limits:
+        return self.way.limits
+
+    def enter(self) -> bool:
+        """A call begins, and ends with `leave`. False: this link takes no more."""
+        with self._lock:
+            if not self._retired:
+                self._calls += 1
+            return not self._retired
+
+    def leave(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            last = self._retired and not self._calls
+        if last:
+            self.way.close()
+
+    def retire(self) -> None:
+        """Takes no more calls and closes when those that are on it have ended: a channel that is closed ends them,
+        though they might be answered."""
+        with self._lock:
+            last = not self._retired and not self._calls
+            self._retired = True
+        if last:
+            self.way.close()
 
 
 class NodeLink:
@@ -53,9 +88,12 @@ class NodeLink:
         self._config = config
         self._clock = clock
         self._breaker = CircuitBreaker(address, config.backoff_s_max, clock)
-        self._lock = threading.Lock()
+        self._negotiation = Negotiation(address, config)
+        self._turn = threading.Lock()  # held while one thread connects
+        self._lock = threading.Lock()  # held for moments
         self._link: Link | None = None
         self._closed = False
+        self._bettering = False
         self.connect_count = 0
         self.failure_count = 0
 
@@ -76,8 +114,9 @@ class NodeLink:
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
                 self._breaker.failure(error)
             raise
-        except KVStoreError:
-            self._breaker.success()  # a refusal is an answer
+        except KVStoreError as error:
+            if error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
+                self._breaker.success()
             raise
         self._breaker.success()
         return result
@@ -94,8 +133,13 @@ class NodeLink:
             if fresh:
                 raise
             log.info("%s: connecting again: %s", self._address, error)
+        finally:
+            link.leave()
         link, _ = self._connected(deadline)
-        return self._attempt(link, call, namespace, deadline)
+        try:
+            return self._attempt(link, call, namespace, deadline)
+        finally:
+            link.leave()
 
     def _attempt(
         self, link: Link, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
@@ -111,93 +155,86 @@ class NodeLink:
             raise
 
     def _connected(self, deadline: Deadline) -> tuple[Link, bool]:
-        """(the link, whether it was made just now)."""
-        link = self._link  # read without the lock: a link that is good stays good
-        if link is not None and self._clock() < link.good_until:
+        """(the link, which the call has entered; whether it was made just now)."""
+        link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
+        if link is not None and link.enter():
+            if self._clock() >= link.retry_at:
+                self._try_better(link)
             return link, False
-        with self._locked(deadline):
+        with self._connecting(deadline):
             link = self._link
-            if link is not None and self._clock() < link.good_until:
+            if link is not None and link.enter():
                 return link, False
             if self._closed:
                 raise Unavailable("this client is closed")
-            if link is not None:
-                link.close()
-            self._link = link = self._negotiate(deadline)
+            link = self._linked(self._negotiation.open(deadline))
+            link.enter()
+            if not self._take(None, link):
+                link.leave()
+                raise Unavailable("this client is closed")
             return link, True
 
     @contextlib.contextmanager
-    def _locked(self, deadline: Deadline) -> Iterator[None]:
-        """The lock is held while one thread connects; the others wait no longer than they may."""
-        if not self._lock.acquire(timeout=deadline.remaining()):
+    def _connecting(self, deadline: Deadline) -> Iterator[None]:
+        """One thread connects; the others wait no longer than they may."""
+        if not self._turn.acquire(timeout=deadline.remaining()):
             raise DeadlineExceeded(f"{self._address} was still being connected to after {deadline.seconds:g} s")
         try:
             yield
         finally:
-            self._lock.release()
+            self._turn.release()
+
+    def _linked(self, way: Way) -> Link:
+        return Link(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
+
+    def _take(self, old: Link | None, link: Link) -> bool:
+        """Puts a new link in the place of `old`. False, and the new one retires, if that is not there any more or
+        this client is closed."""
+        with self._lock:
+            taken = self._link is old and not self._closed
+            if taken:
+                self._link = link
+                self.connect_count += 1
+        loser = old if taken else link
+        if loser:
+            loser.retire()
+        return taken
 
     def _drop(self, link: Link) -> None:
         with self._lock:
             if self._link is link:
                 self._link = None
-        link.close()
+        link.retire()
 
-    def _negotiate(self, deadline: Deadline) -> Link:
-        """Asks the node over gRPC what it is, then takes the best wire that works."""
-        control = GrpcWire(self._address)
+    # ---- a better wire -------------------------------------------------------------------
+
+    def _try_better(self, link: Link) -> None:
+        """In a thread of its own: no call waits for what may hang."""
+        with self._lock:
+            if self._bettering or self._closed:
+                return
+            self._bettering = True
         try:
-            limit = Deadline(min(self._config.connect_timeout_s, deadline.remaining()))
-            try:
-                hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
-            except DeadlineExceeded as error:
-                raise Unavailable(f"{self._address} did not answer within {limit.seconds:g} s") from error
-            wire, good_until = self._best(control, hello, deadline)
-        except BaseException:
-            control.close()
-            raise
-        self.connect_count += 1
-        return Link(wire, control, hello.limits, good_until)
+            threading.Thread(target=self._better, args=(link,), name="kvstore-better-wire", daemon=True).start()
+        except RuntimeError as error:  # no more threads can be had
+            log.warning("%s: a better wire could not be tried: %s", self._address, error)
+            self._tried(link)
 
-    def _best(self, control: GrpcWire, hello: pb.HelloReply, deadline: Deadline) -> tuple[Wire, float]:
-        """(the best wire that works, the time until which it is the best). With a wire configured, that
-        one or Unavailable."""
-        wanted = self._config.wire
-        good_until = float("inf")
-        for name, without, connect in (("shm", "no shared memory", self._shm), ("bulk", "using gRPC", self._bulk)):
-            if wanted not in ("auto", name):
-                continue
-            try:
-                wire = connect(hello, deadline)
-            except Unavailable as error:
-                if wanted == name:
-                    raise
-                log.warning("%s, which is slower: %s", without, error)
-                good_until = self._clock() + BETTER_RETRY_S
+    def _better(self, link: Link) -> None:
+        try:
+            way = self._negotiation.open(Deadline(self._config.timeout_s))
+            if way.rank < link.way.rank:
+                self._take(link, self._linked(way))
             else:
-                if wire is not None:
-                    return wire, good_until
-        return control, good_until
+                way.close()
+        except KVStoreError as error:  # calls go on over the link that is there, and notice if that fails too
+            log.info("%s: no better wire: %s", self._address, error)
+        finally:
+            self._tried(link)
 
-    def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
-        """None where nobody expects it to work: with a node on another host."""
-        if not hello.shm_socket:
-            if self._config.wire == "shm":
-                raise Unavailable(f"{self._address} serves no shared memory")
-            return None
-        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config)
-        try:
-            return _tried(wire, deadline)
-        except ProtocolError as error:  # whoever listens there: the node itself was asked and is all right
-            raise Unavailable(f"{hello.shm_socket}: {error}") from error
-        except Unavailable:
-            if wire.elsewhere and self._config.wire == "auto":
-                return None
-            raise
-
-    def _bulk(self, hello: pb.HelloReply, deadline: Deadline) -> Wire:
-        if not hello.bulk_port:
-            raise Unavailable(f"{self._address} serves no bulk wire")
-        return _tried(BulkWire(split_address(self._address)[0], hello.bulk_port, self._config), deadline)
+    def _tried(self, link: Link) -> None:
+        link.retry_at = self._clock() + BETTER_RETRY_S
+        self._bettering = False
 
     def close(self) -> None:
         """Closes idle connections now and those in use when their call ends."""
@@ -205,14 +242,4 @@ class NodeLink:
             self._closed = True
             link, self._link = self._link, None
         if link:
-            link.close()
-
-
-def _tried(wire: BulkWire | ShmWire, deadline: Deadline) -> Wire:
-    """The wire with a first connection."""
-    try:
-        wire.connect(deadline)
-    except BaseException:
-        wire.close()
-        raise
-    return wire
+            link.retire()

@@ -6,10 +6,11 @@ import os
 import threading
 from collections.abc import Sequence
 
+from kvstore.buffers import advise
 from kvstore.errors import ProtocolError
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
-# Entered into the page table by one call, which keeps the GIL: about 75 us.
+# Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps memory may wait.
 _POPULATE_STEP_NBYTES = 1 << 20
 
 
@@ -55,7 +56,7 @@ class ArenaMap:
         """
         for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
             try:
-                self._map.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
+                advise(self._map, _MADV_POPULATE_READ, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
             except OSError:
                 return  # an older kernel: each page enters when it is first used
             if stop.wait(0.0001):

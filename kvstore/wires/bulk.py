@@ -20,8 +20,10 @@ class BulkWire:
 
     name = "bulk"
 
-    def __init__(self, host: str, port: int, config: ClientConfig) -> None:
-        self._address = (host, port)
+    def __init__(self, host: str, port: int, config: ClientConfig, found: Sequence[str] = ()) -> None:
+        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address."""
+        self._found = found or (host,)
+        self._port = port
         self._config = config
         self._pool = ConnectionPool(f"{host}:{port} (bulk)", self._connect, config.connections_max)
 
@@ -72,14 +74,23 @@ class BulkWire:
             return hits, corrupt
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
-        timeout_s = min(self._config.connect_timeout_s, deadline.remaining())
-        try:
-            connection = FrameSocket(socket.create_connection(self._address, timeout=timeout_s))
-        except TimeoutError as error:
-            raise Unavailable(f"no connection to {self._pool.where} in {timeout_s:g} s") from error
-        with greeting(connection, self._pool.where, timeout_s):
+        limit = deadline.sooner(self._config.connect_timeout_s)
+        connection = FrameSocket(self._connected(limit))
+        with greeting(connection, self._pool.where, limit):
             exchange(connection, "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION))
         return connection
+
+    def _connected(self, limit: Deadline) -> socket.socket:
+        """Each address has its share of the time, so that one that swallows packets leaves some for the next."""
+        for number, address in enumerate(self._found):
+            share_s = limit.remaining() / (len(self._found) - number)
+            try:
+                return socket.create_connection((address, self._port), timeout=share_s)
+            except OSError as error:
+                failed = error
+        if isinstance(failed, TimeoutError):
+            raise Unavailable(f"no connection to {self._pool.where} in {limit.seconds:g} s") from failed
+        raise failed
 
     def close(self) -> None:
         """Closes idle connections; those in use close when their call ends."""

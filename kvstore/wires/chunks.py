@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from kvstore.buffers import copy
 from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
 
@@ -35,7 +36,7 @@ def fill(views: Iterable[memoryview], chunks: Iterator[bytes]) -> None:
                 if not rest.nbytes:
                     raise InvalidRequest(f"page bytes ended early: {view.nbytes} bytes of a page are missing")
             count = min(rest.nbytes, view.nbytes)
-            view[:count] = rest[:count]
+            copy(view[:count], rest[:count])
             view, rest = view[count:], rest[count:]
     if rest.nbytes:
         raise InvalidRequest(f"{rest.nbytes} page bytes more than announced")

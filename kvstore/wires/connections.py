@@ -145,10 +145,11 @@ class Lease(Generic[Socket]):
 
 
 @contextlib.contextmanager
-def greeting(connection: FrameSocket, where: str, timeout_s: float) -> Iterator[None]:
-    """Around the first exchange of a new connection, which is closed if that fails."""
+def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[None]:
+    """Around the first exchange of a new connection, which is closed if that fails. `limit` began before the
+    connecting: both together have its time."""
     try:
-        connection.arm(timeout_s)
+        connection.arm(limit.remaining())
         yield
     except TimeoutError as error:
         connection.close()

@@ -40,6 +40,12 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
     return header_nbytes, payload_nbytes
 
 
+def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    """SO_RCVTIMEO or SO_SNDTIMEO of a blocking socket; a millisecond at least, because zero would mean: for ever."""
+    seconds = max(seconds, 0.001)
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
+
+
 class FrameSocket:
     """A connected stream socket, TCP or Unix. One thread at a time; a failure leaves it unusable: close it.
 
@@ -58,6 +64,7 @@ class FrameSocket:
         self._deadline = 0.0
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
+        self.torn = False  # the peer got the beginning of something only: what is sent next would be taken for its end
 
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -68,10 +75,9 @@ class FrameSocket:
         row of calls that all have about the same time left sets them once."""
         if seconds / 2 <= self._timeout_s <= seconds:
             return
-        self._timeout_s = seconds = max(seconds * 0.75, 0.001)  # zero would mean: for ever
-        value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._timeout_s = seconds * 0.75
+        set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
+        set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""
@@ -79,20 +85,23 @@ class FrameSocket:
 
     def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        while view.nbytes:
-            try:
-                sent = self._sock.send(view)
-            except BlockingIOError:
-                sent = 0
-            if sent < view.nbytes:
+        nbytes = view.nbytes
+        try:
+            while view.nbytes:
                 self._check_deadline("send")
-            view = view[sent:]
+                try:
+                    view = view[self._sock.send(view) :]
+                except BlockingIOError:
+                    pass
+        finally:
+            self.torn = self.torn or 0 < view.nbytes < nbytes
 
     def recv_frame(self, header_nbytes_max: int) -> tuple[bytes, int]:
         """(header, payload_nbytes); the payload is still to be received."""
-        while not self._receive_ahead():
+        while True:
             self._check_deadline("receive")
-        return self._recv_header(header_nbytes_max)
+            if self._receive_ahead():
+                return self._recv_header(header_nbytes_max)
 
     def wait_frame(self, header_nbytes_max: int, frame_s: float) -> tuple[bytes, int] | None:
         """Like recv_frame, but waits for the first byte no longer than was armed, and may give up
@@ -137,17 +146,17 @@ class FrameSocket:
             view[:count] = self._early[:count]
             self._early, view = self._early[count:], view[count:]
         while view.nbytes:
+            self._check_deadline("receive")
             try:
                 got = self._sock.recv_into(view, view.nbytes, socket.MSG_WAITALL)
             except BlockingIOError:
-                got = -1
+                continue
             if got == 0:
                 raise ConnectionResetError("the peer closed the connection")
-            view = view[max(got, 0) :]
-            if view.nbytes:
-                self._check_deadline("receive")
+            view = view[got:]
 
     def _check_deadline(self, doing: str) -> None:
+        """Before each system call, also after one that did all it should: its timeout must be what is left now."""
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"the deadline passed while trying to {doing}")

@@ -38,10 +38,13 @@ class GrpcWire:
 
     name = "grpc"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, target: str, authority: str = "") -> None:
+        """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target` makes of addresses;
+        the peer and what is between are told `authority`."""
         self._channel = grpc.insecure_channel(
-            address,
+            target,
             options=[
+                ("grpc.default_authority", authority or target),
                 ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
                 # A new channel starts without the old one's reconnect pause.

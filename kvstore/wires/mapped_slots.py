@@ -14,8 +14,9 @@ from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import Lease, exchange, request_header
 from kvstore.wires.unix_sockets import DescriptorSocket
 
-# A release is a few bytes; a node that does not take them in this time is stopped.
-RELEASE_S = 1.0
+# A release is a few bytes, for which a socket has room at once, also that of a node that is stopped; after the
+# deadline of a call that failed, so short.
+RELEASE_S = 0.1
 
 
 class ReservedSlots:
@@ -105,7 +106,11 @@ def _drop(views: Sequence[memoryview]) -> None:
 
 def release(lease: Lease[DescriptorSocket]) -> None:
     """Sent even when the deadline passed or the exchange before failed: without it the node, which can
-    not tell a client that is still writing from one that is not, keeps the slots until the process ends."""
+    not tell a client that is still writing from one that is not, keeps the slots until the process ends. Not behind
+    half a frame: of a request that did not arrive the node holds nothing."""
+    if lease.connection.torn:
+        lease.in_step = False
+        return
     try:
         lease.connection.arm(RELEASE_S)
         lease.connection.send_frame(request_header("release", pb.ReleaseRequest()))

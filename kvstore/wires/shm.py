@@ -9,6 +9,7 @@ released: no time limit, and no eviction under a reader (docs/decisions/0009).
 """
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -24,8 +25,9 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, release
-from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket
+from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket, connected
 
+log = logging.getLogger(__name__)
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 
@@ -137,9 +139,9 @@ class ShmWire:
     # ---- connecting ----------------------------------------------------------------------
 
     def _connect(self, deadline: Deadline) -> DescriptorSocket:
-        timeout_s = min(self._config.connect_timeout_s, deadline.remaining())
-        connection = DescriptorSocket(self._connected(timeout_s))
-        with greeting(connection, self._path, timeout_s):
+        limit = deadline.sooner(self._config.connect_timeout_s)
+        connection = DescriptorSocket(self._connected(limit))
+        with greeting(connection, self._path, limit):
             uid = connection.peer.uid
             # Who could put a socket where the node's should be would be handed our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
@@ -159,20 +161,13 @@ class ShmWire:
                     os.close(fd)
         return connection
 
-    def _connected(self, timeout_s: float) -> socket.socket:
+    def _connected(self, limit: Deadline) -> socket.socket:
         if len(os.fsencode(self._path)) > PATH_NBYTES_MAX:
             raise Unavailable(f"{self._path} is longer than a Unix socket's path may be; set a shorter shm_dir")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(timeout_s)
-            sock.connect(self._path)
+            return connected(self._path, limit.remaining())
         except TimeoutError as error:
-            sock.close()
-            raise Unavailable(f"no connection to {self._path} in {timeout_s:g} s") from error
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+            raise Unavailable(f"no connection to {self._path} in {limit.seconds:g} s") from error
 
     def _map(self, fd: int | None, nbytes: int) -> None:
         """All connections are to one run of the node, so the first one's arena is everybody's."""
@@ -182,7 +177,11 @@ class ShmWire:
             if self._arena is not None:
                 return
             self._arena = arena = ArenaMap(fd, nbytes)
-        threading.Thread(target=arena.populate, args=(self._closed,), name="kvstore-populate", daemon=True).start()
+        populate = threading.Thread(target=arena.populate, args=(self._closed,), name="kvstore-populate", daemon=True)
+        try:
+            populate.start()
+        except RuntimeError as error:  # no more threads can be had
+            log.warning("the first use of each page of the arena will be slower: %s", error)
 
     def close(self) -> None:
         """Closes idle connections; those in use close when their call or context ends. The map goes

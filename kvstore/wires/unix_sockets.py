@@ -7,7 +7,7 @@ import struct
 from typing import NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.wires.frames import FrameSocket, pack_fixed, set_timeout
 
 # The kernel's sun_path has 108 bytes, one of them for the final zero.
 PATH_NBYTES_MAX = 107
@@ -40,6 +40,25 @@ def check_path(path: str, setting: str) -> None:
         raise ConfigError(f"{setting}={path!r} must be an absolute path")
 
 
+def connected(path: str, seconds: float) -> socket.socket:
+    """Raises TimeoutError if the listener takes no connection in that time.
+
+    The kernel waits, as a blocking socket is told: with Python's own timeout a connection is refused at once while
+    the listener's backlog is full, which many clients that come together do to a healthy node.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        set_timeout(sock, socket.SO_SNDTIMEO, seconds)
+        sock.connect(path)
+    except BlockingIOError as error:
+        sock.close()
+        raise TimeoutError(f"{path} took no connection in {seconds:g} s") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 class DescriptorSocket(FrameSocket):
     """A connected Unix stream socket. A frame may bring one descriptor along, on its first byte."""
 
@@ -53,10 +72,11 @@ class DescriptorSocket(FrameSocket):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         sent = 0
         while not sent:  # the descriptor goes with the first byte, so only a first byte is waited for here
+            self._check_deadline("send")
             try:
                 sent = self._sock.sendmsg([frame], rights)
             except BlockingIOError:
-                self._check_deadline("send")
+                pass
         self.send(frame[sent:])
 
     def recv_frame_with(self, header_nbytes_max: int) -> tuple[bytes, int, int | None]:
@@ -66,6 +86,7 @@ class DescriptorSocket(FrameSocket):
         """
         assert not self._early.nbytes, "a descriptor comes with the first byte of a frame"
         while True:
+            self._check_deadline("receive")
             try:
                 # CMSG_LEN and not CMSG_SPACE: the padding of the latter would take a second descriptor.
                 data, rights, _, _ = self._sock.recvmsg(
@@ -73,7 +94,7 @@ class DescriptorSocket(FrameSocket):
                 )
                 break
             except BlockingIOError:
-                self._check_deadline("receive")
+                pass
         if not data:
             raise ConnectionResetError("the peer closed the connection")
         self._ahead[: len(data)] = data

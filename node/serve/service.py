@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import kvstore
-from kvstore.checksum import CHECKSUM_NBYTES, checksum
+from kvstore.checksum import CHECKSUM_NBYTES, checksum, joined_checksum
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
@@ -145,12 +145,7 @@ class Service:
 
     def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]]) -> list[bytes]:
         """Parts of intact pages get checksums of their own for the way."""
-        sums = []
-        for page in pages:
-            parts = self._parts(page, ranges)
-            joined = parts[0] if len(parts) == 1 else b"".join(parts)
-            sums.append(checksum(joined, page.namespace.seed(page.prefix_hash)))
-        return sums
+        return [joined_checksum(self._parts(page, ranges), page.namespace.seed(page.prefix_hash)) for page in pages]
 
     def _view(self, page: Page) -> memoryview:
         return self._arena.view(page.offset, page.namespace.page_nbytes)

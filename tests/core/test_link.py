@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -68,6 +69,13 @@ def test_a_client_that_wants_grpc_does_not_try_bulk(fake_node: Any, bulk_port: A
     assert not bulk.accepted
 
 
+def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = Deadline(seconds)
+    while not true():
+        end.remaining()
+        threading.Event().wait(0.005)
+
+
 class Clock:
     now = 0.0
 
@@ -87,7 +95,7 @@ def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, b
     assert link.wire_name == "grpc"
     clock.now += 1
     link.run(lambda link, deadline: None, None, Deadline(5))
-    assert link.wire_name == "bulk"
+    eventually(lambda: link.wire_name == "bulk")
     link.close()
 
 
@@ -190,7 +198,7 @@ def test_threads_that_lose_one_link_make_one_new_link(fake_node: Any) -> None:
         threads = [threading.Thread(target=work) for _ in range(8)]
         for thread in threads:
             thread.start()
-        old.close()
+        old.way.close()
         for thread in threads:
             thread.join()
         assert results == [1] * 8

@@ -1,0 +1,135 @@
+"""Which way to a node: it is asked over gRPC what it is, then the best wire that works is taken.
+
+name --addresses--> gRPC: hello --> shared memory, or else bulk TCP, or else gRPC itself
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.config import PROTOCOL_VERSION, ClientConfig, split_address
+from kvstore.deadline import Deadline
+from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.addresses import Addresses, grpc_target
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.shm import ShmWire
+from kvstore.wires.wire import Wire
+
+log = logging.getLogger(__name__)
+Tried = TypeVar("Tried", BulkWire, ShmWire)
+
+# The wires that are tried before gRPC, the best one first, and what a warning says without them.
+BETTER = (("shm", "no shared memory"), ("bulk", "using gRPC"))
+RANK = {ShmWire.name: 0, BulkWire.name: 1, GrpcWire.name: 2}
+
+
+@dataclass
+class Way:
+    """An open way to one run of a node. `better`: a wire that should have worked did not, so asking again may
+    find a better one."""
+
+    wire: Wire
+    control: GrpcWire
+    limits: pb.Limits
+    better: bool
+
+    @property
+    def rank(self) -> int:
+        """Of its wire; 0 is the best."""
+        return RANK[self.wire.name]
+
+    def close(self) -> None:
+        self.wire.close()
+        self.control.close()
+
+
+class Negotiation:
+    """With one node. Thread-safe; what it opened before is left alone."""
+
+    def __init__(self, address: str, config: ClientConfig) -> None:
+        self._address = address
+        self._config = config
+        self._host, self._port = split_address(address)
+        self._addresses = Addresses(self._host)
+
+    def open(self, deadline: Deadline) -> Way:
+        """Raises Unavailable, DeadlineExceeded, ProtocolError or what else the node answers."""
+        limit = deadline.sooner(self._config.connect_timeout_s)
+        try:
+            found = self._addresses.resolve(limit)
+            control = GrpcWire(grpc_target(found, self._port), self._address)
+        except DeadlineExceeded as error:
+            raise Unavailable(str(error)) from error
+        try:
+            try:
+                hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
+            except DeadlineExceeded as error:
+                raise Unavailable(f"{self._address} did not answer within {limit.seconds:g} s") from error
+            wire, better = self._best(control, hello, found, deadline)
+        except BaseException:
+            control.close()
+            raise
+        return Way(wire, control, hello.limits, better)
+
+    def _best(
+        self, control: GrpcWire, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline
+    ) -> tuple[Wire, bool]:
+        """(the best wire that works, whether one that should have did not). With a wire configured, that one or
+        Unavailable.
+
+        A try gets half of the time that is left, so that one that hangs leaves the call the time to go another way.
+        """
+        wanted = self._config.wire
+        connect: dict[str, Callable[[Deadline], Wire | None]] = {
+            "shm": lambda limit: self._shm(hello, limit),
+            "bulk": lambda limit: self._bulk(hello, found, limit),
+        }
+        missed = False
+        for name, without in BETTER:
+            if wanted not in ("auto", name):
+                continue
+            try:
+                wire = connect[name](deadline if wanted == name else deadline.sooner(deadline.remaining() / 2))
+            except (Unavailable, DeadlineExceeded) as error:
+                if wanted == name:
+                    raise
+                log.warning("%s, which is slower: %s", without, error)
+                missed = True
+            else:
+                if wire is not None:
+                    return wire, missed
+        return control, missed
+
+    def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
+        """None where nobody expects it to work: with a node on another host."""
+        if not hello.shm_socket:
+            if self._config.wire == "shm":
+                raise Unavailable(f"{self._address} serves no shared memory")
+            return None
+        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config)
+        try:
+            return _tried(wire, deadline)
+        except ProtocolError as error:  # whoever listens there: the node itself was asked and is all right
+            raise Unavailable(f"{hello.shm_socket}: {error}") from error
+        except Unavailable:
+            if wire.elsewhere and self._config.wire == "auto":
+                return None
+            raise
+
+    def _bulk(self, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> Wire:
+        if not hello.bulk_port:
+            raise Unavailable(f"{self._address} serves no bulk wire")
+        return _tried(BulkWire(self._host, hello.bulk_port, self._config, found), deadline)
+
+
+def _tried(wire: Tried, deadline: Deadline) -> Tried:
+    """The wire with a first connection."""
+    try:
+        wire.connect(deadline)
+    except BaseException:
+        wire.close()
+        raise
+    return wire
