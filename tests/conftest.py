@@ -1,15 +1,23 @@
 """Fixtures shared by all tests: a real node in a child process, and a client of it."""
 
+import concurrent.futures
 import os
 import random
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from kvstore import Client, ClientConfig
+from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable
 from kvstore.measure.node_process import NodeProcess
+
+# How much later than its deadline a call may return.
+LATE_S = 0.25
+MEASURED_COUNT = 3
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,3 +50,71 @@ def seed() -> int:
     chosen = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={chosen}")
     return chosen
+
+
+@pytest.fixture
+def others_run() -> Iterator[Callable[[Callable[[], object]], bool]]:
+    """Whether another thread ran while a call did. No thread is made to give up the GIL here, so one that does not do
+    so by itself is alone until it returns, on any machine: this is never True of a call that keeps the GIL. One that
+    gives it up is asked again, because a busy machine may have no core for the other thread just then."""
+    interval, stop, turns = sys.getswitchinterval(), threading.Event(), [0]
+
+    def other() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    def ran(call: Callable[[], object]) -> bool:
+        for _ in range(50):
+            time.sleep(0.001)
+            before = turns[0]
+            call()
+            if turns[0] > before:
+                return True
+        return False
+
+    thread = threading.Thread(target=other)
+    sys.setswitchinterval(60.0)
+    try:
+        thread.start()
+        yield ran
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+
+
+@pytest.fixture
+def by_deadline() -> Callable[..., None]:
+    """`by_deadline(names, deadline_s, prepare, begin=...)`: each `prepare(name)` gives a call, which must fail with
+    DeadlineExceeded or Unavailable not later than LATE_S after its deadline. They run at the same time, after `begin`.
+
+    A busy machine may leave a thread without a core for longer than that, so those that were late are prepared and
+    measured again, MEASURED_COUNT times in all: a call that does not keep its deadline is late each time.
+    """
+
+    def check(
+        names: Iterable[str],
+        deadline_s: float,
+        prepare: Callable[[str], Callable[[], object]],
+        begin: Callable[[], object] = lambda: None,
+    ) -> None:
+        for _ in range(MEASURED_COUNT):
+            calls = {name: prepare(name) for name in names}
+            begin()
+            with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+                seconds = dict(zip(calls, pool.map(_seconds_until_it_fails, calls.values()), strict=True))
+            late = {name: f"{took:.2f} s" for name, took in seconds.items() if took > deadline_s + LATE_S}
+            if not late:
+                return
+            names = list(late)
+        raise AssertionError(f"deadlines of {deadline_s} s and {LATE_S} s for a busy machine, missed each time: {late}")
+
+    return check
+
+
+def _seconds_until_it_fails(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    with pytest.raises((DeadlineExceeded, Unavailable)):
+        call()
+    return time.monotonic() - started

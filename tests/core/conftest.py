@@ -33,6 +33,7 @@ class FakeNode(pb_grpc.KVStoreServicer):
         self.opened: set[bytes] = set()
         self.calls: list[str] = []
         self.refuse: grpc.StatusCode | None = None
+        self.hold: threading.Event | None = None  # lookups wait for it
         server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_KVStoreServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         self.port = server.add_insecure_port("127.0.0.1:0")
@@ -59,6 +60,8 @@ class FakeNode(pb_grpc.KVStoreServicer):
 
     def Lookup(self, request: Any, context: Any) -> Any:
         self.calls.append("lookup")
+        if self.hold is not None:
+            self.hold.wait(30.0)
         if self.refuse is not None:
             context.abort(self.refuse, "refused by the test")
         if request.namespace not in self.opened:

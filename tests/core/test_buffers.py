@@ -1,15 +1,20 @@
 """Callers' buffers: every kind of memory becomes a flat byte view of itself, or is refused."""
 
 import ctypes
+import errno
 import mmap
+import random
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvstore import InvalidRequest
-from kvstore.buffers import byte_view, byte_views, copy
+from kvstore.buffers import HELD_NBYTES_MAX, advise, byte_view, byte_views, copy
+
+MADV_POPULATE_WRITE = 23
 
 
 def buffers_of_64_bytes() -> dict[str, Any]:
@@ -79,9 +84,61 @@ def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
         byte_views([bytearray(64), bytearray(63)], 64)
 
 
-@pytest.mark.parametrize("source", [b"0123456789", bytearray(b"0123456789")], ids=["read-only", "writable"])
-def test_a_copy_is_exact_and_holds_nothing(source: bytes | bytearray) -> None:
-    target = memoryview(bytearray(b"." * 12))
-    copy(target[1:11], memoryview(source))
-    assert bytes(target) == b".0123456789."
+LARGE = 16 << 20
+READ_ONLY, WRITABLE = bytes, bytearray
+
+
+@pytest.mark.parametrize("nbytes", [10, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, 3 << 20])
+@pytest.mark.parametrize("kind", [READ_ONLY, WRITABLE])
+def test_a_copy_is_exact_and_holds_nothing(kind: Callable[[bytes], Any], nbytes: int) -> None:
+    source, target = random.Random(nbytes).randbytes(nbytes), memoryview(bytearray(b"." * (nbytes + 2)))
+    owner = kind(source)
+    view = memoryview(owner)
+    copy(target[1:-1], view)
+    assert bytes(target) == b"." + source + b"."
     target.release()  # raises if something of it were kept
+    view.release()
+    if kind is WRITABLE:
+        owner.append(0)  # as does this
+
+
+@pytest.mark.parametrize("nbytes", [10, HELD_NBYTES_MAX + 1])
+def test_a_copy_into_read_only_memory_is_refused(nbytes: int) -> None:
+    with pytest.raises((TypeError, BufferError)):
+        copy(memoryview(bytes(nbytes)), memoryview(bytes(nbytes)))
+
+
+@pytest.mark.parametrize("kind", [READ_ONLY, WRITABLE])
+def test_other_threads_run_during_a_large_copy(kind: Callable[[int], Any], others_run: Any) -> None:
+    source, target = memoryview(kind(LARGE)), memoryview(bytearray(LARGE))
+    assert others_run(lambda: copy(target, source))
+
+
+def test_the_measure_itself_finds_a_copy_that_keeps_the_gil(others_run: Any) -> None:
+    source, target = memoryview(bytes(1 << 20)), memoryview(bytearray(1 << 20))
+
+    def assign() -> None:
+        target[:] = source
+
+    assert not others_run(assign)
+
+
+def test_other_threads_run_while_page_tables_are_filled(others_run: Any) -> None:
+    with mmap.mmap(-1, LARGE) as memory:
+
+        def populate() -> None:
+            memory.madvise(mmap.MADV_DONTNEED)  # keeps the GIL, and is short
+            advise(memory, MADV_POPULATE_WRITE, 0, LARGE)
+
+        try:
+            populate()
+        except OSError as error:
+            pytest.skip(f"this kernel does not know it: {error}")
+        assert others_run(populate)
+
+
+def test_advice_that_the_kernel_refuses_is_an_oserror() -> None:
+    with mmap.mmap(-1, 1 << 16) as memory:
+        with pytest.raises(OSError, match="Invalid argument") as caught:
+            advise(memory, 4711, 0, 1 << 16)
+        assert caught.value.errno == errno.EINVAL

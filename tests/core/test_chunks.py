@@ -1,6 +1,7 @@
 """Pages in gRPC messages: cut and put together again, and nothing else is accepted."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,8 @@ def test_a_wrong_number_of_bytes_is_refused(chunks: list[bytes], named: str) -> 
 def test_nothing_is_split_into_nothing() -> None:
     assert list(split([])) == []
     fill([], iter([]))
+
+
+def test_other_threads_run_while_chunks_are_copied(others_run: Any) -> None:
+    chunk, buffer = bytes(8 << 20), memoryview(bytearray(8 << 20))
+    assert others_run(lambda: fill([buffer], iter([chunk])))

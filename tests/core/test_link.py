@@ -31,7 +31,7 @@ KEYS = [b"k" * 32]
 
 
 def config(fake: Any, **fields: Any) -> ClientConfig:
-    return ClientConfig(**{"address": fake.address, "timeout_s": 2.0, "connect_timeout_s": 0.1, **fields})
+    return ClientConfig(**{"address": fake.address, "timeout_s": 10.0, "connect_timeout_s": 1.0, **fields})
 
 
 def refusing(fake: Any, code: grpc.StatusCode) -> None:
@@ -83,12 +83,18 @@ class Clock:
         return self.now
 
 
-def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, bulk_port: Any, scripted: Any) -> None:
+def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeLink, Clock]:
+    """A link that took gRPC because nobody served bulk, and its clock."""
     clock = Clock()
-    link = NodeLink(fake_node.address, config(fake_node), clock)
-    fake_node.bulk_port = unserved_port
+    link = NodeLink(fake.address, config(fake), clock)
+    fake.bulk_port = unserved_port
     link.run(lambda link, deadline: None, None, Deadline(5))
     assert link.wire_name == "grpc"
+    return link, clock
+
+
+def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, bulk_port: Any, scripted: Any) -> None:
+    link, clock = fallen_back(fake_node, unserved_port)
     fake_node.bulk_port = bulk_port(scripted()).port
     clock.now += BETTER_RETRY_S - 1
     link.run(lambda link, deadline: None, None, Deadline(5))
@@ -97,6 +103,132 @@ def test_after_a_while_bulk_is_tried_again(fake_node: Any, unserved_port: int, b
     link.run(lambda link, deadline: None, None, Deadline(5))
     eventually(lambda: link.wire_name == "bulk")
     link.close()
+
+
+def looked_up(link: Any, deadline: Deadline) -> int:
+    request = pb.LookupRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS)
+    return int(link.wire.call("lookup", request, deadline).prefix_pages)
+
+
+def test_a_better_wire_is_tried_beside_the_one_that_works(
+    fake_node: Any, unserved_port: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs: calls neither wait for it nor lose their channel, and nobody starts a second try."""
+    link, clock = fallen_back(fake_node, unserved_port)
+    clock.now += BETTER_RETRY_S
+    fake_node.bulk_port = silent_port
+    tries, ended = [], threading.Event()
+    negotiate = link._negotiation.open
+
+    def slow(deadline: Deadline) -> Any:
+        tries.append(threading.current_thread())
+        try:
+            return negotiate(deadline)
+        finally:
+            ended.wait(10.0)
+
+    monkeypatch.setattr(link._negotiation, "open", slow)
+    old = link._link
+    for _ in range(50):
+        assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    assert link._link is old
+    assert (link.failure_count, link.connect_count) == (0, 1)
+    assert len(tries) == 1
+    assert tries[0] is not threading.current_thread()
+    ended.set()
+    tries[0].join()
+    assert link._link is old
+    link.close()
+
+
+def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
+    fake_node: Any, unserved_port: int, bulk_port: Any, scripted: Any
+) -> None:
+    link, clock = fallen_back(fake_node, unserved_port)
+    fake_node.hold = threading.Event()
+    results: list[Any] = []
+    under_way = threading.Thread(target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20))))
+    under_way.start()
+    eventually(lambda: "lookup" in fake_node.calls)
+    fake_node.bulk_port = bulk_port(scripted()).port
+    old = link._link
+    assert old is not None
+    clock.now += BETTER_RETRY_S
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    eventually(lambda: link.wire_name == "bulk")
+    assert not old.enter()
+    fake_node.hold.set()
+    under_way.join()
+    assert results == [1]
+    with pytest.raises(Unavailable):  # the last call closed it
+        old.wire.call("lookup", pb.LookupRequest(), Deadline(5))
+    link.close()
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed"])
+def test_a_link_that_goes_lets_its_calls_end(fake_node: Any, how: str) -> None:
+    """One call that fails, or the client's end, is no reason to cut off another that is about to be answered."""
+    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    fake_node.hold = threading.Event()
+    results: list[Any] = []
+    under_way = threading.Thread(target=lambda: results.append(link.run(looked_up, NAMESPACE, Deadline(20))))
+    under_way.start()
+    eventually(lambda: "lookup" in fake_node.calls)
+    if how == "closed":
+        link.close()
+    else:
+        attempts = []
+
+        def fail_once(link: Any, deadline: Deadline) -> None:
+            attempts.append(link)
+            if len(attempts) == 1:
+                raise Unavailable("gone")
+
+        link.run(fail_once, None, Deadline(5))
+        assert attempts[0] is not attempts[1]
+    fake_node.hold.set()
+    under_way.join()
+    assert results == [1]
+    assert fake_node.calls.count("lookup") == 1
+    link.close()
+
+
+def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
+    fake_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    connecting, go_on, lose = threading.Event(), threading.Event(), threading.Event()
+    results: list[Exception] = []
+
+    def hang(deadline: Deadline) -> Any:
+        connecting.set()
+        go_on.wait(20.0)
+        raise Unavailable("after all")
+
+    def losing(link: Any, deadline: Deadline) -> None:
+        lose.wait(10.0)
+        raise Unavailable("lost")
+
+    def run(call: Any, seconds: float) -> None:
+        with pytest.raises(KVStoreError) as caught:
+            link.run(call, None, Deadline(seconds))
+        results.append(caught.value)
+
+    second = threading.Thread(target=run, args=(losing, 0.5))
+    second.start()
+    monkeypatch.setattr(link._negotiation, "open", hang)
+    first = threading.Thread(target=run, args=(lambda link, deadline: losing(link, lose.set() or deadline), 20.0))
+    first.start()
+    assert connecting.wait(10.0)
+    second.join(10.0)
+    assert [type(error) for error in results] == [DeadlineExceeded]
+    closing = threading.Thread(target=link.close)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()
+    go_on.set()
+    first.join()
 
 
 def test_a_namespace_the_node_forgot_is_opened_again(fake_node: Any) -> None:
@@ -149,6 +281,29 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
     for _ in range(3):  # no pause between them
         with pytest.raises(error):
             link.run(lookup, None, Deadline(5))
+    link.close()
+
+
+def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: Any, bulk_port: Any, scripted: Any) -> None:
+    """It says nothing about the node: the call whose turn it was to try never reached it."""
+    clock = Clock()
+    fake_node.bulk_port = bulk_port(scripted()).port
+    link = NodeLink(fake_node.address, config(fake_node, wire="bulk", connections_max=1), clock)
+
+    def fail(link: Any, deadline: Deadline) -> Any:
+        raise DeadlineExceeded("slow")
+
+    def ask_while_all_are_busy(link: Any, deadline: Deadline) -> Any:
+        with link.wire._pool.connection(deadline):
+            link.wire.call("lookup", pb.LookupRequest(), Deadline(0.01))
+
+    with pytest.raises(DeadlineExceeded):
+        link.run(fail, None, Deadline(5))
+    clock.now += 1
+    with pytest.raises(Exhausted, match="connections_max"):
+        link.run(ask_while_all_are_busy, None, Deadline(5))
+    with pytest.raises(Unavailable, match="last: slow"):
+        link.run(fail, None, Deadline(5))
     link.close()
 
 

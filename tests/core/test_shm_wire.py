@@ -19,7 +19,7 @@ from kvstore.deadline import Deadline
 from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.arena_map import ArenaMap
-from kvstore.wires.shm import ShmWire
+from kvstore.wires.shm import ShmWire, _read_page, _write_page
 from kvstore.wires.unix_sockets import DescriptorSocket
 
 ARENA = 1 << 20
@@ -181,6 +181,24 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
     assert buffers[0] == page
     while node.heard != ["put", "commit", "get", "release"]:
         threading.Event().wait(0.005)
+
+
+def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies alone: a checksum gives up the GIL anyway. What is read lies in read-only views, and so may what is
+    written."""
+
+    class NoChecksum:
+        def __init__(self, seed: int) -> None: ...
+
+        def update(self, chunk: memoryview) -> None: ...
+
+        def digest(self) -> bytes:
+            return b""
+
+    monkeypatch.setattr("kvstore.wires.shm.running_checksum", NoChecksum)
+    page, buffer = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
+    assert others_run(lambda: _read_page(buffer, [page.toreadonly()], 0))
+    assert others_run(lambda: _write_page(buffer, page.toreadonly(), 0))
 
 
 def test_another_nodes_socket_is_left_alone(fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,268 @@
+"""Wherever a node or what leads to it hangs, a call returns by its deadline: each stage in turn, and stages that
+each stay just below their own limit."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
+from kvstore.checksum import CHUNK_NBYTES
+from kvstore.deadline import Deadline
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.shm import ShmWire
+from kvstore.wires.unix_sockets import DescriptorSocket
+
+DEADLINE_S = 0.6
+PAGE = 8 * CHUNK_NBYTES
+KEYS = [b"k" * 32]
+NAMESPACE = Namespace("deadlines", opaque_layout(PAGE))
+PUT = pb.PutRequest(namespace=b"n" * 16, prefix_hashes=KEYS, page_nbytes=PAGE)
+GET = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=KEYS)
+LOOKUP = pb.LookupRequest(namespace=b"n" * 16, prefix_hashes=KEYS)
+CONFIG = ClientConfig(timeout_s=60.0, connect_timeout_s=30.0)
+OPS = ("lookup", "put", "get")
+
+
+def calling(wire: Any, op: str) -> Callable[[], object]:
+    def call() -> object:
+        deadline = Deadline(DEADLINE_S)
+        if op == "put":
+            return wire.put(PUT, [memoryview(bytes(PAGE))], [0], deadline)
+        if op == "get":
+            return wire.get(GET, [memoryview(bytearray(PAGE))], [0], deadline)
+        return wire.call("lookup", LOOKUP, deadline)
+
+    return call
+
+
+@pytest.fixture
+def swallowing_port() -> Iterator[int]:
+    """Its backlog is full: connecting is not answered, as behind a firewall that drops packets."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for sock in waiting:
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+        for sock in waiting:
+            sock.close()
+
+
+@pytest.fixture
+def unix_path() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield f"{directory}/node.sock"
+
+
+def test_connecting_over_bulk(swallowing_port: int, silent_port: int, by_deadline: Any) -> None:
+    ports = {"swallows": swallowing_port, "silent": silent_port}
+    wires = {name: BulkWire("127.0.0.1", port, CONFIG) for name, port in ports.items()}
+    wires["many addresses"] = BulkWire("node", swallowing_port, CONFIG, ["127.0.0.1"] * 5)
+    by_deadline(wires, DEADLINE_S, lambda name: calling(wires[name], "lookup"))
+
+
+def test_connecting_over_grpc(swallowing_port: int, silent_port: int, by_deadline: Any) -> None:
+    wires = {str(port): GrpcWire(f"127.0.0.1:{port}") for port in (swallowing_port, silent_port)}
+    names = [f"{port} {op}" for port in wires for op in OPS]
+    by_deadline(names, DEADLINE_S, lambda name: calling(wires[name.split()[0]], name.split()[1]))
+    for wire in wires.values():
+        wire.close()
+
+
+@pytest.mark.parametrize("backlog", ["full", "silent"])
+def test_connecting_over_shared_memory(unix_path: str, by_deadline: Any, backlog: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+        listener.bind(unix_path)
+        listener.listen(64 if backlog == "silent" else 0)
+        waiting.connect(unix_path)
+        wire = ShmWire(unix_path, b"fakenode", CONFIG)
+        by_deadline(["lookup"], DEADLINE_S, lambda name: calling(wire, name))
+
+
+def test_a_full_unix_backlog_is_waited_for(unix_path: str) -> None:
+    """As after the start of a node that many clients wait for: it takes one after the other."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+        listener.bind(unix_path)
+        listener.listen(0)
+        waiting.connect(unix_path)
+
+        def take_one() -> None:
+            listener.accept()[0].close()
+
+        timer = threading.Timer(0.1, take_one)
+        timer.start()
+        wire = ShmWire(unix_path, b"fakenode", CONFIG)
+        with pytest.raises(Unavailable, match="accepts connections but does not answer"):
+            wire.call("lookup", LOOKUP, Deadline(1.0))
+        timer.join()
+
+
+def test_connecting_and_greeting_share_one_limit(
+    silent_port: int, by_deadline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that takes most of the time leaves the greeting the rest, not as much again."""
+
+    connect = socket.create_connection
+
+    def slow(*args: Any, **options: Any) -> socket.socket:
+        time.sleep(DEADLINE_S * 0.9)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    wire = BulkWire("127.0.0.1", silent_port, CONFIG)
+    by_deadline(["lookup"], DEADLINE_S, lambda name: calling(wire, name))
+
+
+def reply(payload_nbytes: int = 0, **op: Any) -> bytes:
+    header = pb.BulkReply(**op).SerializeToString()
+    return pack_fixed(len(header), payload_nbytes) + header
+
+
+HELLO = reply(hello=pb.HelloReply(protocol_version=1))
+GOT = reply(PAGE, get=pb.GetReply(hits=[True], checksums=[b"c" * 16]))
+RESERVED = reply(put=pb.PutReply(verdicts=[pb.WRITE]))
+MANY = reply(lookup=pb.LookupReply(present=[True] * 100_000))
+
+
+def trickle(connection: FrameSocket, data: bytes, piece_nbytes: int) -> None:
+    """Each piece arrives within the timeout of the call that receives it."""
+    for start in range(0, len(data), piece_nbytes):
+        connection.send(data[start : start + piece_nbytes])
+        time.sleep(DEADLINE_S * 0.4)
+
+
+def swallow(connection: FrameSocket, piece_nbytes: int) -> None:
+    while True:
+        connection.recv_into(memoryview(bytearray(piece_nbytes)))
+        time.sleep(DEADLINE_S * 0.4)
+
+
+HALTS: dict[str, tuple[str, Callable[[FrameSocket], object]]] = {
+    "no answer": ("lookup", lambda connection: None),
+    "half of a frame's start": ("lookup", lambda connection: connection.send(MANY[:7])),
+    "half of a header": ("lookup", lambda connection: connection.send(MANY[:5000])),
+    "a header that trickles": ("lookup", lambda connection: trickle(connection, MANY, 20_000)),
+    "no payload": ("get", lambda connection: connection.send(GOT)),
+    "half of the payload": ("get", lambda connection: connection.send(GOT + bytes(PAGE // 2))),
+    "a payload in chunks that take long": (
+        "get",
+        lambda connection: trickle(connection, GOT + bytes(PAGE), CHUNK_NBYTES),
+    ),
+    "a payload nobody reads": ("put", lambda connection: connection.send(RESERVED)),
+    "a payload read in chunks that take long": (
+        "put",
+        lambda connection: (connection.send(RESERVED), swallow(connection, CHUNK_NBYTES)),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bulk_node_that_halts_anywhere(bulk_port: Any, by_deadline: Any) -> None:
+    over = threading.Event()
+
+    def prepare(name: str) -> Callable[[], object]:
+        op, halt = HALTS[name]
+
+        def talk(connection: FrameSocket) -> None:
+            small_buffers(connection)
+            connection.recv_frame(1 << 20)
+            connection.send(HELLO)
+            connection.recv_frame(1 << 20)
+            halt(connection)
+            over.wait(10.0)
+
+        wire = BulkWire("127.0.0.1", bulk_port(talk).port, CONFIG)
+        wire.connect(Deadline(10))
+        return calling(wire, op)
+
+    by_deadline(HALTS, DEADLINE_S, prepare)
+    over.set()
+
+
+def small_buffers(connection: FrameSocket) -> None:
+    """So that the kernel does not take a page in place of the peer."""
+    for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        connection._sock.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
+
+
+def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_deadline: Any) -> None:
+    """It is left in the middle; the release that ends other calls would be taken for its rest, and waited for."""
+    large = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)])
+    buffers = [memoryview(bytearray(1))] * 50_000
+    hello = pb.HelloReply(protocol_version=1, instance_id=b"fakenode", arena_nbytes=1 << 20)
+    arena = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
+    os.ftruncate(arena, 1 << 20)
+    fcntl.fcntl(arena, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    connections: list[DescriptorSocket] = []
+
+    def prepare(name: str) -> Callable[[], object]:
+        wire = ShmWire(unix_path, b"fakenode", CONFIG)
+        greeting = threading.Thread(target=wire.connect, args=(Deadline(10),))
+        greeting.start()
+        connections.append(connection := DescriptorSocket(listener.accept()[0]))
+        connection.arm(10.0)
+        _, _, fd = connection.recv_frame_with(1 << 20)
+        assert fd is not None
+        os.close(fd)
+        connection.send_frame_with(arena, pb.BulkReply(hello=hello).SerializeToString())
+        greeting.join()
+        return lambda: wire.get(large, buffers, [], Deadline(DEADLINE_S))
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(unix_path)
+        listener.listen()
+        by_deadline(["get"], DEADLINE_S, prepare)
+    os.close(arena)
+    for connection in connections:
+        sent = b""
+        while more := connection._sock.recv(1 << 20):
+            sent += more
+        connection.close()
+        assert 0 < len(sent) < large.ByteSize()
+        assert sent[-64:] in large.SerializeToString()
+
+
+@pytest.mark.parametrize("stage", ["resolver", "grpc", "bulk"])
+def test_closing_a_client_whose_call_hangs_does_not_wait(
+    stage: str, fake_node: Any, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_node.bulk_port = silent_port
+    hold = fake_node.hold = threading.Event()
+    address = {"resolver": "node.example:1", "grpc": fake_node.address, "bulk": fake_node.address}[stage]
+    system = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
+        if host == "node.example" and not options.get("flags"):
+            hold.wait(30.0)
+        return system(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    settings = ClientConfig(address=address, wire="bulk" if stage == "bulk" else "grpc", timeout_s=30.0)
+    client = Client(settings)
+
+    def call() -> None:
+        with contextlib.suppress(KVStoreError):
+            client.lookup(NAMESPACE, KEYS, timeout_s=2.0)
+
+    calls = threading.Thread(target=call)
+    calls.start()
+    time.sleep(0.3)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    closing.join(1.0)
+    assert not closing.is_alive()
+    hold.set()
+    calls.join()
