@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import random
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -118,3 +119,18 @@ def _seconds_until_it_fails(call: Callable[[], object]) -> float:
     with pytest.raises((DeadlineExceeded, Unavailable)):
         call()
     return time.monotonic() - started
+
+
+@pytest.fixture
+def swallowing_port() -> Iterator[int]:
+    """Its backlog is full: connecting is not answered, as behind a firewall that drops packets."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for sock in waiting:
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+        for sock in waiting:
+            sock.close()

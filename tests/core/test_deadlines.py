@@ -47,21 +47,6 @@ def calling(wire: Any, op: str) -> Callable[[], object]:
 
 
 @pytest.fixture
-def swallowing_port() -> Iterator[int]:
-    """Its backlog is full: connecting is not answered, as behind a firewall that drops packets."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for sock in waiting:
-            sock.setblocking(False)
-            sock.connect_ex(listener.getsockname())
-        yield listener.getsockname()[1]
-        for sock in waiting:
-            sock.close()
-
-
-@pytest.fixture
 def unix_path() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         yield f"{directory}/node.sock"
