@@ -67,26 +67,25 @@ def hung_address() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.fixture
-def unresolved_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A name at which the resolver hangs."""
-    system, over = socket.getaddrinfo, threading.Event()
-
-    def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
-        if host == "node.example" and not options.get("flags"):
-            over.wait(30.0)
-            raise socket.gaierror(socket.EAI_AGAIN, "no answer")
-        return system(host, *args, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    yield "node.example:7440"
-    over.set()
-
-
 @pytest.fixture(scope="module")
 def node_process() -> Iterator[NodeProcess]:
     with NodeProcess("--ram-bytes", "1MiB") as process:
         yield process
+
+
+@pytest.fixture
+def unresolved_address(node_process: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A name of a node that is well, at which the resolver hangs."""
+    system, over = socket.getaddrinfo, threading.Event()
+
+    def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
+        if host == "localhost" and not options.get("flags"):
+            over.wait(30.0)
+        return system(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield "localhost:" + node_process.address.rpartition(":")[2]
+    over.set()
 
 
 @pytest.fixture
