@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 
+from kvstore.buffers import advise, copy
 from kvstore.errors import ConfigError
 
 _POPULATE_STEP_NBYTES = 64 << 20
@@ -38,7 +39,7 @@ class Arena:
         """Touches all pages now, so that the first puts do not pay for it (half their speed)."""
         for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
             try:
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
+                advise(self._map, _MADV_POPULATE_WRITE, start, min(_POPULATE_STEP_NBYTES, self.nbytes - start))
             except OSError:
                 return  # an older kernel: memory is then allocated as it is used
 
@@ -46,7 +47,7 @@ class Arena:
         return self._memory[offset : offset + nbytes]
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
-        self._memory[target : target + nbytes] = self._memory[source : source + nbytes]
+        copy(self.view(target, nbytes), self.view(source, nbytes))
 
     def close(self) -> None:
         """Unmaps. Views handed out before must be gone; a transfer that still runs keeps the map."""
