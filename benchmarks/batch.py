@@ -1,7 +1,9 @@
-"""A batch of pages that the benchmarks of the wires put and get, and our side of it."""
+"""Batches of pages that the benchmarks of the wires put and get, and our side of it."""
 
+import itertools
 import os
 import secrets
+from collections.abc import Iterator
 
 from measure import Samples, timed
 
@@ -9,20 +11,49 @@ from kvstore import Client, Namespace, PutOutcome
 from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.layout import opaque_layout
 
+# Pages, slots and buffers are each as much as this: more than a core has of the caches of the machines that we
+# know, so that nobody's bytes are still there from the time before.
+MOVED_NBYTES = 128 << 20
+
 
 class Batch:
-    """The pages every contender stores, and the buffers they come back into."""
+    """The pages every contender stores, and the buffers they come back into. `number`: among its Batches."""
 
-    def __init__(self, page_nbytes: int, count: int) -> None:
+    def __init__(self, namespace: Namespace, page_nbytes: int, count: int, number: int = 0) -> None:
+        self.namespace = namespace
         self.page_nbytes = page_nbytes
+        self.number = number
         self.pages = [os.urandom(page_nbytes) for _ in range(count)]
         self.buffers = [bytearray(page_nbytes) for _ in range(count)]
         self.hashes = [secrets.token_bytes(32) for _ in range(count)]
-        self.namespace = Namespace(model="benchmark", layout=opaque_layout(page_nbytes))
 
     @property
     def nbytes(self) -> int:
         return self.page_nbytes * len(self.pages)
+
+
+class Batches:
+    """As many of `count` pages as make `moved_nbytes`. Contenders take them in turn, each from the first on, and put
+    each in a place of its own: all move through the same amount of memory, and no cache holds it."""
+
+    def __init__(self, page_nbytes: int, count: int, moved_nbytes: int = MOVED_NBYTES) -> None:
+        self.page_nbytes = page_nbytes
+        namespace = Namespace(model="benchmark", layout=opaque_layout(page_nbytes))
+        numbers = range(max(1, moved_nbytes // (page_nbytes * count)))
+        self.all = [Batch(namespace, page_nbytes, count, number) for number in numbers]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one batch."""
+        return self.all[0].nbytes
+
+    def cycle(self) -> Iterator[Batch]:
+        return itertools.cycle(self.all)
+
+    def forget(self, client: Client) -> None:
+        """Gives the node its memory back."""
+        for batch in self.all:
+            client.remove(batch.namespace, batch.hashes)
 
 
 class NoChecksum:
@@ -38,16 +69,16 @@ class NoChecksum:
         return bytes(CHECKSUM_NBYTES)
 
 
+def put(client: Client, batch: Batch) -> None:
+    assert set(client.put(batch.namespace, batch.hashes, batch.pages)) == {PutOutcome.STORED}
+
+
+def get(client: Client, batch: Batch) -> None:
+    assert all(client.get(batch.namespace, batch.hashes, batch.buffers))
+
+
 def ours(client: Client, batch: Batch) -> Samples:
-    """One put and one get; the pages are removed after it, so that each put really writes."""
-
-    def put() -> None:
-        assert set(client.put(batch.namespace, batch.hashes, batch.pages)) == {PutOutcome.STORED}
-
-    def get() -> None:
-        assert all(client.get(batch.namespace, batch.hashes, batch.buffers))
-
-    try:
-        return {"put": [timed(put)], "get": [timed(get)]}
-    finally:
-        client.remove(batch.namespace, batch.hashes)
+    """One put and one get. The pages of the time before are removed first, so that each put really writes; they stay
+    until then, so that the next batch gets slots of its own."""
+    client.remove(batch.namespace, batch.hashes)
+    return {"put": [timed(lambda: put(client, batch))], "get": [timed(lambda: get(client, batch))]}
