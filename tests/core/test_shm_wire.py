@@ -19,7 +19,7 @@ from kvstore.deadline import Deadline
 from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.arena_map import ArenaMap
-from kvstore.wires.shm import ShmWire, _read_page, _write_page
+from kvstore.wires.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
 from kvstore.wires.unix_sockets import DescriptorSocket
 
 ARENA = 1 << 20
@@ -181,6 +181,18 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
     assert buffers[0] == page
     while node.heard != ["put", "commit", "get", "release"]:
         threading.Event().wait(0.005)
+
+
+@pytest.mark.parametrize("nbytes", [1, STEP_NBYTES - 1, STEP_NBYTES, 2 * STEP_NBYTES + 7])
+def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
+    page = memoryview(os.urandom(nbytes))
+    slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+    assert _write_page(slot, page, 5) == checksum(page, 5)
+    assert _read_page(buffer, [slot.toreadonly()], 5) == checksum(page, 5)
+    assert slot == page == buffer
+    third = nbytes // 3
+    assert _read_page(buffer, [slot[third:], slot[:third]], 5) == checksum(bytes(page[third:]) + bytes(page[:third]), 5)
+    assert bytes(buffer) == bytes(page[third:]) + bytes(page[:third])
 
 
 def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
