@@ -182,17 +182,25 @@ class ShmWire:
             if self._arena is not None:
                 return
             self._arena = arena = ArenaMap(fd, nbytes)
-        populate = threading.Thread(target=arena.populate, args=(self._closed,), name="kvstore-populate", daemon=True)
-        try:
-            populate.start()
-        except RuntimeError as error:  # no more threads can be had
-            log.warning("the first use of each page of the arena will be slower: %s", error)
+        _beside("kvstore-populate", lambda: arena.populate(self._closed))
 
     def close(self) -> None:
         """Closes idle connections; those in use close when their call or context ends. The map goes
         with the last view of it."""
-        self._closed.set()
+        with self._lock:
+            arena = None if self._closed.is_set() else self._arena
+            self._closed.set()
         self._pool.close()
+        if arena is not None:
+            _beside("kvstore-depopulate", arena.depopulate)
+
+
+def _beside(name: str, work: Callable[[], None]) -> None:
+    """In a thread of its own. Where none can be had the arena's page tables are as they are, which is only slower."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:
+        log.warning("no thread for %s: %s", name, error)
 
 
 @contextlib.contextmanager
