@@ -43,7 +43,7 @@ class Addresses:
         elif not self._known:
             if question.error:
                 raise Unavailable(f"{self._host} can not be resolved: {question.error}") from question.error
-            raise DeadlineExceeded(f"{self._host} was not resolved in {deadline.seconds:g} s: the resolver hangs")
+            raise DeadlineExceeded(f"{self._host} was not resolved in {deadline.seconds:.3g} s: the resolver hangs")
         else:
             why = question.error or f"no answer in {FRESH_S:g} s"
             log.info("%s: %s; trying the addresses known from before", self._host, why)

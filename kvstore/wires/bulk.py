@@ -89,7 +89,7 @@ class BulkWire:
             except OSError as error:
                 failed = error
         if isinstance(failed, TimeoutError):
-            raise Unavailable(f"no connection to {self._pool.where} in {limit.seconds:g} s") from failed
+            raise Unavailable(f"no connection to {self._pool.where} in {limit.seconds:.3g} s") from failed
         raise failed
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Negotiation:
             try:
                 hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
             except DeadlineExceeded as error:
-                raise Unavailable(f"{self._address} did not answer within {limit.seconds:g} s") from error
+                raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
             wire, better = self._best(control, hello, found, deadline)
         except BaseException:
             control.close()

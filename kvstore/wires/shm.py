@@ -172,7 +172,7 @@ class ShmWire:
         try:
             return connected(self._path, limit.remaining())
         except TimeoutError as error:
-            raise Unavailable(f"no connection to {self._path} in {limit.seconds:g} s") from error
+            raise Unavailable(f"no connection to {self._path} in {limit.seconds:.3g} s") from error
 
     def _map(self, fd: int | None, nbytes: int) -> None:
         """All connections are to one run of the node, so the first one's arena is everybody's."""

@@ -1,0 +1,27 @@
+"""The arena's own work on memory leaves the GIL to the threads that serve."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from node.ram.arena import Arena
+
+HALF = 8 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(2 * HALF)
+    yield arena
+    arena.close()
+
+
+def test_other_threads_run_while_a_page_is_moved(arena: Arena, others_run: Any) -> None:
+    arena.view(0, 5)[:] = b"moved"
+    assert others_run(lambda: arena.copy(0, HALF, HALF))
+    assert arena.view(HALF, 5) == b"moved"
+
+
+def test_other_threads_run_while_the_arena_is_touched(arena: Arena, others_run: Any) -> None:
+    assert others_run(arena.populate)
