@@ -112,7 +112,10 @@ def main(argv: list[str]) -> None:
         NodeProcess("--ram-bytes", str(ram), "--extent-bytes", "64MiB", "--log-level", "WARNING") as node,
     ):
         (Path(model) / "config.json").write_text("{}")
-        os.environ["LIGHTLLM_START_ARGS"] = json.dumps({"model_dir": model, "cpu_cache_token_page_size": 64})
+        (Path(model) / "model.safetensors").write_bytes(b"none")
+        os.environ["LIGHTLLM_START_ARGS"] = json.dumps(
+            {"model_dir": model, "cpu_cache_token_page_size": 64, "enable_multimodal": False}
+        )
         shims = {wire: Shim(wire, node.address, args.pages, page_nbytes) for wire in WIRES}
         memory = shims[WIRES[0]].memory[: args.pages]
         contenders: dict[str, Callable[[], dict[str, float]]] = {name: shim.round for name, shim in shims.items()}

@@ -65,11 +65,16 @@ def read_options(values: Mapping[str, Any], own: Collection[str] = ()) -> Option
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r} for the store; known are {', '.join(sorted(known))}")
     return Options(
-        load(Identity, "KVSTORE", values),
+        identity_of(values),
         client_config(**_of(ClientConfig, values)),
         agent_config(**_of(AgentConfig, values)),
         {name: values[name] for name in own if name in values},
     )
+
+
+def identity_of(values: Mapping[str, Any]) -> Identity:
+    """Whose pages, of options that may hold others too."""
+    return load(Identity, "KVSTORE", values)
 
 
 def _of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,19 @@ def runtime_dir() -> str:
     return f"{base}/kvstore" if base else f"/tmp/kvstore-{os.geteuid()}"
 
 
+def hub_cache_dir() -> str:
+    """Where this user's engines keep what they fetch from the Hugging Face hub, by the hub's own rules."""
+    for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "/hub")):
+        if place := os.environ.get(variable):
+            return os.path.expanduser(place + below)
+    return os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface/hub")
+
+
+def engine_variables(*names: str) -> dict[str, str]:
+    """Variables by which an engine is told how to compute, beside its arguments; those that are set."""
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
 def engine_arguments(variable: str) -> dict[str, Any]:
     """The start arguments that an engine leaves in the environment of its processes, as a JSON object.
     Raises ConfigError."""

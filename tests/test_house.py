@@ -69,6 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("agent.py",),
         ("__init__.py",),
         ("blocks/", "host/"),
+        ("identity/",),
         ("engines/",),
     ),
 }

@@ -17,50 +17,24 @@ Settings come from the environment (KVSTORE_*, KVSTORE_AGENT_*): LightLLM has no
 """
 
 import enum
-import hashlib
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu_agent.checkpoint import config_digest, named
-from gpu_agent.host.rows import RowTier, row_pool, tier_config
+from gpu_agent.host.rows import RowTier, tier_config
+from gpu_agent.identity.lightllm import VARIABLES, namespace_of
 from gpu_agent.jobs import LoadJob, SaveJob
-from gpu_agent.options import Identity, facts_text
+from gpu_agent.options import Identity
 from kvstore.client import Client
-from kvstore.config import client_config, engine_arguments, load
-from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.keys import Namespace
+from kvstore.config import client_config, engine_arguments, engine_variables, load
+from kvstore.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-# Raised when LightLLM's CPU pages come to hold other bytes for the same arguments.
-LAYOUT_GENERATION = 1
 HASH_NBYTES = 16
-# Start arguments that decide what a page's bytes are, for every model, and for hybrid ones.
-_ARGUMENTS = (
-    "data_type",
-    "quant_type",
-    "expert_dtype",
-    "llm_kv_type",
-    "llm_kv_quant_group_size",
-    "mtp_mode",
-    "mtp_step",
-    "weight_version",
-    "cpu_cache_token_page_size",
-)
-_HYBRID_ARGUMENTS = (
-    "linear_att_hash_page_size",
-    "linear_att_page_block_num",
-    "linear_att_ssm_data_type",
-    "disable_linear_att_small_page_cpu_cache",
-)
-# Those that name a file whose content does.
-_FILES = ("kv_quant_calibration_config_path", "quant_cfg")
-_DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
 class PyState(enum.Enum):
@@ -91,8 +65,8 @@ class PyLocalCacheService:
         num_worker: int = 0,
         **others: Any,
     ) -> None:
-        arguments = engine_arguments("LIGHTLLM_START_ARGS")
-        self.namespace = namespace_of(arguments, kvcache_tensor)
+        arguments, identity = engine_arguments("LIGHTLLM_START_ARGS"), load(Identity, "KVSTORE", {})
+        self.namespace = namespace_of(arguments, engine_variables(*VARIABLES), identity, kvcache_tensor)
         self._client = Client(client_config())
         self._pages = RowTier(self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor))
         log.info(
@@ -212,69 +186,6 @@ class WriteTask:
             return [PyState.Working] * self._count
         kept = self.job is not None and not self.aborted and self.job.done.result().dropped == 0
         return [PyState.Finished if kept else PyState.Aborted] * self._count
-
-
-def namespace_of(arguments: Mapping[str, Any], memory: torch.Tensor) -> Namespace:
-    """The namespace of LightLLM's CPU pages. Its page hashes are of token ids alone, so all that decides
-    what the bytes are stands here. Raises ConfigError if a file that decides it can not be read.
-
-    Not the tensor-parallel size: a page holds the heads of all ranks, in the model's order. A hybrid model's
-    page holds their states rank by rank, and a node of several only what its own ranks have.
-    """
-    model_dir = arguments.get("model_dir")
-    if not model_dir:
-        raise ConfigError("LightLLM's start arguments name no model_dir")
-    if arguments.get("enable_rl"):
-        raise ConfigError(
-            "LightLLM runs with --enable_rl, which changes weights under the same name, and does not tell its disk "
-            "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
-        )
-    identity = named(load(Identity, "KVSTORE", {}), str(model_dir))
-    layout = row_pool(memory, int(arguments.get("cpu_cache_token_page_size") or 256)).layout
-    return identity.namespace(layout, facts_text("lightllm", **_facts(arguments, Path(str(model_dir)))))
-
-
-def _facts(arguments: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
-    config = _model_config(model_dir)
-    text = config.get("text_config") or config
-    facts = {name: arguments.get(name) for name in _ARGUMENTS}
-    facts["data_type"] = facts["data_type"] or text.get("dtype") or text.get("torch_dtype")
-    facts |= {name: text.get(name) for name in _DIMENSIONS}
-    facts |= {name: _content(arguments.get(name)) for name in _FILES}
-    drafts = arguments.get("mtp_draft_model_dir") or []
-    for number, draft in enumerate([drafts] if isinstance(drafts, str) else drafts):
-        weights = named(Identity(), str(draft))
-        facts[f"draft{number}"] = f"{weights.model}@{weights.revision}"
-    tp, dp, nodes = (int(arguments.get(name) or 1) for name in ("tp", "dp", "nnodes"))
-    if any(name.startswith("linear_") for name in text):
-        facts |= {name: arguments.get(name) for name in _HYBRID_ARGUMENTS}
-        facts["tp"] = tp // dp
-    if nodes > dp:
-        facts["node"] = f"{arguments.get('node_rank')}/{nodes}"
-    facts["config"] = config_digest(config)
-    facts["hash"] = "xxh3_128"
-    facts["layout"] = LAYOUT_GENERATION
-    return facts
-
-
-def _model_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json; empty if there is none (the user names model and revision then)."""
-    path = model_dir / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can not be read: {error}") from error
-    return config
-
-
-def _content(path: str | None) -> str | None:
-    """Digest of a file that changes what bytes mean, or None if there is none."""
-    if not path:
-        return None
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
-    except OSError as error:
-        raise ConfigError(f"{path} decides what the cache's bytes mean, and can not be read: {error}") from error
 
 
 def _keys(hash_128s: Sequence[int]) -> list[bytes]:

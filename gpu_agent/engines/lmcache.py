@@ -4,7 +4,8 @@
     plugin          NodeAdapter     shapes and dtypes are part of the namespace; status, listing
 
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "gpu_agent.engines.lmcache",
-        "class_name": "NodeAdapter", "adapter_params": {"address": "store:7440", "revision": "2026-11-01"}}'
+        "class_name": "NodeAdapter", "adapter_params": {"address": "store:7440", "revision": "2026-11-01",
+        "kv_format": "vllm 0.33 bf16"}}'
 
 `adapter_params` are the options of `gpu_agent.options` and those below (docs/engines/lmcache.md). A wrong one
 ends the start; a node that is not there is a miss. lmcache is imported only here.
@@ -47,14 +48,14 @@ LIST_TIMEOUT_S = 5.0
 _STORED = {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY}
 
 
-def _options(params: Mapping[str, Any], own: Sequence[str]) -> Options:
-    """Raises ConfigError naming the option."""
+def _options(params: Mapping[str, Any], *own: str) -> Options:
+    """`own`: of one form only. Raises ConfigError naming the option."""
     for name in ("model", "hashers"):
         if name in params:
             raise ConfigError(
                 f"option {name!r} has no meaning here: LMCache names the model in every key, and no pages"
             )
-    options = read_options({"pending_nbytes_max": PENDING_NBYTES_MAX, **params}, own)
+    options = read_options({"pending_nbytes_max": PENDING_NBYTES_MAX, **params}, ("kv_format", *own))
     for name, seconds_max in TIMEOUTS_S_MAX.items():
         seconds = getattr(options.agent, name)
         if seconds > seconds_max:
@@ -65,7 +66,10 @@ def _options(params: Mapping[str, Any], own: Sequence[str]) -> Options:
 class _Node:
     """What both forms have: names, and objects at a node that is connected to by the first call."""
 
-    def __init__(self, options: Options, kv_format: str) -> None:
+    def __init__(self, options: Options) -> None:
+        kv_format = options.own.get("kv_format", "")
+        if not isinstance(kv_format, str):
+            raise ConfigError(f"kv_format={kv_format!r} must be a str")
         self.naming = Naming(options.identity, kv_format)
         # A thread never waits for a connection: a lookup would, behind loads of gigabytes.
         threads = 2 * options.agent.workers + QUERY_WORKERS
@@ -92,18 +96,10 @@ class _Node:
 
 
 class NodeConnector:
-    """`native_plugin`. Options of its own: `kv_format`, dtype and quantisation of the KV cache in words, which
-    LMCache does not tell this form: "bf16", "fp8_e4m3". Raises ConfigError."""
+    """`native_plugin`. Raises ConfigError."""
 
     def __init__(self, **params: Any) -> None:
-        options = _options(params, ("kv_format",))
-        kv_format = options.own.get("kv_format")
-        if not isinstance(kv_format, str) or not kv_format:
-            raise ConfigError(
-                'LMCache tells a native_plugin no dtype; give the option kv_format, such as "bf16", '
-                "or use the plugin form, which needs none"
-            )
-        self._node = _Node(options, kv_format)
+        self._node = _Node(_options(params))
         self._completions: Completions[tuple[int, bool, str, list[bool]]] = Completions()
         self._ids = itertools.count(1)
 
@@ -165,12 +161,12 @@ class NodeAdapter(L2AdapterInterface):
     itself. Raises ConfigError."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        options = _options(params, ("max_capacity_gb",))
+        options = _options(params, "max_capacity_gb")
         capacity = options.own.get("max_capacity_gb", 0)
         if not isinstance(capacity, int | float) or capacity < 0:
             raise ConfigError(f"max_capacity_gb={capacity!r} must be a number from 0 on")
         super().__init__(max_capacity_bytes=int(capacity * (1 << 30)))
-        self._node = _Node(options, "")
+        self._node = _Node(options)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._stored: dict[int, L2StoreResult] = {}

@@ -30,11 +30,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from gpu_agent.engines.sglang_weights import GENERATION, served_weights, weight_version
+from gpu_agent.engines.sglang_weights import served_weights, weight_version
 from gpu_agent.epochs import process_epochs
 from gpu_agent.host.pages import HostPages
+from gpu_agent.identity.sglang import pool_namespace
 from gpu_agent.layouts.sglang_host import host_pool, page_numbers
-from gpu_agent.options import facts_text, read_options
+from gpu_agent.options import read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.restorable import covered, together
 from kvstore.client import Client
@@ -144,32 +145,8 @@ class KVStoreHiCache(HiCacheStorage):
 
     def _made(self, name: str, pool: _Pool) -> HostPages:
         assert pool.view is not None
-        engine, host = self._engine, pool.host
-        packed = getattr(host, "layer_num", 0) > getattr(host, "target_layer_num", 1 << 30)
-        facts = facts_text(
-            "sglang",
-            generation=GENERATION,
-            pool=name,
-            kind=type(host).__name__,
-            host_layout=host.layout,
-            pool_dtype=host.dtype,
-            layers=f"{host.start_layer}-{host.end_layer}" if hasattr(host, "start_layer") else "",
-            format=getattr(host, "storage_format_tag", None),
-            draft=self._facts["draft"] if packed or name.startswith("draft") else "",
-            **{fact: value for fact, value in self._facts.items() if fact != "draft"},
-        )
-        # Pools with heads, and Mamba's state, differ between ranks even where the KV is a latent that does not.
-        split = not engine.is_mla_model or name == PoolName.MAMBA.value or hasattr(host, "head_num")
-        namespace = dataclasses.replace(self._identity, epoch=self._epochs.current(self._identity.epoch)).namespace(
-            pool.view.layout,
-            facts,
-            tp_rank=engine.tp_rank if split else 0,
-            tp_size=engine.tp_size if split else 1,
-            pp_rank=engine.pp_rank,
-            pp_size=engine.pp_size,
-            cp_rank=engine.attn_cp_rank,
-            cp_size=engine.attn_cp_size,
-        )
+        identity = dataclasses.replace(self._identity, epoch=self._epochs.current(self._identity.epoch))
+        namespace = pool_namespace(identity, self._facts, self._engine, name, pool.host, pool.view.layout)
         return HostPages(self._client, namespace, pool.view, self._config, BATCH_PAGES_MAX)
 
     # ---- which pages are there -------------------------------------------------------------

@@ -24,13 +24,14 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from gpu_agent.agent import Agent
-from gpu_agent.engines.sglang_weights import GENERATION, weight_version, weights
+from gpu_agent.engines.sglang_weights import weight_version, weights_of
 from gpu_agent.epochs import process_epochs
+from gpu_agent.identity.sglang import linker_namespace
 from gpu_agent.jobs import LoadJob
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.layer_batches import LayerBatch
 from gpu_agent.layouts.sglang import mha_pool, mla_pool
-from gpu_agent.options import facts_text, read_options
+from gpu_agent.options import read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence
 from kvstore.client import Client
@@ -106,18 +107,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         rank = torch.distributed.get_rank(group=group) if ranked else 0
         size = torch.distributed.get_world_size(group=group) if ranked else 1
         self._writes = not entry.rank_replicated or rank == 0
-        identity, facts = weights(options.identity, server_args)
-        del facts["draft"]  # its layers are not in this pool
-        namespace = identity.namespace(
-            entry.view.layout,
-            facts_text("sglang-linker", generation=GENERATION, pool_dtype=entry.device_pool.dtype, **facts),
-            tp_rank=0 if entry.rank_replicated else rank,
-            tp_size=1 if entry.rank_replicated else size,
-            pp_rank=params.pp_rank,
-            pp_size=params.pp_size,
-            cp_rank=params.attn_cp_rank,
-            cp_size=params.attn_cp_size,
-        )
+        identity, facts = weights_of(options.identity, server_args)
+        shard = (0, 1) if entry.rank_replicated else (rank, size)
+        namespace = linker_namespace(identity, facts, params, entry.device_pool.dtype, entry.view.layout, shard)
         self._client = Client(options.client)
         self._epochs, self._version = process_epochs(), weight_version()
         self._namespace, self._limits = namespace, options.agent

@@ -1,17 +1,16 @@
-"""Which weights an SGLang server has, from its own arguments: what both adapters put into a namespace."""
+"""Which weights an SGLang server has, from its own arguments: what both adapters ask the engine for."""
 
 import dataclasses
-import hashlib
-from pathlib import Path
+import json
 from typing import Any
 
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_server_args, get_serving
+from sglang.srt.utils.hf_transformers_utils import get_config
 
-from gpu_agent.checkpoint import named
+from gpu_agent.identity.sglang import weights
 from gpu_agent.options import Identity
 from kvstore.errors import ConfigError
-
-GENERATION = 1  # of what a page's bytes mean; raised when SGLang changes that under the same shapes
 
 
 def served_weights(identity: Identity, served_name: str | None) -> tuple[Identity, dict[str, Any]]:
@@ -23,7 +22,27 @@ def served_weights(identity: Identity, served_name: str | None) -> tuple[Identit
         if not identity.revision:
             raise ConfigError('the weights have no name: set "revision" (and "model")') from error
         return dataclasses.replace(identity, model=identity.model or served_name or ""), {"draft": served_name}
-    return weights(identity, args)
+    return weights_of(identity, args)
+
+
+def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
+    """`weights` of a server with these arguments. Raises ConfigError."""
+    return weights(identity, args, model_config(args), not envs.SGLANG_USE_MODELSCOPE.get())
+
+
+def model_config(args: Any) -> dict[str, Any]:
+    """The model's configuration as the server has it; SGLang keeps it after its start. Raises ConfigError."""
+    overrides = json.loads(args.json_model_override_args or "{}")
+    parser = getattr(args, "model_config_parser", "auto")
+    try:
+        found = get_config(args.model_path, args.trust_remote_code, args.revision, overrides, parser)
+    except Exception as error:  # whatever a model's own code raises
+        raise ConfigError(
+            f"the configuration of {args.model_path} can not be read again, so that nobody knows whether its pages "
+            f"can be shared: {error}; serve the model from a directory"
+        ) from error
+    config: dict[str, Any] = found.to_dict()
+    return config
 
 
 def weight_version() -> str:
@@ -32,13 +51,3 @@ def weight_version() -> str:
         return str(get_serving().weight_version)
     except ValueError:  # no server
         return ""
-
-
-def weights(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
-    """Which weights, and what else of the server's arguments decides what KV they make."""
-    names = ("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format", "weight_version")
-    facts = {name: getattr(args, name) for name in names}
-    scales = args.quantization_param_path
-    facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
-    facts["draft"] = f"{args.speculative_draft_model_path}@{args.speculative_draft_model_revision}"
-    return named(identity, args.model_path, args.revision or ""), facts

@@ -16,21 +16,16 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from gpu_agent.agent import Agent
-from gpu_agent.checkpoint import config_digest
 from gpu_agent.config import AgentConfig
+from gpu_agent.identity.transformers import KV_GROUP, check_adapters, model_namespace
 from gpu_agent.jobs import SaveJob
 from gpu_agent.kernels.available import transfer_for
-from gpu_agent.options import facts_text
-from gpu_agent.pool import KVPool, dtype_name
-from kvstore.buffers import byte_view
-from kvstore.checksum import running_checksum
+from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace, prefix_hashes
-from kvstore.layout import LayerGroup, PageLayout, Plane
 
 PAGE_TOKENS = 64
-KV_GROUP = "attention"
 
 
 class TransformersAdapter:
@@ -39,7 +34,8 @@ class TransformersAdapter:
     `name` names the model to everyone who shares the store: never a local path. `revision` names
     its weights; without one a digest of all parameters is taken, so that other weights under the
     same name can not hit. Raises InvalidRequest for a model whose cache has other layers than full
-    or sliding-window attention.
+    or sliding-window attention, or whose KV does not follow from its tokens alone, and in every call
+    once adapters (LoRA) were added to it.
     """
 
     def __init__(
@@ -51,9 +47,8 @@ class TransformersAdapter:
         page_tokens: int = PAGE_TOKENS,
         config: AgentConfig | None = None,
     ) -> None:
-        revision = weights_digest(model) if revision is None else revision
         self.namespace = namespace_of(model, name, revision, page_tokens)
-        self._device = model.device
+        self._model: Any = model
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
     def save(self, cache: DynamicCache, tokens: Sequence[int] | torch.Tensor) -> SaveJob:
@@ -62,6 +57,7 @@ class TransformersAdapter:
         The cache may be used and extended at once: transformers never changes its tensors in place.
         Raises InvalidRequest if the cache does not hold the plain KV of these tokens.
         """
+        check_adapters(self._model)
         ids = _token_list(tokens)
         pairs = _plain_pairs(cache)
         held = min((keys.shape[-2] for keys, _ in pairs), default=0)
@@ -73,6 +69,7 @@ class TransformersAdapter:
 
     def lookup(self, tokens: Sequence[int] | torch.Tensor) -> int:
         """Leading tokens of a prompt whose KV is stored; 0 if the store can not be asked."""
+        check_adapters(self._model)
         page_tokens = self.namespace.layout.page_tokens
         return self._agent.lookup(prefix_hashes(_token_list(tokens), page_tokens)) * page_tokens
 
@@ -81,6 +78,7 @@ class TransformersAdapter:
 
         At most all tokens but the last: a model needs one to compute its next from.
         """
+        check_adapters(self._model)
         ids = _token_list(tokens)
         page_tokens = self.namespace.layout.page_tokens
         hashes = prefix_hashes(ids, page_tokens)
@@ -120,7 +118,7 @@ class TransformersAdapter:
         dtype = getattr(torch, group.planes[0].dtype)
 
         def empty() -> torch.Tensor:
-            return torch.empty((1, heads, count, dim), dtype=dtype, device=self._device)
+            return torch.empty((1, heads, count, dim), dtype=dtype, device=self._model.device)
 
         return [(empty(), empty()) for _ in group.layers]
 
@@ -134,28 +132,12 @@ class TransformersAdapter:
         return KVPool(self.namespace.layout, tensors)
 
 
-def namespace_of(model: PreTrainedModel, name: str, revision: str, page_tokens: int = PAGE_TOKENS) -> Namespace:
-    """Namespace and layout of a model's KV; its configuration's digest is the salt."""
+def namespace_of(model: Any, name: str, revision: str | None, page_tokens: int = PAGE_TOKENS) -> Namespace:
+    """Of a model's KV. Raises InvalidRequest if it can not be stored."""
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise InvalidRequest(f"the model caches with {type(layer).__name__}; only full attention can be stored")
-    text: Any = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    dtype = dtype_name(model.dtype)
-    planes = (Plane("k", dtype, (heads, dim)), Plane("v", dtype, (heads, dim)))
-    layout = PageLayout(page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),))
-    facts = facts_text("transformers", config=config_digest(model.config.to_dict()))
-    return Namespace(model=name, layout=layout, revision=revision, salt=facts)
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """xxh3_128 over names, shapes, dtypes and bytes of all parameters and buffers, in order."""
-    running = running_checksum(0)
-    for name, tensor in model.state_dict().items():
-        running.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        running.update(byte_view(tensor.detach().cpu().contiguous()))
-    return f"weights={running.digest().hex()}"
+    return model_namespace(model, name, revision, page_tokens)
 
 
 def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -23,7 +23,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
-from gpu_agent.engines.transformers import KV_GROUP, namespace_of, weights_digest
+from gpu_agent.engines.transformers import namespace_of
+from gpu_agent.identity.transformers import KV_GROUP, check_adapters
 from gpu_agent.jobs import SaveResult
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
@@ -53,7 +54,7 @@ class PagedAdapter:
         config: AgentConfig | None = None,
     ) -> None:
         self._manager: Any = manager
-        model: Any = manager.model
+        self._model: Any = manager.model
         if not hasattr(manager, "pause") or not manager.is_running():
             raise InvalidRequest("the manager does not run (call start()), or transformers is older than 5.19")
         if manager.distributed_helper.tp_size > 1:
@@ -67,8 +68,7 @@ class PagedAdapter:
             self._cache = _shareable(processor.cache)
         self._blocks = self._cache.cache_allocators[_FULL]
         self._page_tokens = int(self._blocks.tokens_per_page)
-        revision = weights_digest(model) if revision is None else revision
-        self.namespace = namespace_of(model, name, revision, self._page_tokens)
+        self.namespace = namespace_of(self._model, name, revision, self._page_tokens)
         self._agent = Agent(client, self.namespace, _pool(self.namespace.layout, self._blocks), config)
 
     def load(self, tokens: Sequence[int]) -> int:
@@ -76,6 +76,7 @@ class PagedAdapter:
 
         They are cached like those of a former request: transformers may evict them for a request that runs.
         """
+        check_adapters(self._model)
         ids = list(tokens)
         hashes = prefix_hashes(ids[:-1], self._page_tokens)  # a model needs a token to compute its next from
         stored = self._agent.lookup(hashes)
@@ -97,6 +98,7 @@ class PagedAdapter:
     def save(self, tokens: Sequence[int]) -> SaveResult:
         """Stores the blocks of `tokens` that are in the cache: of a request that runs, or that ended and was
         not evicted. Pages that are not there count as dropped."""
+        check_adapters(self._model)
         ids = list(tokens)
         hashes = prefix_hashes(ids, self._page_tokens)
         request_id = f"kvstore-save-{next(self._numbers)}"

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed, maybe_convert_block_hash
 
 from gpu_agent.agent import Agent
 from gpu_agent.blocks.lookups import Lookups
@@ -39,11 +40,11 @@ from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
     group_pools,
-    namespaces,
     replicas,
     scales_in_blocks,
 )
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
+from gpu_agent.identity.vllm import namespaces
 from gpu_agent.options import Options, read_options
 from kvstore.client import Client
 from kvstore.errors import ConfigError
@@ -136,7 +137,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         pools = group_pools(self._caches, kv_caches)
         tp_rank = get_tp_group().rank_in_group
         ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": _prefill_context_rank()}
-        self._namespaces = namespaces(self._config, self._caches, self._options.identity, pools, ranks)
+        copies, from_hub = replicas(self._config, self._caches), not envs.VLLM_USE_MODELSCOPE
+        self._namespaces = namespaces(
+            *(self._config, self._caches, self._options.identity, pools, ranks),
+            *(copies, get_none_hash_seed(), from_hub),
+        )
         client = self._client = Client(self._options.client)
         agent = self._options.agent
         staging_nbytes = [
@@ -154,7 +159,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 made.append(Agent(client, namespace, pool, replace(agent, staging_nbytes=nbytes)))
             return made
 
-        self._rank = BlockRank(make_agents, writes=tp_rank % replicas(self._config, self._caches) == 0)
+        self._rank = BlockRank(make_agents, writes=tp_rank % copies == 0)
         for namespace in self._namespaces:
             if namespace is not None:
                 logger.info("kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt)

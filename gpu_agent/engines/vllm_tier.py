@@ -11,17 +11,17 @@ a request is told of it, so no load into the GPU can fail for us.
 """
 
 import concurrent.futures
-import hashlib
-import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import vllm
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -35,22 +35,20 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
-from gpu_agent.checkpoint import named
-from gpu_agent.engines.vllm_identity import model_facts
 from gpu_agent.host.unit_copies import UnitCopies
+from gpu_agent.identity.checkpoint import named
+from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
 from gpu_agent.jobs import AgentStats
-from gpu_agent.options import Options, facts_text, read_options
+from gpu_agent.options import Identity, Options, identity_of, read_options
 from gpu_agent.pool import KVPool
 from gpu_agent.verdicts import Verdicts
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.keys import Namespace
-from kvstore.layout import PAGE_TOKENS_MAX, opaque_layout
 
 log = logging.getLogger(__name__)
 
 # Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our connector.
-_OWN = ("facts", "engine_revision", "locality")
+_OWN = ("facts", "weights", "locality", "lora")
 # Prometheus counters beside those that vLLM keeps of every tier: of AgentStats.
 _COUNTERS = {
     "lookups": "Batches of keys that the store was asked for.",
@@ -71,10 +69,10 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        for tier in vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ():
+        tiers = vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ()
+        for tier in tiers if role is KVConnectorRole.SCHEDULER else ():  # who has a tier, and when weights are loaded
             if tier.get("module_path") == __name__:
-                tier["facts"] = engine_facts(vllm_config)
-                tier["engine_revision"] = vllm_config.model_config.revision or ""
+                tier |= told(vllm_config, tier)
         super().__init__(vllm_config, role, kv_cache_config)
 
 
@@ -97,7 +95,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         options = read_options(values, _OWN)
         self.locality = _locality(options.own.get("locality", "REMOTE"))
         rows = torch.frombuffer(primary_kv_view, dtype=torch.uint8).view(-1, self.block_size_bytes)
-        self.namespace = namespace = _namespace(offloading_spec.config, options, rows.shape[1])
+        identity, facts = _named(offloading_spec.config, options), options.own.get("facts") or {}
+        self.namespace = namespace = tier_namespace(offloading_spec.config, identity, facts, rows.shape[1])
         pool = KVPool(namespace.layout, {("opaque", 0, "bytes"): rows})
         # Rows that wait are vLLM's and there already: they cost us nothing, so that all of them may wait.
         config = replace(
@@ -257,53 +256,32 @@ def _chains(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
 # ---- whose pages -----------------------------------------------------------------------------------
 
 
-def _namespace(config: Any, options: Options, row_nbytes: int) -> Namespace:
-    """Of an engine's rows. A row holds all ranks, so that the sizes of the parallel groups are part of it and
-    ranks are not; rows in canonical layout are the same for every size.
-
-    The hash's seed is no part of it: the first key of a chain, and so every key, is made from it.
-    """
-    facts = options.own.get("facts")
-    if not facts and not (options.identity.salt and options.identity.revision):
+def _named(config: Any, options: Options) -> Identity:
+    """The user's options with the weights named: by our connector, or by hand."""
+    weights = options.own.get("weights")
+    if weights:
+        model, revision = weights
+        return replace(options.identity, model=model, revision=revision)
+    if not (options.identity.salt and options.identity.revision):
         raise ConfigError(
             "vLLM's OffloadingConnector does not tell a tier which weights and which attention backend the engine "
             'uses; set "kv_connector": "KVStoreOffloadingConnector" and "kv_connector_module_path": '
             f'"{__name__}", or name them by hand in the tier\'s options revision and salt'
         )
-    parallel = config.parallel
-    portable = config.canonical_layout and parallel.is_parallelism_agnostic
-    shard = {} if portable else {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
-    shape = {
-        "kv_dtype": config.model.dtype,
-        "kv_layout": config.kv_cache_layout,
-        "canonical": int(config.canonical_layout),
-        "replicated": int(config.replicated_layout),
-        "cp": "any" if portable else f"{parallel.pcp_size}x{parallel.dcp_size}",
-        "chunk_blocks": config.cache.blocks_per_chunk,
-        "hash_tokens": config.cache.tokens_per_hash,
-        "groups": _digest([(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]),
-    }
-    identity = named(options.identity, config.model.name, options.own.get("engine_revision", ""))
-    # A page that nobody looks into. Groups may have blocks of different lengths: of the shortest.
-    tokens = min(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk
-    layout = opaque_layout(row_nbytes, min(tokens, PAGE_TOKENS_MAX))
-    return identity.namespace(layout, facts_text("vllm-tier", **shape, **(facts or {})), **shard)
+    return named(options.identity, config.model.name)
 
 
-def engine_facts(vllm_config: Any) -> dict[str, str]:
-    """What the rows' shape does not show: how the engine computes, and which backend reads the bytes. A
-    backend that vLLM chooses by itself follows from its release and the device."""
-    backend, capability = vllm_config.attention_config.backend, current_platform.get_device_capability()
-    facts = model_facts(vllm_config) | {
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),
-        "device": f"{current_platform.device_name}{capability.as_version_str() if capability else ''}",
-        "backend": backend.name if backend else "auto",
-    }
-    return {name: str(fact) for name, fact in facts.items()}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+def told(vllm_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the connector adds to the options of a tier. Raises ConfigError for an engine whose blocks can not be shared
+    and for weights that nothing names."""
+    check_tier(vllm_config, values.get("lora", ""))
+    user, from_hub = identity_of(values), not envs.VLLM_USE_MODELSCOPE
+    identity = weights_of(vllm_config, user, from_hub)
+    capability = current_platform.get_device_capability()
+    device = f"{current_platform.device_name}{capability.as_version_str() if capability else ''}"
+    facts = model_facts(vllm_config, bool(user.revision), from_hub)
+    facts = tier_facts(vllm_config, vllm.__version__, device, facts)
+    return {"facts": facts, "weights": [identity.model, identity.revision]}
 
 
 def _locality(name: str) -> Any:

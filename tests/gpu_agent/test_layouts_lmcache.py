@@ -36,7 +36,7 @@ def test_the_fields_of_a_key_are_fields_of_the_namespace() -> None:
 
 
 def test_text_and_object_form_name_the_same() -> None:
-    naming = Naming(IDENTITY)
+    naming = Naming(IDENTITY, "bf16")
     assert parse_key(GOLDEN) == ObjectKey("m", 0x02010201, 3, bytes.fromhex(H0), "tenantA")
     assert naming.of_text(GOLDEN, None) == naming.of(parse_key(GOLDEN), None)
 
@@ -66,7 +66,7 @@ def test_whatever_differs_makes_another_name() -> None:
         Naming(IDENTITY, "bf16"),
         Naming(IDENTITY, "fp8"),
         Naming(replace(IDENTITY, revision="r2"), "bf16"),
-        Naming(replace(IDENTITY, salt="bf16"), ""),
+        Naming(replace(IDENTITY, salt="bf16"), "bf16"),
         Naming(replace(IDENTITY, tenant="t"), "bf16"),
         Naming(replace(IDENTITY, epoch=3), "bf16"),
     ]
@@ -78,7 +78,7 @@ def test_whatever_differs_makes_another_name() -> None:
 
 def test_running_numbers_for_ranks_share_a_namespace() -> None:
     """As LMCache's bench has them: a namespace each would be a round trip each."""
-    naming = Naming(IDENTITY)
+    naming = Naming(IDENTITY, "bf16")
     names = [naming.of(ObjectKey("bench-model", i, 0, i.to_bytes(16, "big")), LAYOUT) for i in range(200)]
     assert len({name.scope.digest for name in names}) == 1
     assert len({name.prefix_hash for name in names}) == 200
@@ -98,9 +98,11 @@ def test_a_listed_object_gets_its_key_back() -> None:
 
 def test_options_that_can_not_name_anything_end_the_start() -> None:
     with pytest.raises(ConfigError, match="give the option revision"):
-        Naming(Identity())
+        Naming(Identity(), "bf16")
+    with pytest.raises(ConfigError, match="give the option kv_format"):
+        Naming(IDENTITY, "")
     with pytest.raises(ConfigError, match="too long"):
-        Naming(Identity(revision="r", salt="x" * 1000))
+        Naming(Identity(revision="r", salt="x" * 1000), "bf16")
 
 
 def test_shapes_and_dtypes_are_the_layout() -> None:

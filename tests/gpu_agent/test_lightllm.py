@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent.engines.lightllm import PyLocalCacheService, PyState, light_mem_path, namespace_of
+from gpu_agent.engines.lightllm import PyLocalCacheService, PyState, light_mem_path
+from gpu_agent.identity.lightllm import namespace_of
+from gpu_agent.options import Identity
+from kvstore import Namespace
+from kvstore.config import load
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.measure.node_process import NodeProcess
 
@@ -33,6 +37,8 @@ ARGUMENTS = {
     "linear_att_ssm_data_type": "float32",
     "disable_linear_att_small_page_cpu_cache": False,
     "weight_version": "default",
+    "enable_multimodal": False,
+    "run_mode": "normal",
     "tp": 2,
     "dp": 1,
     "nnodes": 1,
@@ -57,33 +63,17 @@ def arguments(tmp_path: Path) -> Arguments:
     return lambda **changed: {**ARGUMENTS, "model_dir": model_dir, **changed}
 
 
-# ---- the namespace -----------------------------------------------------------------------------------
+# ---- the namespace; what changes it: tests/gpu_agent/identity -------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"data_type": "float16"},
-        {"quant_type": "fp8w8a8"},
-        {"expert_dtype": "fp4"},
-        {"llm_kv_type": "int8kv"},
-        {"llm_kv_quant_group_size": 16},
-        {"mtp_mode": "eagle_with_att"},
-        {"mtp_step": 2},
-        {"cpu_cache_token_page_size": 32},
-        {"weight_version": "2"},
-        {"nnodes": 2, "node_rank": 0},
-    ],
-    ids=str,
-)
-def test_what_changes_the_bytes_changes_the_namespace(arguments: Arguments, changed: dict[str, Any]) -> None:
-    assert namespace_of(arguments(**changed), MEMORY).digest != namespace_of(arguments(), MEMORY).digest
+def space_of(arguments: dict[str, Any]) -> Namespace:
+    return namespace_of(arguments, {}, load(Identity, "KVSTORE", {}), MEMORY)
 
 
 @pytest.mark.parametrize("changed", [{"tp": 4}, {"port": 9000}, {"linear_att_hash_page_size": 256}], ids=str)
 def test_what_does_not_change_the_bytes_is_no_part_of_it(arguments: Arguments, changed: dict[str, Any]) -> None:
     """A page of CPU memory holds the heads of all ranks."""
-    assert namespace_of(arguments(**changed), MEMORY).digest == namespace_of(arguments(), MEMORY).digest
+    assert space_of(arguments(**changed)).digest == space_of(arguments()).digest
 
 
 @pytest.mark.parametrize(
@@ -93,23 +83,10 @@ def test_what_does_not_change_the_bytes_is_no_part_of_it(arguments: Arguments, c
 )
 def test_a_hybrid_models_states_lie_rank_by_rank(arguments: Arguments, tmp_path: Path, changed: dict[str, Any]) -> None:
     hybrid = checkpoint(tmp_path / "hybrid", HYBRID)
-    kept = namespace_of(arguments(model_dir=hybrid), MEMORY)
-    assert namespace_of(arguments(model_dir=hybrid, **changed), MEMORY).digest != kept.digest
-    same = namespace_of(arguments(model_dir=hybrid, tp=4, dp=2), MEMORY)  # two ranks a replica, as before
+    kept = space_of(arguments(model_dir=hybrid))
+    assert space_of(arguments(model_dir=hybrid, **changed)).digest != kept.digest
+    same = space_of(arguments(model_dir=hybrid, tp=4, dp=2))  # two ranks a replica, as before
     assert same.digest == kept.digest
-
-
-def test_page_size_weights_configuration_and_name_are_in_the_namespace(arguments: Arguments, tmp_path: Path) -> None:
-    others = [
-        namespace_of(arguments(), torch.zeros((4, 8192), dtype=torch.uint8)),
-        namespace_of(arguments(model_dir=checkpoint(tmp_path / "b" / "model", weights=b"others")), MEMORY),
-        namespace_of(arguments(model_dir=checkpoint(tmp_path / "c" / "model", {**CONFIG, "head_dim": 8})), MEMORY),
-        namespace_of(arguments(model_dir=checkpoint(tmp_path / "d" / "other-name")), MEMORY),
-        namespace_of(arguments(), MEMORY),
-    ]
-    assert len({namespace.digest for namespace in others}) == len(others)
-    copy = namespace_of(arguments(model_dir=checkpoint(tmp_path / "e" / "model")), MEMORY)
-    assert copy.digest == others[-1].digest  # another machine's copy of the same checkpoint
 
 
 def test_a_named_revision_does_not_hide_another_configuration(
@@ -117,10 +94,10 @@ def test_a_named_revision_does_not_hide_another_configuration(
 ) -> None:
     """With a revision the checkpoint is not read, its configuration is."""
     monkeypatch.setenv("KVSTORE_REVISION", "r1")
-    first = namespace_of(arguments(), MEMORY)
-    rope = namespace_of(arguments(model_dir=checkpoint(tmp_path / "b" / "model", {**CONFIG, "rope": 2})), MEMORY)
+    first = space_of(arguments())
+    rope = space_of(arguments(model_dir=checkpoint(tmp_path / "b" / "model", {**CONFIG, "rope": 2})))
     written_by = {**CONFIG, "transformers_version": "5"}
-    same = namespace_of(arguments(model_dir=checkpoint(tmp_path / "c" / "model", written_by)), MEMORY)
+    same = space_of(arguments(model_dir=checkpoint(tmp_path / "c" / "model", written_by)))
     assert first.revision == "r1"
     assert first.digest not in {rope.digest}
     assert same.digest == first.digest
@@ -132,32 +109,51 @@ def test_a_file_counts_by_its_content(arguments: Arguments, tmp_path: Path, argu
     for name, text in [("one", "scales 1"), ("two", "scales 2"), ("copy", "scales 1")]:
         (tmp_path / name).write_text(text)
     one, two, copy, none = (
-        namespace_of(arguments(**{argument: path and str(tmp_path / path)}), MEMORY).digest
-        for path in ("one", "two", "copy", None)
+        space_of(arguments(**{argument: path and str(tmp_path / path)})).digest for path in ("one", "two", "copy", None)
     )
     assert len({one, two, none}) == 3
     assert copy == one
     with pytest.raises(ConfigError, match="absent"):
-        namespace_of(arguments(**{argument: str(tmp_path / "absent")}), MEMORY)
-
-
-def test_a_draft_models_weights_are_in_the_namespace(arguments: Arguments, tmp_path: Path) -> None:
-    """Its layers' KV is in the same page."""
-    drafts = [checkpoint(tmp_path / name / "draft", weights=name.encode()) for name in "ab"]
-    digests = {namespace_of(arguments(mtp_draft_model_dir=[draft]), MEMORY).digest for draft in drafts}
-    assert len(digests | {namespace_of(arguments(), MEMORY).digest}) == 3
+        space_of(arguments(**{argument: str(tmp_path / "absent")}))
 
 
 @pytest.mark.parametrize("variable", ["KVSTORE_TENANT", "KVSTORE_SALT", "KVSTORE_MODEL", "KVSTORE_REVISION"])
 def test_users_words_are_in_the_namespace(arguments: Arguments, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = namespace_of(arguments(), MEMORY)
+    before = space_of(arguments())
     monkeypatch.setenv(variable, "other")
-    assert namespace_of(arguments(), MEMORY).digest != before.digest
+    assert space_of(arguments()).digest != before.digest
 
 
-def test_weights_that_change_while_it_runs_are_refused(arguments: Arguments) -> None:
-    with pytest.raises(ConfigError, match="enable_rl"):
-        namespace_of(arguments(enable_rl=True), MEMORY)
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({"enable_rl": True}, "enable_rl.*--enable_disk_cache"),
+        ({"enable_multimodal": True}, "--disable_vision and --disable_audio"),
+        ({"run_mode": "decode"}, "--enable_disk_cache"),
+    ],
+)
+def test_a_server_whose_pages_can_not_be_told_apart_does_not_start(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], remedy: str
+) -> None:
+    """Weights that change while it runs; images, which two servers number alike and a page's hash does not show."""
+    monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments(**changed)))
+    with pytest.raises(ConfigError, match=remedy):
+        PyLocalCacheService(MEMORY)
+
+
+def test_the_variable_that_stretches_positions_is_in_the_namespace(
+    arguments: Arguments, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LightLLM reads LIGHTLLM_NTK_ALPHA where it makes rotary embeddings; its arguments do not show it."""
+    monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
+    monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
+    found = set()
+    for alpha in ("", "2"):
+        monkeypatch.setenv("LIGHTLLM_NTK_ALPHA", alpha)
+        service = PyLocalCacheService(MEMORY)
+        found.add(service.namespace.digest)
+        service.close()
+    assert len(found) == 2
 
 
 # ---- the service -------------------------------------------------------------------------------------

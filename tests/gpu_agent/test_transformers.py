@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from gpu_agent.engines.transformers import TransformersAdapter, namespace_of, weights_digest
+from gpu_agent.engines.transformers import TransformersAdapter, namespace_of
+from gpu_agent.identity.transformers import weights_digest
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
 
 WAIT_S = 20.0
@@ -213,3 +214,38 @@ def test_caches_that_do_not_hold_the_tokens_are_refused(make: Maker) -> None:
     empty = DynamicCache(config=model.config)
     with pytest.raises(InvalidRequest, match="layer 0 of the cache is empty"):
         adapter.save(empty, TOKENS)
+
+
+def test_a_cache_of_another_dtype_is_refused(make: Maker) -> None:
+    """Such as one that was converted to save memory."""
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS, cache)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)
+    with pytest.raises(InvalidRequest, match=r"float32"):
+        adapter.save(cache, TOKENS)
+
+
+def test_layers_that_are_not_the_models_are_refused(make: Maker) -> None:
+    """Such as those of a draft model in the same cache."""
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS, cache)
+    cache.update(cache.layers[0].keys, cache.layers[0].values, 3)
+    with pytest.raises(InvalidRequest, match="attention"):
+        adapter.save(cache, TOKENS)
+
+
+def test_an_adapter_that_is_added_later_ends_every_call(make: Maker) -> None:
+    """A LoRA has no part in the namespace, and can be switched on and off."""
+    model = tiny_llama()
+    adapter = make(model)
+    cache = DynamicCache()
+    forward(model, TOKENS, cache)
+    model._hf_peft_config_loaded = True
+    for call in (lambda: adapter.save(cache, TOKENS), lambda: adapter.load(TOKENS), lambda: adapter.lookup(TOKENS)):
+        with pytest.raises(InvalidRequest, match="merge"):
+            call()

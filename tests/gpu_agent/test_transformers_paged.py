@@ -22,8 +22,8 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from gpu_agent.config import AgentConfig
-from gpu_agent.engines.transformers import TransformersAdapter
-from gpu_agent.engines.transformers_paged import PagedAdapter
+from gpu_agent.engines.transformers import TransformersAdapter, namespace_of
+from gpu_agent.engines.transformers_paged import PagedAdapter, _pool
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
 from kvstore.measure.node_process import NodeProcess
 
@@ -247,3 +247,25 @@ def test_managers_whose_blocks_can_not_be_shared_are_refused(client: Client) -> 
         manager.stop(block=True)
     with pytest.raises(InvalidRequest, match="does not run"):
         PagedAdapter(client, manager, "tiny")
+
+
+def test_a_cache_of_another_dtype_is_refused(make: Make) -> None:
+    adapter = make().adapter
+    with pytest.raises(InvalidRequest, match="bfloat16"):
+        _pool(namespace_of(tiny_llama(torch.bfloat16), "tiny", "r1", PAGE).layout, adapter._blocks)
+
+
+def test_layers_that_are_not_the_models_are_refused(make: Make) -> None:
+    adapter = make().adapter
+    torch.manual_seed(0)
+    shallow = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 2}))
+    with pytest.raises(InvalidRequest, match="attention"):
+        _pool(namespace_of(shallow, "tiny", "r1", PAGE).layout, adapter._blocks)
+
+
+def test_an_adapter_that_is_added_later_ends_every_call(make: Make) -> None:
+    engine = make()
+    engine.model._hf_peft_config_loaded = True
+    for call in (engine.adapter.save, engine.adapter.load):
+        with pytest.raises(InvalidRequest, match="merge"):
+            call(prompt(100))

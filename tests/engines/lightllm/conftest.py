@@ -223,6 +223,7 @@ def make_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
             "disk_cache_dir": str(tmp_path / "unused"),
             "cpu_kv_cache_shm_id": int.from_bytes(os.urandom(3), "big") + 1,
             "diverse_mode": False,
+            "enable_multimodal": False,
             "mtp_mode": None,
             "tp": 1,
             "dp": 1,

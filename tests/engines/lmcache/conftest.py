@@ -77,9 +77,7 @@ def spec() -> Callable[..., dict[str, Any]]:
     deadlines for a busy machine, unless told."""
 
     def make(form: str, address: str, **params: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {"lookup_timeout_s": 2.0, "connect_timeout_s": 2.0}
-        if form == "native_plugin":
-            own["kv_format"] = "test"
+        own: dict[str, Any] = {"lookup_timeout_s": 2.0, "connect_timeout_s": 2.0, "kv_format": "test"}
         return {
             "type": form,
             "module_path": "gpu_agent.engines.lmcache",

@@ -69,7 +69,8 @@ def test_keys_that_differ_never_hit(driver: Any, other: Any, keys_of: Any, objec
 def test_two_dtypes_of_one_width_never_hit(
     spec: Any, open_adapter: Any, shared_node: NodeProcess, keys_of: Any, objects_of: Any
 ) -> None:
-    """`plugin`: the dtype comes with every call. `native_plugin`: the option kv_format says it."""
+    """`plugin`: the dtype comes with every call. Both: the option kv_format says it, and what no dtype does: fp8
+    has two kinds, and vLLM shows bytes for either."""
     keys = keys_of(2)
     driver = open_adapter(spec("plugin", shared_node.address))
     assert driver.store(keys, objects_of(2, dtype=torch.float16)).is_successful()
@@ -77,11 +78,12 @@ def test_two_dtypes_of_one_width_never_hit(
     for dtype, hits in ((torch.float16, [True] * 2), (torch.bfloat16, [False] * 2)):
         assert driver.lookup(keys, {0: MemoryLayoutDesc(shapes=[shape], dtypes=[dtype])}) == hits
         assert loaded(driver, keys, objects_of, dtype=dtype) == hits
-    half, brain = (
-        open_adapter(spec("native_plugin", shared_node.address, kv_format=name, **SALT)) for name in ("fp16", "bf16")
-    )
-    assert half.store(keys, objects_of(2)).is_successful()
-    assert brain.lookup(keys) == loaded(brain, keys, objects_of) == [False] * 2
+    for form in ("native_plugin", "plugin"):
+        one, other = (
+            open_adapter(spec(form, shared_node.address, kv_format=name, **SALT)) for name in ("fp8_e4m3", "fp8_e5m2")
+        )
+        assert one.store(keys, objects_of(2)).is_successful()
+        assert other.lookup(keys) == loaded(other, keys, objects_of) == [False] * 2
 
 
 def test_another_length_is_a_miss(driver: Any, keys_of: Any, objects_of: Any) -> None:
@@ -144,7 +146,9 @@ def test_the_status_is_the_nodes_own(driver: Any, form: str, keys_of: Any, objec
     [
         ("plugin", {"revision": ""}, "give the option revision"),
         ("native_plugin", {"revision": ""}, "give the option revision"),
+        ("plugin", {"kv_format": ""}, "give the option kv_format"),
         ("native_plugin", {"kv_format": ""}, "give the option kv_format"),
+        ("plugin", {"kv_format": 16}, "kv_format=16 must be a str"),
         ("plugin", {"model": "m"}, "model"),
         ("plugin", {"adress": "x"}, "unknown option 'adress'"),
         ("plugin", {"load_timeout_s": 100.0}, r"load_timeout_s=100.0 is too long"),

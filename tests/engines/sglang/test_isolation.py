@@ -1,14 +1,14 @@
 """R1, R2, R3: what differs in anything that decides a page's bytes never hits."""
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import PAGE, Engine, fill, hashes, indexer_transfer, mamba, mha, mla, parallel
+from harness import PAGE, Engine, fill, indexer_transfer, mamba, mha, mla, parallel
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 import gpu_agent.engines.sglang_weights as adapter
 from kvstore.errors import ConfigError
@@ -108,26 +108,6 @@ def test_pools_of_one_shape_are_apart(engine: Make) -> None:
     assert kv.digest != window.digest
 
 
-def test_a_tenants_salt_is_in_the_keys() -> None:
-    """SGLang's own: the chain of a salted or adapted request starts elsewhere."""
-    plain, salted, adapted = (
-        hashes(TOKENS, PAGE),
-        *(
-            get_storage_hash_str(adapter_key, None, page_size=PAGE)
-            for adapter_key in (_key(cache_salt="tenant-a"), _key(extra_key="lora-1"))
-        ),
-    )
-    assert not set(plain) & set(salted)
-    assert not set(plain) & set(adapted)
-    assert not set(salted) & set(adapted)
-
-
-def _key(**extra: Any) -> Any:
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    return RadixKey(TOKENS, **extra)
-
-
 # ---- the served name names no weights -------------------------------------------------------
 
 
@@ -136,6 +116,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, path: str, **args: Any) -> None:
     defaults = {
         "model_path": path,
         "revision": None,
+        "trust_remote_code": False,
         "dtype": "auto",
         "quantization": None,
         "quantization_param_path": None,
@@ -147,6 +128,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, path: str, **args: Any) -> None:
         "speculative_draft_model_revision": None,
     }
     monkeypatch.setattr(adapter, "get_server_args", lambda: SimpleNamespace(**{**defaults, **args}))
+    monkeypatch.setattr(adapter, "model_config", lambda _: {"model_type": "llama"})
 
 
 def unnamed(config: dict[str, Any], make: Make, *pools: Any) -> Any:
@@ -220,12 +202,33 @@ def test_another_draft_model_misses_with_its_own_pool_only(
         made = unnamed(config, engine, mha(), mha(name=PoolName.DRAFT))
         return {name: pages.namespace.digest for name, pages in made.backend._pages.items()}
 
-    serve(monkeypatch, checkpoints[0], speculative_draft_model_path="eagle-a")
+    serve(monkeypatch, checkpoints[0], speculative_draft_model_path=checkpoints[0])
     before = namespaces()
-    serve(monkeypatch, checkpoints[0], speculative_draft_model_path="eagle-b")
+    serve(monkeypatch, checkpoints[0], speculative_draft_model_path=checkpoints[1])
     after = namespaces()
     assert before["kv"] == after["kv"]
     assert before["draft"] != after["draft"]
+
+
+def test_the_models_configuration_is_the_servers_own(
+    config: dict[str, Any], engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Read by SGLang's code, with what the command line changes in it. Of longrope it chooses the angles by the
+    longest prompt of a batch."""
+    read = adapter.model_config
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**model, **sizes}))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    serve(monkeypatch, str(tmp_path))
+    monkeypatch.setattr(adapter, "model_config", read)
+    unnamed(config, engine)
+    override = json.dumps({"rope_scaling": {"rope_type": "longrope", **factors}})
+    serve(monkeypatch, str(tmp_path), json_model_override_args=override)
+    monkeypatch.setattr(adapter, "model_config", read)
+    with pytest.raises(ConfigError, match="'longrope'"):
+        unnamed(config, engine)
 
 
 def test_weights_that_nothing_names_end_the_start(config: dict[str, Any], engine: Make) -> None:

@@ -1,7 +1,7 @@
 """The linker with SGLang's own pools, counter and configuration, on CPU tensors."""
 
+import secrets
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 
 import gpu_agent.engines.sglang_linker as adapter
+import gpu_agent.engines.sglang_weights as weights
 from kvstore.errors import ConfigError
 
 Make = Callable[..., Any]
@@ -62,7 +63,7 @@ def arguments() -> SimpleNamespace:
     """Of the server, as far as they are read."""
     return SimpleNamespace(
         model_path="a-model",
-        revision=str(uuid.uuid4()),
+        revision=secrets.token_hex(20),
         dtype="auto",
         quantization=None,
         quantization_param_path=None,
@@ -76,8 +77,9 @@ def arguments() -> SimpleNamespace:
 
 
 @pytest.fixture
-def linker(shared_node: Any, arguments: SimpleNamespace) -> Iterator[Make]:
+def linker(shared_node: Any, arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`linker(pool, option=...)`: by SGLang's factory, from its configuration."""
+    monkeypatch.setattr(weights, "model_config", lambda _: {"model_type": "llama"})
     made = []
 
     def make(pool: Any, components: Any = frozenset({ComponentType.FULL}), **options: Any) -> Any:

@@ -10,6 +10,7 @@ import concurrent.futures
 import json
 import os
 import pickle
+import struct
 import sys
 import time
 import uuid
@@ -148,6 +149,7 @@ class Engine:
     ) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
+        (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, prefix_caching_hash_algo=hash_algorithm)
         cache.kv_cache_layout = "LBNHC"
         cache.num_gpu_blocks = blocks

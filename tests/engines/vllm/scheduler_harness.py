@@ -7,6 +7,7 @@ request is computed, all its full blocks that need not be computed must hold the
 """
 
 import json
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ _CONFIG = {
 
 
 def model_directory(path: Path, **changes: Any) -> str:
-    """A checkpoint without weights: what a scheduler reads of one."""
+    """A checkpoint with no tensor in it: what a scheduler reads of one."""
     path.mkdir(exist_ok=True)
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (path / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
     return str(path)
 

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
         OffloadingParallelConfig,
     )
 
-    from gpu_agent.engines.vllm_tier import KVStoreTier, engine_facts
+    from gpu_agent.engines.vllm_tier import KVStoreTier, told
 
 pytestmark = pytest.mark.filterwarnings("default")
 ROW_NBYTES = 8192
@@ -60,7 +60,13 @@ def config(**changes: Any) -> OffloadingConfig:
 
 def namespace(config: OffloadingConfig, row_nbytes: int = ROW_NBYTES, **options: Any) -> Namespace:
     view = memoryview(bytearray(4 * row_nbytes)).cast("B", (4, row_nbytes))
-    values = {"facts": FACTS, "address": "localhost:1", "staging_nbytes": 65536, **options}
+    values = {
+        "facts": FACTS,
+        "weights": ["org/model", "r1"],
+        "address": "localhost:1",
+        "staging_nbytes": 65536,
+        **options,
+    }
     tier = KVStoreTier(SimpleNamespace(config=config), view, "KVStoreTier", **values)
     try:
         assert tier.check() == []
@@ -72,11 +78,9 @@ def namespace(config: OffloadingConfig, row_nbytes: int = ROW_NBYTES, **options:
 CHANGES: dict[str, Callable[[], Namespace]] = {
     "nothing": lambda: namespace(config()),
     "tenant": lambda: namespace(config(), tenant="b"),
-    "model": lambda: namespace(config(model=OffloadingModelConfig(name="org/other", dtype="bfloat16"))),
-    "named model": lambda: namespace(config(), model="mine"),
+    "model": lambda: namespace(config(), weights=["org/other", "r1"]),
     "KV dtype": lambda: namespace(config(model=OffloadingModelConfig(name="org/model", dtype="fp8"))),
-    "revision of the engine": lambda: namespace(config(), engine_revision="abc"),
-    "revision of the user": lambda: namespace(config(), revision="def"),
+    "weights": lambda: namespace(config(), weights=["org/model", "r2"]),
     "salt": lambda: namespace(config(), salt="x"),
     "epoch": lambda: namespace(config(), epoch=1),
     "facts": lambda: namespace(config(), facts={**FACTS, "backend": "FLASHINFER"}),
@@ -118,9 +122,10 @@ def test_rows_in_canonical_layout_are_shared_by_engines_of_every_size() -> None:
 
 
 def test_a_tier_that_is_told_too_little_says_what_to_do() -> None:
+    untold: dict[str, Any] = {"facts": None, "weights": None}
     with pytest.raises(ConfigError, match=r"KVStoreOffloadingConnector.*revision and salt"):
-        namespace(config(), facts=None)
-    by_hand = namespace(config(), facts=None, revision="2026-11-01", salt="vllm 0.33 FLASH_ATTN bf16")
+        namespace(config(), **untold)
+    by_hand = namespace(config(), **untold, revision="2026-11-01", salt="vllm 0.33 FLASH_ATTN bf16")
     assert by_hand.digest != namespace(config()).digest
 
 
@@ -141,23 +146,36 @@ def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
     engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
     try:
         space = engine.tier.namespace
-        facts = engine_facts(engine.config)
+        found = told(engine.config, {})
+        assert [space.model, space.revision] == found["weights"]
         assert space.model == "tiny"
         assert space.revision.startswith("weights=")
-        assert all(f"{name}={value}" in space.salt for name, value in facts.items())
-        assert facts["hash"] == "sha256"
+        assert all(f"{name}={value}" in space.salt for name, value in found["facts"].items())
+        assert found["facts"]["hash"] == "sha256"
+        assert told(engine.config, {"model": "mine", "revision": "r1"})["weights"] == ["mine", "r1"]
 
-        def changed(**attributes: Any) -> dict[str, str]:
+        def changed(**attributes: Any) -> dict[str, Any]:
             model = SimpleNamespace(**{**vars(engine.config.model_config), **attributes})
-            return engine_facts(SimpleNamespace(**{**vars(engine.config), "model_config": model}))
+            return told(SimpleNamespace(**{**vars(engine.config), "model_config": model}), {})["facts"]
 
-        assert changed() == facts
+        assert changed() == found["facts"]
         longer = engine.config.model_config.hf_config.__class__(rope_theta=1e6)
         for change in ({"quantization": "fp8"}, {"dtype": torch.float16}, {"hf_config": longer}):
-            assert changed(**change) != facts
-        assert changed(max_model_len=64) == facts
-        scaled = SimpleNamespace(rope_scaling={"rope_type": "longrope"})
-        assert changed(hf_text_config=scaled, max_model_len=64) != changed(hf_text_config=scaled)
+            assert changed(**change) != found["facts"]
+        assert changed(max_model_len=64) == found["facts"]
+        scaled = SimpleNamespace(to_dict=lambda: {"rope_scaling": {"rope_type": "longrope"}})
+        assert changed(hf_config=scaled, max_model_len=64) != changed(hf_config=scaled)
+    finally:
+        engine.close()
+
+
+def test_a_server_with_lora_does_not_start_unless_it_vouches(tmp_path: Path) -> None:
+    engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
+    try:
+        served = SimpleNamespace(**{**vars(engine.config), "lora_config": object()})
+        with pytest.raises(ConfigError, match=r'LoRA.*"lora": "named"'):
+            told(served, {})
+        assert told(served, {"lora": "named"}) == told(engine.config, {})
     finally:
         engine.close()
 

@@ -1,0 +1,122 @@
+"""LightLLM: what its start arguments say about whose KV a page of its CPU cache holds.
+
+Its page hashes are of token ids alone, so all that decides what the bytes are stands here, and whatever is not
+said by token ids is refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_agent.host.rows import row_pool
+from gpu_agent.identity.checkpoint import also_loaded, config_digest, named
+from gpu_agent.options import Identity, facts_text
+from kvstore.errors import ConfigError
+from kvstore.keys import Namespace
+
+# Raised when LightLLM's CPU pages come to hold other bytes for the same arguments.
+LAYOUT_GENERATION = 1
+# Variables that decide what a page's bytes are: the base of plain rotary embeddings.
+VARIABLES = ("LIGHTLLM_NTK_ALPHA",)
+# Start arguments that do, for every model, and for hybrid ones.
+_ARGUMENTS = (
+    "data_type",
+    "quant_type",
+    "expert_dtype",
+    "llm_kv_type",
+    "llm_kv_quant_group_size",
+    "mtp_mode",
+    "mtp_step",
+    "weight_version",
+    "cpu_cache_token_page_size",
+)
+_HYBRID_ARGUMENTS = (
+    "linear_att_hash_page_size",
+    "linear_att_page_block_num",
+    "linear_att_ssm_data_type",
+    "disable_linear_att_small_page_cpu_cache",
+)
+# Those that name a file whose content does.
+_FILES = ("kv_quant_calibration_config_path", "quant_cfg")
+_DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+
+
+def namespace_of(
+    arguments: Mapping[str, Any], variables: Mapping[str, str], identity: Identity, memory: torch.Tensor
+) -> Namespace:
+    """The namespace of LightLLM's CPU pages. `variables`: those of VARIABLES that are set. Raises ConfigError for a
+    server whose pages can not be shared, and for a file that decides what they hold and can not be read.
+
+    Not the tensor-parallel size: a page holds the heads of all ranks, in the model's order. A hybrid model's
+    page holds their states rank by rank, and a node of several only what its own ranks have.
+    """
+    model_dir = arguments.get("model_dir")
+    if not model_dir:
+        raise ConfigError("LightLLM's start arguments name no model_dir")
+    _refuse(arguments)
+    layout = row_pool(memory, int(arguments.get("cpu_cache_token_page_size") or 256)).layout
+    facts = _facts(arguments, Path(str(model_dir)), bool(identity.revision)) | dict(variables)
+    return named(identity, str(model_dir)).namespace(layout, facts_text("lightllm", **facts))
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    if arguments.get("enable_rl"):
+        raise ConfigError(
+            "LightLLM runs with --enable_rl, which changes weights under the same name, and does not tell its disk "
+            "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
+        )
+    # LightLLM numbers images in the order of their arrival, in each process anew, and a hash says nothing of what
+    # was hashed: not even a prompt of text alone could be told from one with an image.
+    text_only = bool(arguments.get("disable_vision")) and bool(arguments.get("disable_audio"))
+    if arguments.get("enable_multimodal", not text_only) or arguments.get("run_mode") == "decode":
+        raise ConfigError(
+            "LightLLM serves images or audio, which it numbers in the order of their arrival: another server, or "
+            "this one after a restart, gives other images the same page hashes. Start it with --disable_vision and "
+            "--disable_audio, or leave out --enable_disk_cache"
+        )
+
+
+def _facts(arguments: Mapping[str, Any], model_dir: Path, vouched: bool) -> dict[str, Any]:
+    config = _model_config(model_dir)
+    text = config.get("text_config") or config
+    facts = {name: arguments.get(name) for name in _ARGUMENTS}
+    facts["data_type"] = facts["data_type"] or text.get("dtype") or text.get("torch_dtype")
+    facts |= {name: text.get(name) for name in _DIMENSIONS}
+    facts |= {name: _content(arguments.get(name)) for name in _FILES}
+    drafts = arguments.get("mtp_draft_model_dir") or []
+    for number, draft in enumerate([drafts] if isinstance(drafts, str) else drafts):
+        facts[f"draft{number}"] = also_loaded(vouched, str(draft))
+    tp, dp, nodes = (int(arguments.get(name) or 1) for name in ("tp", "dp", "nnodes"))
+    if any(name.startswith("linear_") for name in text):
+        facts |= {name: arguments.get(name) for name in _HYBRID_ARGUMENTS}
+        facts["tp"] = tp // dp
+    if nodes > dp:
+        facts["node"] = f"{arguments.get('node_rank')}/{nodes}"
+    facts["config"] = config_digest(config)
+    facts["hash"] = "xxh3_128"
+    facts["layout"] = LAYOUT_GENERATION
+    return facts
+
+
+def _model_config(model_dir: Path) -> dict[str, Any]:
+    """The model's config.json; empty if there is none (the user names model and revision then)."""
+    path = model_dir / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can not be read: {error}") from error
+    return config
+
+
+def _content(path: str | None) -> str | None:
+    """Digest of a file that changes what bytes mean, or None if there is none."""
+    if not path:
+        return None
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError as error:
+        raise ConfigError(f"{path} decides what the cache's bytes mean, and can not be read: {error}") from error

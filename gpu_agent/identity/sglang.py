@@ -1,0 +1,135 @@
+"""SGLang: what a server's arguments and its pools say about whose KV a page holds.
+
+Its keys are a SHA-256 chain over token ids, which for an image are made from a hash of its content, and over
+`extra_key` (a LoRA's id) and `cache_salt`. The rest is in the namespace.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_agent.identity.checkpoint import also_loaded, config_digest, named, text_digest
+from gpu_agent.identity.rope import length_dependent
+from gpu_agent.options import Identity, facts_text
+from kvstore.errors import ConfigError
+from kvstore.keys import Namespace
+from kvstore.layout import PageLayout
+
+GENERATION = 1  # of what a page's bytes mean; raised when SGLang changes that under the same shapes
+# Arguments that decide what KV a server makes, and those that do where they are used at all.
+_ARGUMENTS = ("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format", "weight_version")
+_SELDOM = (
+    "model_loader_extra_config",
+    "modelopt_quant",
+    "modelopt_checkpoint_restore_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+    "torchao_config",
+    "model_impl",
+)
+_UNUSED = (None, "", "auto", "{}", False)
+_MAMBA = "mamba"
+
+
+def weights(
+    identity: Identity, args: Any, config: Mapping[str, Any], from_hub: bool = True
+) -> tuple[Identity, dict[str, Any]]:
+    """Which weights, and what else of the server's arguments (`args`) and its model's configuration decides what KV
+    they make. `from_hub`: names are the Hugging Face hub's. Raises ConfigError."""
+    kinds = [kind for kind in length_dependent(config) if "dynamic" not in kind]
+    if kinds:
+        raise ConfigError(
+            f"the model has rotary embeddings of the kind {kinds[0]!r}, whose angles SGLang chooses by the longest "
+            "prompt of a batch: the KV of a prompt depends on others, and its pages can not be shared. Start the "
+            "server without the store, or replace the embedding by --json-model-override-args"
+        )
+    cache = (getattr(args, "download_dir", None) or "") if from_hub else None
+    vouched = bool(identity.revision)
+    facts = {name: getattr(args, name) for name in _ARGUMENTS}
+    facts["config"] = config_digest(config)
+    seldom = {name: getattr(args, name, None) for name in _SELDOM}
+    facts |= {name: text_digest(value)[:16] for name, value in seldom.items() if value not in _UNUSED}
+    scales = args.quantization_param_path
+    facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
+    loras = [f"{name}={also_loaded(vouched, path, '', cache)}" for name, path in _loras(args)]
+    facts["lora"] = text_digest(sorted(loras))[:16] if loras else ""
+    draft = args.speculative_draft_model_path
+    own = draft and draft != args.model_path
+    facts["draft"] = also_loaded(vouched, draft, args.speculative_draft_model_revision or "", cache) if own else draft
+    return named(identity, args.model_path, args.revision or "", cache), facts
+
+
+def _loras(args: Any) -> Iterator[tuple[str, str]]:
+    """(name, path) of those that the server starts with, whose ids are made of both. One that is loaded later has an
+    id at random: nothing of it is ever found by others."""
+    given = getattr(args, "lora_paths", None) or []
+    for lora in given.items() if isinstance(given, Mapping) else given:
+        if isinstance(lora, str):
+            name, _, path = lora.partition("=")
+            yield name, path or name
+        elif isinstance(lora, tuple):
+            yield lora[0], str(getattr(lora[1], "lora_path", lora[1]))
+        elif isinstance(lora, Mapping):
+            yield lora["lora_name"], lora["lora_path"]
+        else:
+            yield lora.lora_name, lora.lora_path
+
+
+def pool_namespace(
+    identity: Identity, facts: Mapping[str, Any], engine: Any, name: str, host: Any, layout: PageLayout
+) -> Namespace:
+    """Of a host pool's pages. `facts`: of `weights`; `engine`: SGLang's HiCacheStorageConfig."""
+    packed = getattr(host, "layer_num", 0) > getattr(host, "target_layer_num", 1 << 30)
+    text = facts_text(
+        "sglang",
+        generation=GENERATION,
+        pool=name,
+        kind=type(host).__name__,
+        host_layout=host.layout,
+        pool_dtype=host.dtype,
+        layers=f"{host.start_layer}-{host.end_layer}" if hasattr(host, "start_layer") else "",
+        format=getattr(host, "storage_format_tag", None),
+        draft=facts["draft"] if packed or name.startswith("draft") else "",
+        **{fact: value for fact, value in facts.items() if fact != "draft"},
+    )
+    # Pools with heads, and Mamba's state, differ between ranks even where the KV is a latent that does not.
+    split = not engine.is_mla_model or name == _MAMBA or hasattr(host, "head_num")
+    return identity.namespace(
+        layout,
+        text,
+        tp_rank=engine.tp_rank if split else 0,
+        tp_size=engine.tp_size if split else 1,
+        pp_rank=engine.pp_rank,
+        pp_size=engine.pp_size,
+        cp_rank=engine.attn_cp_rank,
+        cp_size=engine.attn_cp_size,
+    )
+
+
+def linker_namespace(
+    identity: Identity,
+    facts: Mapping[str, Any],
+    params: Any,
+    pool_dtype: Any,
+    layout: PageLayout,
+    shard: tuple[int, int],
+) -> Namespace:
+    """Of the linker's pages. `params`: SGLang's for a cache; `shard`: rank and size of those whose pages differ.
+    Draft layers are not in its pool."""
+    text = facts_text(
+        "sglang-linker",
+        generation=GENERATION,
+        pool_dtype=pool_dtype,
+        **{fact: value for fact, value in facts.items() if fact != "draft"},
+    )
+    return identity.namespace(
+        layout,
+        text,
+        tp_rank=shard[0],
+        tp_size=shard[1],
+        pp_rank=params.pp_rank,
+        pp_size=params.pp_size,
+        cp_rank=params.attn_cp_rank,
+        cp_size=params.attn_cp_size,
+    )

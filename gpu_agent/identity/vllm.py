@@ -1,0 +1,209 @@
+"""vLLM: what its configuration says about whose KV this is, for both routes.
+
+Everything that changes the bytes of a block, or their meaning, is in the namespace; what an engine's
+block hash covers (tokens, LoRA's name and path, images, cache salt) is in the key.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpu_agent.identity.checkpoint import also_loaded, config_digest, named, text_digest
+from gpu_agent.identity.rope import length_dependent
+from gpu_agent.options import Identity, facts_text
+from gpu_agent.pool import KVPool
+from kvstore.errors import ConfigError
+from kvstore.keys import Namespace
+from kvstore.layout import PAGE_TOKENS_MAX, PageLayout, opaque_layout
+
+GENERATION = "0.29"  # since when a layer's cache is [blocks, heads, tokens, cell]
+# Of the processor of images, sound and video, what makes another input of the same file, by flags.
+_PROCESSING = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_encoder_attn_dtype",
+    "mm_device_do_normalize",
+)
+
+
+def not_shareable(vllm_config: Any) -> str:
+    """What this engine has that keeps its blocks from being shared with others; empty if nothing."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not getattr(model, "is_prefix_caching_supported", True):
+        return "KV that does not depend on the tokens before it alone"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "scales that every process measures for itself (calculate_kv_scales)"
+    processing = getattr(model, "multimodal_config", None)
+    if processing and processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
+        return (
+            "images that are numbered in the order of their arrival, in each process anew (mm_processor_cache_gb 0 "
+            "without prefix caching: turn one of them on)"
+        )
+    return ""
+
+
+def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> Identity:
+    """`identity` with the weights named. `from_hub`: names are the Hugging Face hub's. Raises ConfigError."""
+    model = vllm_config.model_config
+    place = getattr(model, "model_weights", "") or model.model
+    return named(identity, place, model.revision or "", _cache(vllm_config, from_hub))
+
+
+def _cache(vllm_config: Any, from_hub: bool) -> str | None:
+    return (vllm_config.load_config.download_dir or "") if from_hub else None
+
+
+def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[str, Any]:
+    """What decides an engine's KV beside the weights' name and the cache's shape; of both routes. `vouched`:
+    the user named a revision. Raises ConfigError for a draft model that nothing names."""
+    model, loading = vllm_config.model_config, vllm_config.load_config
+    config = model.hf_config.to_dict()
+    facts = {
+        "config": config_digest(config),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "load": loading.load_format,
+        "hash": vllm_config.cache_config.prefix_caching_hash_algo,
+    }
+    processing = getattr(model, "multimodal_config", None)
+    more = {
+        "quantization_how": getattr(model, "quantization_config", None),
+        "load_how": getattr(loading, "model_loader_extra_config", None),
+        "kv_dtype_not_of": getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None),
+        "processing": processing and {name: getattr(processing, name, None) for name in _PROCESSING},
+    }
+    facts |= {name: text_digest(value)[:16] for name, value in more.items() if value}
+    if vllm_config.speculative_config:
+        facts["draft"] = _draft(vllm_config, vouched, from_hub)
+    if length_dependent(config):
+        facts["max_len"] = model.max_model_len  # longrope is chosen once, by how long a prompt may be
+    return facts
+
+
+def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
+    """Draft layers may stand in the model's own blocks. A method without weights has its own name for a model."""
+    draft, model = vllm_config.speculative_config, vllm_config.model_config
+    if not draft.model or draft.model in (model.model, draft.method):
+        return f"{draft.method}"
+    revision = getattr(draft, "revision", None) or ""
+    return f"{draft.method}:{also_loaded(vouched, draft.model, revision, _cache(vllm_config, from_hub))}"
+
+
+# ---- the connector ---------------------------------------------------------------------------------------------------
+
+
+def namespaces(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    identity: Identity,
+    pools: Sequence[KVPool | None],
+    ranks: Mapping[str, int],
+    copies: int,
+    seed: str,
+    from_hub: bool = True,
+) -> list[Namespace | None]:
+    """Of this rank, one per group of caches. `ranks`: tp, pp and cp (prefill context parallel); `copies`: consecutive
+    tensor-parallel ranks with the same KV; `seed`: of the first block's hash. Raises ConfigError."""
+    parallel = vllm_config.parallel_config
+    shard = {
+        "tp_rank": ranks["tp"] // copies,
+        "tp_size": parallel.tensor_parallel_size // copies,
+        "pp_rank": ranks["pp"],
+        "pp_size": parallel.pipeline_parallel_size,
+        "cp_rank": ranks["cp"],
+        "cp_size": getattr(parallel, "prefill_context_parallel_size", 1),
+    }
+    facts = model_facts(vllm_config, bool(identity.revision), from_hub) | _cache_facts(vllm_config, seed)
+    identity = weights_of(vllm_config, identity, from_hub)
+    found: list[Namespace | None] = []
+    for group, pool in zip(kv_cache_config.kv_cache_groups, pools, strict=True):
+        text = facts_text("vllm", **facts, **_group_facts(vllm_config, group))
+        found.append(identity.namespace(pool.layout, text, **shard) if pool else None)
+    return found
+
+
+def _cache_facts(vllm_config: Any, seed: str) -> dict[str, Any]:
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    return {
+        "generation": GENERATION,
+        "kv_dtype": cache.cache_dtype,
+        "kv_layout": getattr(cache, "kv_cache_layout", None),
+        "seed": hashlib.sha256(seed.encode()).hexdigest()[:8],
+        "dcp": parallel.decode_context_parallel_size,
+        "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
+    }
+
+
+def _group_facts(vllm_config: Any, group: Any) -> dict[str, Any]:
+    spec, names = group.kv_cache_spec, sorted(group.layer_names)
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {
+        layers[name].get_attn_backend().get_name() for name in names if hasattr(layers.get(name), "get_attn_backend")
+    }
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None) or 0
+    return {
+        "kind": type(spec).__name__,
+        "window": window,
+        "backend": "+".join(sorted(backends)),
+        "layers": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
+    }
+
+
+# ---- the tier behind vLLM's CPU offloading ---------------------------------------------------------------------------
+
+
+def check_tier(vllm_config: Any, lora: str) -> None:
+    """Raises ConfigError for an engine whose requests would be told apart by less than their KV. `lora`: the option."""
+    if reason := not_shareable(vllm_config):
+        raise ConfigError(f"vLLM has {reason}; its blocks can not be shared: leave KVStoreTier out")
+    if vllm_config.lora_config and lora != "named":
+        raise ConfigError(
+            "vLLM serves LoRA: its block hashes hold the name and the path of one, not its weights, and a tier can not "
+            "tell such requests apart. Where name and path mean the same weights wherever the store is shared, set "
+            '"lora": "named" in the tier\'s options; else use KVStoreConnector, which lets such requests pass by'
+        )
+
+
+def tier_facts(vllm_config: Any, release: str, device: str, facts: Mapping[str, Any]) -> dict[str, str]:
+    """What the rows' shape does not show: how the engine computes (`facts`: of `model_facts`), and which backend reads
+    the bytes. A backend that vLLM chooses by itself follows from its release and the device."""
+    backend = vllm_config.attention_config.backend
+    found = {
+        **facts,
+        "vllm": ".".join(release.split(".")[:2]),
+        "device": device,
+        "backend": backend.name if backend else "auto",
+    }
+    return {name: str(fact) for name, fact in found.items()}
+
+
+def tier_namespace(config: Any, identity: Identity, facts: Mapping[str, str], row_nbytes: int) -> Namespace:
+    """Of an engine's rows (`config`: vLLM's OffloadingConfig); the weights are named already. A row holds all ranks, so
+    that the sizes of the parallel groups are part of it and ranks are not; rows in canonical layout are the same for
+    every size.
+
+    The hash's seed is no part of it: the first key of a chain, and so every key, is made from it.
+    """
+    parallel = config.parallel
+    portable = config.canonical_layout and parallel.is_parallelism_agnostic
+    shard = {} if portable else {"tp_size": parallel.tp_size, "pp_size": parallel.pp_size}
+    groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
+    shape = {
+        "kv_dtype": config.model.dtype,
+        "kv_layout": config.kv_cache_layout,
+        "canonical": int(config.canonical_layout),
+        "replicated": int(config.replicated_layout),
+        "cp": "any" if portable else f"{parallel.pcp_size}x{parallel.dcp_size}",
+        "chunk_blocks": config.cache.blocks_per_chunk,
+        "hash_tokens": config.cache.tokens_per_hash,
+        "groups": text_digest(groups),
+    }
+    return identity.namespace(_row_layout(config, row_nbytes), facts_text("vllm-tier", **shape, **facts), **shard)
+
+
+def _row_layout(config: Any, row_nbytes: int) -> PageLayout:
+    """A page that nobody looks into. Groups may have blocks of different lengths: of the shortest."""
+    tokens = min(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk
+    return opaque_layout(row_nbytes, min(tokens, PAGE_TOKENS_MAX))

@@ -1,0 +1,50 @@
+"""LightLLM's start arguments are those that docs/identity.md and the adapter speak of."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import gpu_agent.identity.lightllm as ours
+
+
+def _fields() -> set[str]:
+    from lightllm.server.core.objs.start_args_type import StartArgs
+
+    return {field.name for field in dataclasses.fields(StartArgs)} | set(vars(StartArgs))
+
+
+def test_what_is_read_is_there() -> None:
+    read = {*ours._ARGUMENTS, *ours._HYBRID_ARGUMENTS, *ours._FILES}
+    read |= {"model_dir", "enable_rl", "enable_multimodal", "disable_vision", "disable_audio", "run_mode"}
+    read |= {"tp", "dp", "nnodes", "node_rank", "mtp_draft_model_dir"}
+    assert read <= _fields()
+
+
+def test_lightllm_serves_no_lora() -> None:
+    assert not [name for name in _fields() if "lora" in name]
+
+
+def test_a_variable_that_stretches_positions_is_still_called_so() -> None:
+    """Read from the source: importing a model wants a GPU."""
+    import lightllm
+
+    (root,) = lightllm.__path__
+    with open(f"{root}/models/llama/model.py") as source:
+        text = source.read()
+    assert all(name in text for name in ours.VARIABLES)
+
+
+def test_two_servers_number_their_images_alike() -> None:
+    """Why a server with images does not start: each number is the first image's, whatever it shows, and a page's
+    hash is of such numbers alone."""
+    from lightllm.server.embed_cache.impl.naive_memory_cache import InMemoryCache
+    from lightllm.utils.kv_cache_utils import compute_token_list_hash
+
+    prompts = []
+    for _ in range(2):
+        server = InMemoryCache.__new__(InMemoryCache)
+        server.args, server.use_config_server = SimpleNamespace(run_mode="normal"), False
+        server.token_id_range_start = server.token_id_range_end = 0
+        server._check_and_set_new_id_range(64)
+        image = range(server.token_id_range_start, server.token_id_range_start + 64)
+        prompts.append(compute_token_list_hash([1, 2, 3, *image, 4, 5, 6], 16))
+    assert prompts[0] == prompts[1]

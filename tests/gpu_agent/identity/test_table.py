@@ -1,0 +1,116 @@
+"""docs/identity.md against the code: every cell of its table is tried, and none is missing."""
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import on_others
+import on_sglang
+import on_transformers
+import on_vllm
+import pytest
+from claims import Adapter
+
+from kvstore.errors import ConfigError, InvalidRequest
+
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "identity.md"
+ADAPTERS: dict[str, Adapter] = {
+    **on_vllm.ADAPTERS,
+    **on_sglang.ADAPTERS,
+    **on_others.ADAPTERS,
+    **on_transformers.ADAPTERS,
+}
+WORDS = {"namespace", "hash", "refused", "no", "nobody"}
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """(adapter, ingredient) -> the cell."""
+    lines = itertools.dropwhile(lambda line: not line.startswith("| ingredient"), DOCUMENT.read_text().splitlines())
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    head, _, *body = ([cell.strip() for cell in row.strip("| ").split("|")] for row in rows)
+    return {(adapter, row[0]): cell for row in body for adapter, cell in zip(head[1:], row[1:], strict=True)}
+
+
+def table() -> dict[tuple[str, str], set[str]]:
+    """(adapter, ingredient) -> words of the cell, without the numbers of notes."""
+    return {pair: set(re.sub(r"\(\d+\)", "", cell).replace(",", " ").split()) for pair, cell in cells().items()}
+
+
+def tried() -> dict[tuple[str, str], set[str]]:
+    return {
+        (name, ingredient): set(words)
+        for name, adapter in ADAPTERS.items()
+        for ingredient, words in adapter.claims.items()
+    }
+
+
+def test_the_table_claims_what_is_tried_and_nothing_else() -> None:
+    assert table() == tried()
+    assert set().union(*table().values()) <= WORDS
+
+
+def test_every_no_has_its_reason_and_every_note_is_cited() -> None:
+    notes = re.findall(r"^(\d+)\. ", DOCUMENT.read_text().partition("## Notes")[2], re.MULTILINE)
+    cited = {note for cell in cells().values() for note in re.findall(r"\((\d+)\)", cell)}
+    assert notes == sorted(cited, key=int) == [str(number + 1) for number in range(len(notes))]
+    assert all("(" in cells()[pair] for pair, words in table().items() if words & {"no", "nobody"})
+
+
+def ways() -> Iterator[Any]:
+    for name, adapter in ADAPTERS.items():
+        for ingredient, words in adapter.claims.items():
+            for word, claim in words.items():
+                for number, way in enumerate(claim if isinstance(claim, list) else ()):
+                    yield pytest.param(adapter, word, way, id=f"{name}-{ingredient}-{word}-{number}")
+
+
+@pytest.mark.parametrize(("adapter", "word", "way"), list(ways()))
+def test_what_a_cell_says_holds(
+    adapter: Adapter, word: str, way: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))  # which holds nothing
+    usual = adapter.namespace(tmp_path, {}).digest
+    if word == "refused":
+        with pytest.raises((ConfigError, InvalidRequest)) as refusal:
+            adapter.namespace(tmp_path, way)
+        assert len(str(refusal.value).split()) > 8, "it says why, and what to do"
+    elif word == "namespace":
+        assert adapter.namespace(tmp_path, way).digest != usual
+    else:
+        assert adapter.namespace(tmp_path, way).digest == usual
+
+
+def test_the_same_again_is_the_same(tmp_path: Path) -> None:
+    """Else every claim above would hold for nothing."""
+    for adapter in ADAPTERS.values():
+        assert adapter.namespace(tmp_path, {}).digest == adapter.namespace(tmp_path, {}).digest
+
+
+def references() -> Iterator[Any]:
+    for name, adapter in ADAPTERS.items():
+        for ingredient, words in adapter.claims.items():
+            for claim in words.values():
+                if isinstance(claim, str):
+                    yield pytest.param(claim, id=f"{name}-{ingredient}")
+
+
+@pytest.mark.parametrize("reference", list(references()))
+def test_a_claim_about_an_engines_own_code_has_its_test_there(reference: str) -> None:
+    file, _, name = reference.partition("::")
+    functions = [
+        node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)
+    ]
+    assert name in functions
+
+
+@pytest.mark.parametrize("read", [table, tried])
+def test_no_pair_of_adapter_and_ingredient_is_left_out(read: Callable[[], dict[tuple[str, str], set[str]]]) -> None:
+    found = read()
+    ingredients = {ingredient for _, ingredient in found}
+    assert len(ingredients) == 13
+    assert found.keys() == {(adapter, ingredient) for adapter in ADAPTERS for ingredient in ingredients}
+    assert all(found.values())

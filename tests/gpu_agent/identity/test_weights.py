@@ -1,0 +1,327 @@
+"""Whose weights: a commit, or every byte; and where neither is at hand, a start that ends with the remedy."""
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import on_others
+import on_sglang
+import on_vllm
+import pytest
+
+from gpu_agent.identity import weight_files
+from gpu_agent.identity.checkpoint import also_loaded, named
+from gpu_agent.identity.hub_cache import process_start
+from gpu_agent.options import Identity
+from kvstore import ConfigError
+
+COMMIT, NEXT = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
+Names = Callable[..., Any]
+# Adapters that are told what an engine loads, and how: as `where` it loads from, at a revision.
+TOLD: dict[str, Names] = {
+    "vLLM connector": lambda tmp_path, where, revision=None: on_vllm.connector(
+        tmp_path, {"model_config.model": where, "model_config.revision": revision}
+    ),
+    "vLLM tier": lambda tmp_path, where, revision=None: on_vllm.tier(
+        tmp_path, {"model_config.model": where, "model_config.revision": revision}
+    ),
+    "SGLang HiCache": lambda tmp_path, where, revision=None: on_sglang.hicache(
+        tmp_path, {"args.model_path": where, "args.revision": revision}
+    ),
+    "SGLang linker": lambda tmp_path, where, revision=None: on_sglang.linker(
+        tmp_path, {"args.model_path": where, "args.revision": revision}
+    ),
+    "LightLLM": lambda tmp_path, where, revision=None: on_others.lightllm(
+        tmp_path, {"arguments": {"model_dir": where}}
+    ),
+}
+adapters = pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's cache of the hub, empty."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def fetched(cache: Path, commit: str = COMMIT, name: str = "org/tiny", revision: str = "main") -> Path:
+    """As the hub's client leaves a repository: small files called by git's hash, large ones by their SHA-256."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "refs", repository / "blobs", snapshot):
+        folder.mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
+    os.utime(repository / "refs" / revision, (0, 0))  # long ago
+    config, weights = b'{"model_type": "llama"}', b"weights of " + commit.encode()
+    blobs = {
+        "config.json": (hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest(), config),
+        "model.safetensors": (hashlib.sha256(weights).hexdigest(), weights),
+    }
+    for file, (blob, content) in blobs.items():
+        (repository / "blobs" / blob).write_bytes(content)
+        (snapshot / file).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
+def directory(path: Path, weights: bytes = b"weights" * 1000) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def revision_of(path: Path) -> str:
+    return named(Identity(), str(path)).revision
+
+
+# ---- a hub's name ----------------------------------------------------------------------------------------------------
+
+
+@adapters
+def test_a_hub_name_without_a_revision_is_the_commit_that_is_cached(told: Names, tmp_path: Path, hub: Path) -> None:
+    fetched(hub)
+    space = told(tmp_path, "org/tiny")
+    assert (space.model, space.revision) == ("org/tiny", COMMIT)
+    fetched(hub, NEXT)
+    assert told(tmp_path, "org/tiny").revision == NEXT
+
+
+@adapters
+@pytest.mark.parametrize("revision", [None, "v1.0"])
+def test_weights_that_nothing_names_end_the_start_with_the_remedy(
+    told: Names, tmp_path: Path, revision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"which weights 'org/tiny' are: .* set the option revision"):
+        told(tmp_path, "org/tiny", revision)
+    monkeypatch.setenv("KVSTORE_REVISION", "by hand")
+    assert told(tmp_path, "org/tiny", revision).revision == "by hand"
+
+
+def test_a_branch_is_a_commit_and_a_commit_is_itself(hub: Path) -> None:
+    fetched(hub, revision="v1.0")
+    assert named(Identity(), "org/tiny", "v1.0") == Identity(model="org/tiny", revision=COMMIT)
+    assert named(Identity(), "org/elsewhere", NEXT).revision == NEXT
+    with pytest.raises(ConfigError, match="revision 'main'"):
+        named(Identity(), "org/tiny")
+
+
+def test_a_branch_that_moves_while_the_engine_starts_ends_the_start(hub: Path) -> None:
+    """The engine may have loaded either commit. One that is the only one here is what it has loaded."""
+    fetched(hub)
+    ref = hub / "models--org--tiny" / "refs" / "main"
+    os.utime(ref)
+    assert named(Identity(), "org/tiny").revision == COMMIT
+    fetched(hub, NEXT)
+    assert named(Identity(), "org/tiny").revision == NEXT
+    os.utime(ref)
+    with pytest.raises(ConfigError, match=r"another commit .* start it again, or set the option revision"):
+        named(Identity(), "org/tiny")
+    assert named(Identity(revision="mine"), "org/tiny").revision == "mine"
+    assert 0 < time.time() - process_start() < 86400
+
+
+def test_a_commit_whose_snapshot_is_gone_names_nothing(hub: Path) -> None:
+    shutil.rmtree(fetched(hub))
+    with pytest.raises(ConfigError, match="holds no commit"):
+        named(Identity(), "org/tiny")
+
+
+def test_weights_are_looked_for_where_the_engine_keeps_them(tmp_path: Path, hub: Path) -> None:
+    """--download-dir: the other cache may hold another commit, and another hub's names mean other repositories."""
+    fetched(hub)
+    fetched(tmp_path / "downloads", NEXT)
+    downloads = str(tmp_path / "downloads")
+    on = on_vllm.connector(tmp_path, {"load_config.download_dir": downloads, "model_config.model": "org/tiny"})
+    assert on.revision == NEXT
+    on = on_sglang.hicache(tmp_path, {"args.download_dir": downloads, "args.model_path": "org/tiny"})
+    assert on.revision == NEXT
+    with pytest.raises(ConfigError, match="no hub's name"):
+        named(Identity(), "org/tiny", cache=None)
+
+
+def test_the_hubs_cache_is_where_its_own_client_has_it(tmp_path: Path) -> None:
+    code = "from huggingface_hub.constants import HF_HUB_CACHE\nfrom kvstore.config import hub_cache_dir\n"
+    code += "print(HF_HUB_CACHE, hub_cache_dir())"
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "XDG_"))}
+    for variables in (
+        {"XDG_CACHE_HOME": str(tmp_path)},
+        {"HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path)},
+        {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)},
+    ):
+        environment = {**usual, **variables}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        theirs, ours = done.stdout.split()
+        assert theirs == ours
+
+
+# ---- a snapshot of a hub ---------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_named_by_its_commit(hub: Path) -> None:
+    snapshot = fetched(hub)
+    assert named(Identity(), str(snapshot)) == Identity(model="org/tiny", revision=COMMIT)
+    assert named(Identity(), f"{snapshot}/") == Identity(model="org/tiny", revision=COMMIT)
+    (hub / "link").symlink_to(snapshot)
+    assert named(Identity(), str(hub / "link")) == Identity(model="org/tiny", revision=COMMIT)
+    file = named(Identity(), str(snapshot / "model.safetensors"))
+    assert file == Identity(model="org/tiny/model.safetensors", revision=COMMIT)
+
+
+def _edited(snapshot: Path) -> None:
+    (snapshot / "config.json").write_text('{"model_type": "llama", "rope_theta": 1}')  # through the link
+
+
+def _replaced(snapshot: Path) -> None:
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").write_bytes(b"my own")
+
+
+def _added(snapshot: Path) -> None:
+    (snapshot / "adapter.bin").write_bytes(b"my own")
+
+
+@pytest.mark.parametrize("change", [_edited, _replaced, _added])
+def test_a_snapshot_that_was_changed_by_hand_is_not_its_commit(hub: Path, change: Callable[[Path], None]) -> None:
+    snapshot = fetched(hub)
+    change(snapshot)
+    assert revision_of(snapshot).startswith("weights=")
+
+
+# ---- files and directories -------------------------------------------------------------------------------------------
+
+
+@adapters
+def test_a_single_weight_file_counts_by_its_content(told: Names, tmp_path: Path) -> None:
+    """Quantised again it has the same name, length and, if somebody wants so, time."""
+    file = tmp_path / "tiny-Q4.gguf"
+    file.write_bytes(b"quantised once")
+    before, stat = told(tmp_path, str(file)), file.stat()
+    assert before.model == "tiny-Q4.gguf"
+    assert told(tmp_path, str(file)) == before
+    file.write_bytes(b"quantised anew")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert told(tmp_path, str(file)).digest != before.digest
+    moved = directory(tmp_path / "elsewhere") / "tiny-Q4.gguf"
+    moved.write_bytes(b"quantised once")
+    assert told(tmp_path, str(moved)) == before
+
+
+def test_every_part_of_a_file_that_was_split_counts(tmp_path: Path) -> None:
+    parts = [tmp_path / f"tiny-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"weights")
+    (tmp_path / "tiny-00001-of-00003.gguf").write_bytes(b"of another")
+    before = revision_of(parts[0])
+    parts[1].write_bytes(b"others!")
+    assert revision_of(parts[0]) != before
+
+
+def test_a_checkpoint_is_named_by_its_bytes_not_its_place(tmp_path: Path) -> None:
+    first = directory(tmp_path / "here" / "llama")
+    copy, changed = tmp_path / "there" / "llama", tmp_path / "changed" / "llama"
+    shutil.copytree(first, copy)
+    assert named(Identity(), str(first)) == named(Identity(), str(copy))
+    shutil.copytree(first, changed)
+    (changed / "model.safetensors").write_bytes(b"weights" * 999 + b"weightz")
+    assert named(Identity(), str(changed)).model == "llama"
+    assert revision_of(changed) != revision_of(first)
+    assert named(Identity(model="mine", revision="7"), str(first)) == Identity(model="mine", revision="7")
+
+
+def test_a_checkpoint_that_is_replaced_within_a_process_is_another(tmp_path: Path) -> None:
+    first = directory(tmp_path / "llama", b"weights 1")
+    before = revision_of(first)
+    (first / "model.safetensors").write_bytes(b"weights 2")
+    assert revision_of(first) != before
+
+
+@pytest.mark.parametrize("name", ["shard.unheard-of", "modeling_tiny.py", "weights/part-1.safetensors", "vocab.txt"])
+def test_every_file_that_may_decide_something_counts(tmp_path: Path, name: str) -> None:
+    path = directory(tmp_path / "llama")
+    file = path / name
+    file.parent.mkdir(exist_ok=True)
+    found = {revision_of(path)}
+    for content in (b"1", b"2"):
+        file.write_bytes(content)
+        found.add(revision_of(path))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("name", ["README.md", ".gitattributes", ".cache/lock.bin", "plot.png"])
+def test_what_lies_beside_weights_does_not(tmp_path: Path, name: str) -> None:
+    path = directory(tmp_path / "llama")
+    before = revision_of(path)
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_bytes(b"noise")
+    assert revision_of(path) == before
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    path, elsewhere = directory(tmp_path / "llama"), directory(tmp_path / "elsewhere")
+    (path / "more").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(path)
+    before = revision_of(path)
+    (elsewhere / "model.safetensors").write_bytes(b"others")
+    assert revision_of(path) != before
+
+
+def test_a_directory_without_weights_says_what_to_do(tmp_path: Path) -> None:
+    """Such as one that an engine made for the configuration of weights that it streams from elsewhere."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no weights; name them with the option revision"):
+        named(Identity(), str(tmp_path))
+
+
+def test_weights_that_can_not_be_read_or_change_meanwhile_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory(tmp_path / "llama")
+
+    def unreadable(*_: Any) -> str:
+        raise PermissionError(13, "Permission denied", "model.safetensors")
+
+    def replaced(*_: Any) -> str:
+        (path / "model.safetensors").write_bytes(b"a download that goes on")
+        return "weights=00"
+
+    for reads, message in ((unreadable, r"can not be read.*model\.safetensors"), (replaced, "changed while they were")):
+        monkeypatch.setattr(weight_files, "_digest", reads)
+        with pytest.raises(ConfigError, match=message):
+            named(Identity(), str(path))
+
+
+@adapters
+def test_the_hubs_revision_says_nothing_about_a_directory(told: Names, tmp_path: Path) -> None:
+    path = directory(tmp_path / "llama")
+    assert told(tmp_path, str(path), "main").revision == revision_of(path)
+
+
+def test_a_start_that_reads_for_long_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "SLOW_NBYTES", 1000)
+    named(Identity(), str(directory(tmp_path / "llama")))
+    assert [(record.levelno, "the option revision" in record.message) for record in caplog.records] == [
+        (logging.WARNING, True)
+    ]
+
+
+# ---- weights beside the model's --------------------------------------------------------------------------------------
+
+
+def test_a_draft_is_named_like_a_model_or_vouched_for(tmp_path: Path, hub: Path) -> None:
+    fetched(hub)
+    assert also_loaded(False, "org/tiny") == f"org/tiny@{COMMIT}"
+    one, two = (also_loaded(True, str(directory(tmp_path / place / "eagle", place.encode()))) for place in "ab")
+    assert one != two
+    with pytest.raises(ConfigError, match="org/eagle"):
+        also_loaded(False, "org/eagle", "v1")
+    assert also_loaded(True, "org/eagle", "v1") == "org/eagle@v1"
