@@ -253,8 +253,8 @@ class Service:
         try:
             result = scrub(self.durability.disk, request.cursor, request.nbytes_max or SCRUB_NBYTES)
         except OSError as error:
-            self.durability.disk.poison(f"scrubbing failed: {error}")
-            raise Exhausted(f"the disk tier stopped: {error}") from error
+            self.durability.disk.blame("scrubbing", error)
+            raise Exhausted(f"not all pages were read: {error}") from error
         return pb.ScrubReply(**result._asdict())
 
     def _recover(self, request: pb.RecoverRequest) -> pb.RecoverReply:

@@ -125,15 +125,15 @@ def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path
 
 def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
-    with pytest.raises(ConfigError, match=r"1 1048576.*1 2097152.*disk_extent_nbytes"):
+    with pytest.raises(ConfigError, match=r"extents of 1048576 bytes.*2097152.*disk_extent_nbytes"):
         Rows(tmp_path / "rows", 2 * EXTENT_NBYTES)
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
 
 
 def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
-    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 2)
-    with pytest.raises(ConfigError, match="version"):
+    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 3)
+    with pytest.raises(ConfigError, match=r"format '2' by another version.*reads format 3.*another directory"):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
 
 
