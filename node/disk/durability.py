@@ -89,7 +89,8 @@ class Durability:
 
     def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
         try:
-            while self._tier.offer(digest, prefix_hashes):
+            left = prefix_hashes
+            while left := self._tier.offer(digest, left):
                 self._check(end)
                 self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, 1.0)
         except UnknownNamespace:

@@ -29,6 +29,7 @@ from node.ram.page import Page, State
 
 log = logging.getLogger(__name__)
 
+SHORTAGE_LOG_S = 10.0  # between two lines about it: it meets every page
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
 
@@ -61,6 +62,7 @@ class DiskTier:
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
+        self._tell_again = 0.0
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -315,7 +317,9 @@ class DiskTier:
     def blame(self, doing: str, error: BaseException) -> None:
         """An error of the disk stops the tier. What the node itself has run out of does not."""
         if is_shortage(error):
-            log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
+            if time.monotonic() >= self._tell_again:
+                self._tell_again = time.monotonic() + SHORTAGE_LOG_S
+                log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
         elif isinstance(error, OSError):
             self.poison(f"{doing} failed: {error}")
         else:
