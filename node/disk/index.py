@@ -136,11 +136,9 @@ class DiskIndex:
             self.forget(record)
         return len(found)
 
-    def forget_unsafe(self, numbers: range) -> int:
-        """Forgets those of the records `numbers` that may not be on the medium; how many."""
-        safe, can_be_found = self.medium.is_safe, self.records.can_be_found
-        end = min(numbers.stop, self.records.number_end)
-        found = [record for record in range(numbers.start, end) if not safe(record) and can_be_found(record)]
+    def forget_doubtful(self) -> int:
+        """After a failed sync: forgets what may not be on the medium; how many pages."""
+        found = [record for record in self.medium.begin_anew() if self.records.can_be_found(record)]
         for record in found:
             self.forget(record)
         return len(found)

@@ -6,7 +6,8 @@ earlier run left has number 0 and is as unsafe as the rest until the first sync:
 been killed, and its last writes may be in the memory of the host or of the device.
 
 After a sync that failed nobody can say what is on the medium, and a second one may succeed without
-it. So from then on nothing becomes safe until what was not is forgotten.
+it. So from then on nothing becomes safe until what was written since the last one that worked is
+forgotten. (What an earlier run left stays: a restart would trust it as much.)
 """
 
 from collections.abc import Iterable
@@ -51,11 +52,12 @@ class Medium:
         self._synced = mark
         self._unsafe = {record: batch for record, batch in self._unsafe.items() if batch > mark}
 
-    def fail(self) -> None:
+    def fail_sync(self) -> None:
         self.failed = True
 
-    def forgotten(self) -> None:
-        """Everything that was not safe has been forgotten: what is written from now on is new."""
-        self._unsafe = {}
-        self._synced = max(self._synced, 0)
-        self.failed = False
+    def begin_anew(self) -> list[int]:
+        """After syncs that failed: the records to forget. What is written from now on is new."""
+        if not self.failed:
+            return []
+        doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
+        return doubtful

@@ -299,7 +299,7 @@ class DiskTier:
             self.rows.sync()
         except OSError as error:  # of any kind: a sync that ran out of memory has lost writes, too
             with self._lock:
-                medium.fail()
+                medium.fail_sync()
             raise OSError(f"sync: {error}") from error
         with self._lock:
             medium.end_sync(mark)
@@ -334,7 +334,8 @@ class DiskTier:
             raise OSError(f"a call of the disk has not returned for {RECOVER_WAIT_S:g} s")
         try:
             self.files.trial()
-            forgotten = self._forget_unsafe() if self._index.medium.failed else 0
+            with self._lock:
+                forgotten = self._index.forget_doubtful()
             self._sync()
             with self._lock:
                 self.poisoned = ""
@@ -342,16 +343,6 @@ class DiskTier:
             self._io.release()
         log.warning("disk tier works again; %d pages that may not have reached the disk were forgotten", forgotten)
         self.on_health(True)
-
-    def _forget_unsafe(self) -> int:
-        """Like `remove_namespace` not in one go; nothing is stored meanwhile."""
-        forgotten = 0
-        for first in range(1, self.records.number_end, FORGET_RECORDS):
-            with self._lock:
-                forgotten += self._index.forget_unsafe(range(first, first + FORGET_RECORDS))
-        with self._lock:
-            self._index.medium.forgotten()
-        return forgotten
 
     # ---- verify --------------------------------------------------------------------------
 
