@@ -31,15 +31,15 @@ class Durability:
         return self._disk
 
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
-        """Returns when these pages, as far as they are stored now, survive power loss. Raises
-        Exhausted if the disk has no space for them, is stopped or too slow."""
+        """Returns when these pages survive power loss. Raises Exhausted if the disk has no space for them,
+        is stopped or too slow, or if one of them has gone: nobody was promised a page that is not there."""
         end = time.monotonic() + self._flush_s
-        stored = [info.prefix_hash for info in self._stat(digest, prefix_hashes) if info.present]
         self._barrier(end)  # what is queued already need not be offered again
-        self._save([(digest, stored)], end, self._unsafe)
+        self._save([(digest, list(prefix_hashes))], end, self._unsafe)
 
     def flush(self) -> None:
-        """The same for all pages that the node has now; those that are put meanwhile do not delay it."""
+        """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
+        not delay it, and those that go meanwhile need not be there."""
         end = time.monotonic() + self._flush_s
         self._barrier(end)
         self._save(self._inventory.unsaved(LOCKED_PAGES), end, self._unsafe_in_ram)
@@ -66,7 +66,7 @@ class Durability:
         count = sum(len(left(digest, hashes)) for digest, hashes in batches)
         if count:
             raise Exhausted(
-                f"{count} pages are not on disk: it is full of pinned or newer pages, they were removed, or the node "
+                f"{count} pages are not on disk: it is full of pinned or newer pages, they went meanwhile, or the node "
                 "ran out of memory or descriptors (then its log says so)"
             )
 

@@ -89,7 +89,7 @@ def write_between(node: Any, monkeypatch: pytest.MonkeyPatch, digest: bytes, key
         barrier(end)
         if not done:
             done.append(True)
-            assert node.tier.offer(digest, keys) == []
+            assert not node.tier.offer(digest, keys)
             wait_until(lambda: node.disk.present(digest, keys) == [True] * len(keys))
 
     monkeypatch.setattr(durability, "_barrier", barrier_then_write)
@@ -146,6 +146,25 @@ def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrie
     client.flush()
     trail.assert_synced()
     assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, True]
+
+
+def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_acknowledged(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue was full, and RAM needed the slot."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    monkeypatch.setattr(node.disk.writer, "offer", lambda pages, urgent: 0)
+    commit = node.tier.commit
+
+    def commit_and_evict(*args: Any) -> Any:
+        stored = commit(*args)
+        pages.drop_from_ram(node)
+        return stored
+
+    monkeypatch.setattr(node.tier, "commit", commit_and_evict)
+    with pytest.raises(Exhausted, match="1 pages are not on disk.*went meanwhile"):
+        pages.put(client, pages.keys(1), durable=True)
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
