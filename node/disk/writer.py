@@ -12,6 +12,7 @@ RAM and disk then hold different pages, and the node remembers more. Flush, dura
 stop of a node do not wait.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from typing import Protocol
 from node.disk.counters import DiskCounters
 from node.ram.page import Page, State
 from node.ram.tier import RamTier
+
+log = logging.getLogger(__name__)
 
 BATCH_PAGES_MAX = 256  # rows that appear together
 BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
@@ -138,7 +141,8 @@ class DiskWriter:
                 return
             try:
                 self._store(pages, barrier)
-            except Exception as error:  # noqa: BLE001 -- the thread's edge: it must go on, or holds never end; it logs
+            except Exception as error:  # the edge of the thread: it must go on, or holds never end
+                log.debug("disk writer", exc_info=True)
                 self._disk.counters.pages_refused += len(pages)
                 self._disk.blame("writing", error)
             finally:

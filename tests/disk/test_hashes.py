@@ -44,9 +44,7 @@ def test_a_hash_that_was_never_stored_is_not_found_because_another_starts_like_i
     assert (disk.page_count, disk.pages_corrupt) == (1, 0)
 
 
-def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(
-    nodes: Any, pages: Any, alike: list[bytes]
-) -> None:
+def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(nodes: Any, pages: Any, alike: list[bytes]) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, alike[:1], durable=True)
@@ -102,7 +100,6 @@ def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
-    ((key, value),) = list(node.disk.rows.pages())
     read = node.disk.files.read
 
     def read_late(*args: Any) -> Any:

@@ -91,6 +91,39 @@ def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) 
     assert seen == {0, 10, 25}
 
 
+def test_rows_of_a_killed_run_are_in_a_synced_table_when_the_next_has_opened_them(tmp_path: Path) -> None:
+    """Not in a log that the killed run left unsynced and nobody will sync: RocksDB syncs the tables that it writes."""
+    rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    rows.write({1: b"n"}, [row(number) for number in range(10)], [])
+    shutil.copytree(tmp_path / "rows", tmp_path / "killed")
+    rows.close()
+    assert not list((tmp_path / "killed").glob("*.sst"))
+    opened = Rows(tmp_path / "killed", EXTENT_NBYTES)
+    assert len(list((tmp_path / "killed").glob("*.sst"))) == 1
+    assert sum(path.stat().st_size for path in (tmp_path / "killed").glob("*.log")) == 0
+    assert len(list(opened.pages())) == 10
+    opened.close()
+
+
+def test_a_sync_of_the_rows_asks_rocksdb_for_the_medium(rows: Rows) -> None:
+    """Not for the memory of the host only, which is what its log is written to without `True`."""
+
+    class Spy:
+        def __init__(self) -> None:
+            self.asked: list[bool] = []
+
+        def flush_wal(self, sync: bool) -> None:
+            self.asked.append(sync)
+
+    real, spy = rows._db, Spy()
+    rows._db = spy  # type: ignore[assignment]
+    try:
+        rows.sync()
+    finally:
+        rows._db = real
+    assert spy.asked == [True]
+
+
 def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path) -> None:
     """RocksDB refuses the file, or the row's own checksum does; what is read is what was written."""
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)

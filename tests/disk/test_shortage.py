@@ -134,10 +134,10 @@ def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(nodes: Any, 
 
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
 def test_what_rocksdb_says_about_a_shortage_is_understood(code: int) -> None:
-    with pytest.raises(OSError) as caught, _DiskErrors():
+    with pytest.raises(OSError, match=os.strerror(code)) as caught, _DiskErrors():
         raise Exception(f"IO error: {os.strerror(code)}: While open a file for appending: rows/000012.log")
     assert is_shortage(caught.value)
-    with pytest.raises(OSError) as other, _DiskErrors():
+    with pytest.raises(OSError, match="No space") as other, _DiskErrors():
         raise Exception("IO error: No space left on device: While appending to file: rows/000012.log")
     assert not is_shortage(other.value)
 
