@@ -61,7 +61,8 @@ class ExtentFiles:
         self._unsynced: set[int] = set()
         self._run = memoryview(mmap.mmap(-1, RUN_NBYTES_MAX))  # page-aligned, as O_DIRECT needs it
         directory.mkdir(parents=True, exist_ok=True)
-        # An earlier run may have been killed before it synced what it wrote: the first sync is for all.
+        self._layer.sync_directory(directory)
+        # An earlier run may have been killed before it synced what it made and wrote: the first sync is for all.
         self._unsynced |= {int(path.name) for path in directory.iterdir() if path.name.isdigit()}
         self.direct = self._direct_works()
         if not self.direct:
