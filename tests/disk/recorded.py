@@ -78,11 +78,11 @@ class RecordingLayer(FileLayer):
         time.sleep(self._rng.choice([0, 0, 0.001, 0.004]))
 
     def open(self, path: Path, flags: int) -> int:
-        is_new = not path.exists()
+        name = str(path.relative_to(self._root))
+        if not path.exists():
+            self._record.begin(Event("made", name))
         fd = super().open(path, flags)
-        self._names[fd] = str(path.relative_to(self._root))
-        if is_new:
-            self._record.begin(Event("made", self._names[fd]))
+        self._names[fd] = name
         return fd
 
     def allocate(self, fd: int, nbytes: int) -> None:
