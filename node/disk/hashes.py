@@ -29,6 +29,11 @@ class Hashes:
         start = record % BLOCK_COUNT * (len(block) // BLOCK_COUNT)
         return bytes(block[start : start + self._lengths[record]])
 
+    def matches(self, record: int, prefix_hash: bytes) -> bool:
+        block = self._blocks[record // BLOCK_COUNT]
+        start = record % BLOCK_COUNT * (len(block) // BLOCK_COUNT)
+        return block[start : start + self._lengths[record]] == prefix_hash
+
     def __setitem__(self, record: int, prefix_hash: bytes) -> None:
         number, place = divmod(record, BLOCK_COUNT)
         while number >= len(self._blocks):

@@ -75,11 +75,11 @@ class Records:
 
     def find(self, namespace: int, prefix_hash: bytes) -> int:
         """Number of the record, 0 if there is none."""
-        table, mask, marks = self._table, self._mask, self._mark
+        table, mask, marks, matches = self._table, self._mask, self._mark, self._hashes.matches
         mark = hash(prefix_hash) & _MARK_MASK
         place = (mark ^ namespace * _MIX) & mask
         while record := table[place]:
-            if marks[record] == mark and self._namespace[record] == namespace and self._hashes[record] == prefix_hash:
+            if marks[record] == mark and self._namespace[record] == namespace and matches(record, prefix_hash):
                 return record
             place = (place + 1) & mask
         return 0

@@ -236,7 +236,7 @@ def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
     assert records.check() == []
 
 
-@pytest.mark.parametrize(("nbytes", "record_count"), [(16, 50_000), (32, 200_000), (64, 50_000)])
+@pytest.mark.parametrize(("nbytes", "record_count"), [(16, 100_000), (32, 200_000), (64, 100_000)])
 def test_a_record_takes_about_64_bytes_beside_its_hash(nbytes: int, record_count: int) -> None:
     """Whether the table has just grown or is nearly full; slots and their owners included."""
     records = Records(1 << 30, 1 << 22)
