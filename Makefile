@@ -6,16 +6,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 CYCLES ?= 300
+RUNS ?= 50
 # A file's tests stay together in one worker: they share their node.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-crash dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
+.PHONY: help setup demo test test-crash test-power dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
 	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
+	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
@@ -58,6 +60,9 @@ test-dist: dist
 
 test-crash: $(READY)
 	$(BIN)/python tests/disk/crash.py --cycles $(CYCLES) $(if $(DIR),--dir $(DIR))
+
+test-power: $(READY)
+	$(BIN)/python tests/disk/power.py --runs $(RUNS) $(if $(DIR),--dir $(DIR))
 
 docker-test: $(READY)
 	KVSTORE=$(BIN)/kvstore docker/test.sh

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from kvstore.errors import ConfigError, KVStoreError
@@ -90,13 +91,13 @@ class Node:
             self.arena.view,
             keep_own_extents=not config.disk_extent_nbytes,
         )
+        namespaces.below_count = disk.page_count
         started = time.monotonic()
         try:
-            disk.restore(namespaces.open)
+            disk.restore(partial(namespaces.open, restored=True))
         except OSError as error:
             disk.poison(f"the rows can not be read: {error}")
         log.info("disk tier: %d pages restored in %.1f s", disk.records.count, time.monotonic() - started)
-        namespaces.below_count = disk.page_count
         self.tier.below = disk
         self.scrubber = Scrubber(disk, config.scrub_nbytes_per_s)
         return disk

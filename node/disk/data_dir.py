@@ -35,8 +35,9 @@ def open_data_dir(
 ) -> tuple[DiskTier, int]:
     """(the disk tier, the descriptor that holds the lock). Raises ConfigError for a directory that
     can not be used, is in use, or was made with another extent size (unless it may keep its own)."""
+    layer = layer or FileLayer()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        _make(path, layer)
         with contextlib.ExitStack() as undo:
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, lock)
@@ -49,6 +50,7 @@ def open_data_dir(
             _allow_open_files(extent_count)
             files = ExtentFiles(path / "extents", rows.extent_nbytes, layer)
             files.drop_from(extent_count)
+            layer.sync_directory(path)  # rows and extents are there after power loss
             undo.pop_all()
     except BlockingIOError as error:
         raise ConfigError(f"data_dir={path} is in use by another node; give each node its own") from error
@@ -58,6 +60,14 @@ def open_data_dir(
         log.info("data_dir keeps its extents of %d bytes; larger pages stay in RAM", rows.extent_nbytes)
     records = Records(extent_count * rows.extent_nbytes, rows.extent_nbytes)
     return DiskTier(rows, files, records, view, queue_nbytes_max), lock
+
+
+def _make(path: Path, layer: FileLayer) -> None:
+    """The directory and what it lies in, to stay: each new one is an entry of the one above."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in missing:
+        layer.sync_directory(directory.parent)
 
 
 def _allow_open_files(extent_count: int) -> None:

@@ -31,37 +31,55 @@ class Durability:
         return self._disk
 
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
-        """Returns when these pages, as far as they are stored now, survive power loss. Raises
-        Exhausted if the disk has no space for them, is stopped or too slow."""
+        """Returns when these pages survive power loss. Raises Exhausted if the disk has no space for them,
+        is stopped or too slow, or if one of them has gone: nobody was promised a page that is not there."""
         end = time.monotonic() + self._flush_s
-        stored = [info.prefix_hash for info in self._stat(digest, prefix_hashes) if info.present]
         self._barrier(end)  # what is queued already need not be offered again
-        self._save([(digest, stored)], end, lambda info: not info.on_disk)
+        self._save([(digest, list(prefix_hashes))], end, self._unsafe)
 
     def flush(self) -> None:
-        """The same for all pages that the node has now; those that are put meanwhile do not delay it."""
+        """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
+        not delay it, and those that go meanwhile need not be there."""
         end = time.monotonic() + self._flush_s
         self._barrier(end)
-        self._save(self._inventory.unsaved(LOCKED_PAGES), end, lambda info: info.in_ram and not info.on_disk)
+        self._save(self._inventory.unsaved(LOCKED_PAGES), end, self._unsafe_in_ram)
+        if self.disk.unsafe_count:  # another may have stored a page that has left RAM before we looked
+            self._barrier(end)
 
-    def _save(self, batches: list[tuple[bytes, list[bytes]]], end: float, is_left: Callable[[PageInfo], bool]) -> None:
-        """Offers those of the pages that are left and waits for them, a few times: on a full disk a page
-        may be evicted by the next ones, with the cold extent that it came to lie in."""
+    def _save(
+        self,
+        batches: list[tuple[bytes, list[bytes]]],
+        end: float,
+        left: Callable[[bytes, Sequence[bytes]], list[bytes]],
+    ) -> None:
+        """Offers those of the pages that are `left` and waits for them, a few times: on a full disk a page
+        may be evicted by the next ones, with the cold extent that it came to lie in. Nothing but the
+        look at each page ends this: a barrier does not cover what another wrote behind it."""
         for _ in range(ROUNDS_MAX):
-            batches = [(digest, left) for digest, hashes in batches if (left := self._left(digest, hashes, is_left))]
+            batches = [(digest, some) for digest, hashes in batches if (some := left(digest, hashes))]
             if not batches:
                 return
             for digest, hashes in batches:
                 for start in range(0, len(hashes), LOCKED_PAGES):
                     self._offer_all(digest, hashes[start : start + LOCKED_PAGES], end)
             self._barrier(end)
-        count = sum(len(self._left(digest, hashes, is_left)) for digest, hashes in batches)
+        count = sum(len(left(digest, hashes)) for digest, hashes in batches)
         if count:
-            raise Exhausted(f"{count} pages are not on disk: it is full of pinned or newer pages, or they were removed")
+            raise Exhausted(
+                f"{count} pages are not on disk: it is full of pinned or newer pages, they went meanwhile, or the node "
+                "ran out of memory or descriptors (then its log says so)"
+            )
 
-    def _left(self, digest: bytes, prefix_hashes: list[bytes], is_left: Callable[[PageInfo], bool]) -> list[bytes]:
+    def _unsafe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
+        found: list[bytes] = []
+        for start in range(0, len(prefix_hashes), LOCKED_PAGES):
+            some = prefix_hashes[start : start + LOCKED_PAGES]
+            found += [h for h, safe in zip(some, self.disk.safe(digest, some), strict=True) if not safe]
+        return found
+
+    def _unsafe_in_ram(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
         try:
-            return [info.prefix_hash for info in self._stat(digest, prefix_hashes) if is_left(info)]
+            return [info.prefix_hash for info in self._stat(digest, self._unsafe(digest, prefix_hashes)) if info.in_ram]
         except UnknownNamespace:  # its pages went meanwhile, and it made room for another
             return []
 
@@ -71,7 +89,8 @@ class Durability:
 
     def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
         try:
-            while self._tier.offer(digest, prefix_hashes):
+            left = prefix_hashes
+            while left := self._tier.offer(digest, left):
                 self._check(end)
                 self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, 1.0)
         except UnknownNamespace:
@@ -80,7 +99,10 @@ class Durability:
     def _barrier(self, end: float) -> None:
         if not self.disk.writer.flush(max(0.0, end - time.monotonic())):
             self._check(end)
-            raise Exhausted("the disk tier stopped before the pages were safe; see the node's status")
+            raise Exhausted(
+                "the disk tier stopped, or the node ran out of memory or descriptors, before the pages were safe; "
+                "see its status and its log"
+            )
 
     def _check(self, end: float) -> None:
         if self.disk.poisoned:

@@ -37,6 +37,14 @@ class FileLayer:
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
 
+    def sync_directory(self, path: Path) -> None:
+        """Files that were made in it are there after power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 
@@ -53,6 +61,9 @@ class ExtentFiles:
         self._unsynced: set[int] = set()
         self._run = memoryview(mmap.mmap(-1, RUN_NBYTES_MAX))  # page-aligned, as O_DIRECT needs it
         directory.mkdir(parents=True, exist_ok=True)
+        self._layer.sync_directory(directory)
+        # An earlier run may have been killed before it synced what it made and wrote: the first sync is for all.
+        self._unsynced |= {int(path.name) for path in directory.iterdir() if path.name.isdigit()}
         self.direct = self._direct_works()
         if not self.direct:
             log.warning("%s does not support O_DIRECT; using the page cache", directory)
@@ -122,7 +133,7 @@ class ExtentFiles:
         try:
             for number in numbers:
                 self._layer.sync(self._fd(number))
-        except OSError:
+        except BaseException:
             with self._lock:
                 self._unsynced |= numbers
             raise
@@ -153,18 +164,14 @@ class ExtentFiles:
         except OSError:
             os.ftruncate(fd, had_nbytes)  # a full file system gets back what was found for half an extent
             raise
-        os.fsync(fd)
-        directory = os.open(self._directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        self._layer.sync_directory(self._directory)
 
     def drop_from(self, count: int) -> None:
         """Gives the files of extents from number `count` on back: an earlier run may have had more."""
         for path in self._directory.iterdir():
             if path.name.isdigit() and int(path.name) >= count:
                 path.unlink()
+                self._unsynced.discard(int(path.name))
 
     def trial(self) -> None:
         """Writes, syncs and reads back 4 KiB beside the extents. Raises OSError if that fails."""

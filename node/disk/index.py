@@ -3,7 +3,7 @@
     records       by key, by slot, by last use
     spaces        short numbers of namespaces
     gone          row keys to delete with the next batch
-    unsynced      records whose bytes or row may still be lost with the power
+    medium        which of the records survive power loss
 
 Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
@@ -15,9 +15,10 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.messages import parse_namespace
 from node.disk.counters import DiskCounters
+from node.disk.medium import Medium
 from node.disk.numbers import NumberedSpaces
 from node.disk.records import Records
-from node.disk.rows import PageRow, page_key, parse_page_row
+from node.disk.rows import PageRow, namespace_key, page_key, parse_page_row
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
@@ -39,7 +40,7 @@ class DiskIndex:
         self.spaces = NumberedSpaces()
         self.counters = DiskCounters()
         self.gone: list[bytes] = []
-        self.unsynced: set[int] = set()
+        self.medium = Medium()
 
     # ---- start ---------------------------------------------------------------------------
 
@@ -58,21 +59,31 @@ class DiskIndex:
         self.gone.append(key)
         self.counters.rows_damaged += row is None
 
-    def restore_namespace(
-        self, number: int, message: bytes, open_namespace: Callable[[Namespace, bytes], object]
-    ) -> str:
-        """What is wrong with it, if anything is; then its pages are dropped, or can not be asked for."""
+    def restore_namespace(self, number: int, message: bytes) -> str:
+        """What is wrong with it, if anything is; then its pages are dropped."""
         try:
             value = parse_namespace(message)
+            if self.spaces.restore(value, number):
+                return ""
+            problem = f"it is the second one of namespace {value.digest.hex()}"
         except InvalidRequest as error:
-            self.counters.rows_damaged += 1
-            return f"the row of namespace {number} is damaged, its pages are dropped: {error}"
-        self.spaces.restore(value, number)
-        try:
-            open_namespace(value, value.digest)
-        except KVStoreError as error:  # its pages are larger than this node's extents, or there are too many
-            return f"namespace {value.digest.hex()} is on disk but can not be opened: {error}"
-        return ""
+            problem = str(error)
+        self.counters.rows_damaged += 1
+        self.gone.append(namespace_key(number))
+        return f"row {number} of namespaces is damaged, its pages are dropped: {problem}"
+
+    def restored(self, open_namespace: Callable[[Namespace, bytes], object]) -> list[str]:
+        """All rows are taken in: opens the namespaces that have pages, and only those, and forgets the
+        others. Returns what could not be opened, and why; its pages stay, but can not be asked for."""
+        self.records.restored()
+        self.drop_empty_spaces()
+        problems = []
+        for value in self.spaces.values.values():
+            try:
+                open_namespace(value, value.digest)
+            except KVStoreError as error:  # its pages are larger than this node's extents
+                problems.append(f"namespace {value.digest.hex()} is on disk but can not be opened: {error}")
+        return problems
 
     # ---- find ----------------------------------------------------------------------------
 
@@ -109,10 +120,13 @@ class DiskIndex:
     # ---- forget --------------------------------------------------------------------------
 
     def forget(self, record: int) -> None:
-        number, start = self.records.key(record)
-        self.gone.append(page_key(number, start.to_bytes(8, "big")))
+        number, prefix_hash = self.records.key(record)
+        self.gone.append(page_key(number, prefix_hash))
         self.spaces.counts[number] -= 1
         self.records.remove(record)
+
+    def drop_empty_spaces(self) -> None:
+        self.gone += map(namespace_key, self.spaces.drop_empty())
 
     def forget_some(self, digest: bytes, numbers: range) -> int:
         """Forgets those of the records `numbers` that are pages of a namespace; how many."""
@@ -122,12 +136,11 @@ class DiskIndex:
             self.forget(record)
         return len(found)
 
-    def forget_unsynced(self) -> int:
-        """After a failed sync nobody can say what of these is on the medium; how many were forgotten."""
-        found = [r for r in self.unsynced if self.records.is_published(r, self.records.key(r)[0])]
+    def forget_doubtful(self) -> int:
+        """After a failed sync: forgets what may not be on the medium; how many pages."""
+        found = [record for record in self.medium.begin_anew() if self.records.can_be_found(record)]
         for record in found:
             self.forget(record)
-        self.unsynced = set()
         return len(found)
 
     # ---- write ---------------------------------------------------------------------------
@@ -162,21 +175,22 @@ class DiskIndex:
 
     def publish(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> None:
         """The rows are written: the pages can be found, but for those that were removed meanwhile."""
-        removed = []
+        removed, written = [], []
         for page, record in reserved:
+            number, prefix_hash = self.records.key(record)
             if page.state is State.VISIBLE:
                 self.records.publish(record, page.checksum, now_s, page.expiry_s)
-                self.unsynced.add(record)
-                self.spaces.counts[self.records.key(record)[0]] += 1
+                written.append(record)
+                self.spaces.counts[number] += 1
                 self.counters.pages_written += 1
                 self.counters.nbytes_written += page.namespace.page_nbytes
             else:
-                removed.append(self.records.key(record))
+                removed.append((number, prefix_hash))
                 self.records.cancel(record)
-        for number, start in removed:
-            prefix = start.to_bytes(8, "big")
-            if not self.records.find(number, prefix):  # else the key was stored anew in this batch
-                self.gone.append(page_key(number, prefix))
+        for number, prefix_hash in removed:
+            if not self.records.find(number, prefix_hash):  # else the key was stored anew in this batch
+                self.gone.append(page_key(number, prefix_hash))
+        self.medium.wrote(written)
 
     def _row(self, page: Page, record: int, now_s: int) -> PageRow:
         number = self.spaces.known(page.namespace.digest)

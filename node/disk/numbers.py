@@ -12,7 +12,8 @@ KEPT = 1 << 15
 
 
 class NumberedSpaces:
-    """Not thread-safe; the disk tier's lock guards it. 0 is no number.
+    """A namespace has one number and one row. Not thread-safe; the disk tier's lock guards it. 0 is
+    no number.
 
     `counts`: pages on disk by number. `new`: descriptions that are not in the rows yet.
     """
@@ -26,9 +27,12 @@ class NumberedSpaces:
     def known(self, digest: bytes) -> int:
         return self._numbers.get(digest, 0)
 
-    def restore(self, value: Namespace, number: int) -> None:
-        """A namespace that is in the rows."""
+    def restore(self, value: Namespace, number: int) -> bool:
+        """A namespace that is in the rows; False for its second row, which can not be right."""
+        if value.digest in self._numbers:
+            return False
         self._numbers[value.digest], self.values[number] = number, value
+        return True
 
     def number(self, value: Namespace) -> int:
         """The namespace's number; that of a new one has to be written with the next rows."""
@@ -43,10 +47,16 @@ class NumberedSpaces:
         new, self.new = self.new, {}
         return new
 
-    def drop_empty(self) -> None:
-        """Forgets namespaces without pages once there are many."""
-        if len(self.values) < KEPT:
-            return
-        for number in [number for number in self.values if not self.counts[number]]:
+    @property
+    def crowded(self) -> bool:
+        return len(self.values) >= KEPT
+
+    def drop_empty(self) -> list[int]:
+        """Forgets namespaces without pages. Their rows must go no later than one of them gets another
+        number: a namespace with two would have its pages under the one that is not asked."""
+        empty = [number for number in self.values if not self.counts[number]]
+        for number in empty:
             del self._numbers[self.values.pop(number).digest]
+            del self.counts[number]
             self.new.pop(number, None)
+        return empty

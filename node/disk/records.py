@@ -1,18 +1,19 @@
-"""What the node keeps in RAM about each page on disk: 57 to 64 bytes, in arrays instead of objects.
+"""What the node keeps in RAM about each page on disk: 54 to 61 bytes and its hash, in arrays instead of objects.
 
-    record r:  start of the prefix hash u64 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
+    record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
                older u32, newer u32 (LRU of its slot size) | last use u32 s | expiry u32 s
+    hashes:    the whole prefix hash, and a byte for its length
     table:     open addressing, record numbers, at most 3/4 full
     slots:     the owner of each, u32
 
-A page is found by its namespace and the first 8 bytes of its prefix hash; that another hash with
-the same start was meant shows at its checksum, which is seeded with the whole key. Record 0 is no
-record. Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
+A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash of
+it, is the place in the table and spares most comparisons; it is keyed anew in each process, so
+hashes that are alike (counters, say) do not crowd one place of the table. Record 0 is no record.
+Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.disk.hashes import BLOCK_COUNT, Hashes
 from node.slots import Extent, SlotAllocator
 
 if TYPE_CHECKING:
     from node.disk.rows import PageRow
 
-_START = struct.Struct(">Q")
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads namespaces over the table
-GROWTH_COUNT = 4096
+_MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
+_MARK_MASK = (1 << 32) - 1
 
 
 @dataclass
@@ -47,16 +48,13 @@ def _table_places(count: int) -> int:
     return places
 
 
-def hash_start(prefix_hash: bytes) -> int:
-    return int(_START.unpack_from(prefix_hash)[0])
-
-
 class Records:
     """Records by key, by slot and by last use. `slots` is the region of the disk they lie in."""
 
     def __init__(self, region_nbytes: int, extent_nbytes: int) -> None:
         self.slots = SlotAllocator(region_nbytes, extent_nbytes, lambda count: array("I", bytes(4 * count)))
-        self._start = array("Q", [0])
+        self._hashes = Hashes()
+        self._mark = array("I", [0])
         self._namespace = array("H", [0])
         self._offset = array("I", [0])
         self._older = array("I", [0])
@@ -77,17 +75,17 @@ class Records:
 
     def find(self, namespace: int, prefix_hash: bytes) -> int:
         """Number of the record, 0 if there is none."""
-        start: int = _START.unpack_from(prefix_hash)[0]
-        table, mask = self._table, self._mask
-        place = (start ^ namespace * _MIX) & mask
+        table, mask, marks, matches = self._table, self._mask, self._mark, self._hashes.matches
+        mark = hash(prefix_hash) & _MARK_MASK
+        place = (mark ^ namespace * _MIX) & mask
         while record := table[place]:
-            if self._start[record] == start and self._namespace[record] == namespace:
+            if marks[record] == mark and self._namespace[record] == namespace and matches(record, prefix_hash):
                 return record
             place = (place + 1) & mask
         return 0
 
     def _home(self, record: int) -> int:
-        return (self._start[record] ^ self._namespace[record] * _MIX) & self._mask
+        return (self._mark[record] ^ self._namespace[record] * _MIX) & self._mask
 
     def _insert(self, record: int) -> None:
         place = self._home(record)
@@ -155,9 +153,9 @@ class Records:
 
     def _new(self, namespace: int, prefix_hash: bytes) -> int:
         if not self._free:
-            first = len(self._start)
+            first = len(self._mark)
             for numbers in (
-                self._start,
+                self._mark,
                 self._namespace,
                 self._offset,
                 self._older,
@@ -165,11 +163,12 @@ class Records:
                 self._used_s,
                 self._expiry_s,
             ):
-                numbers.frombytes(bytes(numbers.itemsize * GROWTH_COUNT))
-            self._checksum.frombytes(bytes(CHECKSUM_NBYTES * GROWTH_COUNT))
-            self._free.extend(range(first + GROWTH_COUNT - 1, first - 1, -1))
+                numbers.frombytes(bytes(numbers.itemsize * BLOCK_COUNT))
+            self._checksum.frombytes(bytes(CHECKSUM_NBYTES * BLOCK_COUNT))
+            self._free.extend(range(first + BLOCK_COUNT - 1, first - 1, -1))
         record = self._free.pop()
-        self._start[record] = hash_start(prefix_hash)
+        self._hashes[record] = prefix_hash
+        self._mark[record] = hash(prefix_hash) & _MARK_MASK
         self._namespace[record] = namespace
         return record
 
@@ -231,8 +230,10 @@ class Records:
 
     def is_published(self, record: int, namespace: int) -> bool:
         """Whether a record number is a page of this namespace that can be found."""
-        if record >= len(self._namespace) or self._namespace[record] != namespace:
-            return False
+        return record < self.number_end and self._namespace[record] == namespace and self.can_be_found(record)
+
+    def can_be_found(self, record: int) -> bool:
+        """Whether it is a page's: published and not removed."""
         place = self._home(record)
         while (found := self._table[place]) and found != record:
             place = (place + 1) & self._mask
@@ -325,9 +326,9 @@ class Records:
     def offset(self, record: int) -> int:
         return self._offset[record] * SLOT_ALIGN_NBYTES
 
-    def key(self, record: int) -> tuple[int, int]:
-        """(namespace number, first 8 bytes of the prefix hash as a number)."""
-        return self._namespace[record], self._start[record]
+    def key(self, record: int) -> tuple[int, bytes]:
+        """(namespace number, prefix hash)."""
+        return self._namespace[record], self._hashes[record]
 
     def checksum(self, record: int) -> bytes:
         return self._checksum[2 * record : 2 * record + 2].tobytes()

@@ -2,9 +2,9 @@
 
     "F"                                   format version, extent bytes: "1 16777216"
     "N" u16be number                      a Namespace message
-    "P" u16be number, prefix hash[:8]     offset u64, slot nbytes u64, stored s u32, used s u32,
-                                          expiry s u32, page checksum 16, rest of the prefix hash,
-                                          xxh3_64 of key and value before it u64
+    "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
+                                          expiry s u32, page checksum 16, xxh3_64 of key and value
+                                          before it u64
 
 A page counts as stored only when its row is there. Rows of one batch appear together. All calls
 but `pages` come from the disk tier's writer thread: they hold the GIL, but rows are small.
@@ -19,8 +19,10 @@ from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
 
 from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
+from node.disk.shortage import code_in
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 
@@ -39,26 +41,31 @@ class PageRow(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        return page_key(self.namespace, self.prefix_hash[:8])
+        return page_key(self.namespace, self.prefix_hash)
 
     def value(self) -> bytes:
         assert len(self.checksum) == CHECKSUM_NBYTES
         head = _HEAD.pack(self.offset, self.slot_nbytes, self.stored_s, self.used_s, self.expiry_s, self.checksum)
-        body = head + self.prefix_hash[8:]
-        return body + row_checksum(self.key + body)
+        return head + row_checksum(self.key + head)
 
 
-def page_key(namespace: int, hash_start: bytes) -> bytes:
-    return b"P" + namespace.to_bytes(2, "big") + hash_start
+def page_key(namespace: int, prefix_hash: bytes) -> bytes:
+    """Of a page's row; with the start of a hash, of the first row that may begin with it."""
+    return b"P" + namespace.to_bytes(2, "big") + prefix_hash
+
+
+def namespace_key(number: int) -> bytes:
+    return b"N" + number.to_bytes(2, "big")
 
 
 def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     """None for a row that is damaged."""
     body, mark = value[:-_SUM_NBYTES], value[-_SUM_NBYTES:]
-    if len(key) != 11 or len(body) < _HEAD.size or row_checksum(key + body) != mark:
+    prefix_hash = key[3:]
+    hash_fits = PREFIX_HASH_NBYTES_MIN <= len(prefix_hash) <= PREFIX_HASH_NBYTES_MAX
+    if not hash_fits or len(body) != _HEAD.size or row_checksum(key + body) != mark:
         return None
-    offset, slot_nbytes, stored_s, used_s, expiry_s, checksum = _HEAD.unpack_from(body)
-    prefix_hash = key[3:] + body[_HEAD.size :]
+    offset, slot_nbytes, stored_s, used_s, expiry_s, checksum = _HEAD.unpack(body)
     namespace = int.from_bytes(key[1:3], "big")
     return PageRow(namespace, prefix_hash, offset, slot_nbytes, stored_s, used_s, expiry_s, checksum)
 
@@ -86,20 +93,27 @@ class Rows:
                 found = self._db[b"F"] = ours
         version, _, nbytes = found.decode(errors="replace").partition(" ")
         self.extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else extent_nbytes
-        if version != str(FORMAT_VERSION) or nbytes != str(self.extent_nbytes):
+        if version != str(FORMAT_VERSION):
             self._db.close()
             raise ConfigError(
-                f"data_dir was written with format and extents {found.decode(errors='replace')!r}, this node wants "
-                f"{ours.decode()!r}; use the same disk_extent_nbytes and version, or another directory"
+                f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
+                f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
+                "another directory"
+            )
+        if nbytes != str(self.extent_nbytes):
+            self._db.close()
+            raise ConfigError(
+                f"data_dir was written with extents of {nbytes} bytes, this node wants {extent_nbytes}; use the same "
+                "disk_extent_nbytes, or another directory"
             )
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
-        """All or nothing: new namespaces, removed page keys, new pages."""
+        """All or nothing. First the keys that are gone: a number or a page may be there anew."""
         batch = WriteBatch(raw_mode=True)
-        for number, message in namespaces.items():
-            batch.put(b"N" + number.to_bytes(2, "big"), message)
         for key in gone:
             batch.delete(key)
+        for number, message in namespaces.items():
+            batch.put(namespace_key(number), message)
         for row in pages:
             batch.put(row.key, row.value())
         if batch.len():
@@ -138,4 +152,4 @@ class _DiskErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and kind.__module__ in ("builtins", "rocksdict") and type(error) is Exception:
-            raise OSError(f"rows: {error}") from error
+            raise OSError(code_in(str(error)), f"rows: {error}") from error

@@ -28,11 +28,14 @@ def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int) -> ScrubResult:
         if nbytes >= nbytes_max:
             return ScrubResult(intact, damaged, nbytes, key)
         row = parse_page_row(key, value)
-        record = disk.borrow(row) if row is not None else 0
-        if row is None or not record:
+        borrowed = disk.borrow(row) if row is not None else None
+        if row is None or borrowed is None:
             continue
-        good = disk.verify(row, record)
-        _raise_poisoned(disk)
+        try:
+            good = disk.verify(borrowed)
+        except OSError:
+            _raise_poisoned(disk)  # with the reason, or else it is not the disk's
+            raise
         intact, damaged, nbytes = intact + good, damaged + (not good), nbytes + row.slot_nbytes
     _raise_poisoned(disk)
     return ScrubResult(intact, damaged, nbytes, b"")
@@ -61,8 +64,8 @@ class Scrubber:
         while not self._stop.wait(pause_s):
             try:
                 result = scrub(self._disk, cursor, int(self._nbytes_per_s * STEP_S))
-            except OSError as error:
-                self._disk.poison(f"scrubbing failed: {error}")
+            except (OSError, MemoryError) as error:
+                self._disk.blame("scrubbing", error)
                 result = None
             cursor = result.next_cursor if result else b""
             pause_s = max(STEP_S, result.nbytes / self._nbytes_per_s) if cursor and result else ROUND_PAUSE_S

@@ -14,6 +14,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
@@ -21,13 +22,25 @@ from node.disk.extent_files import ExtentFiles
 from node.disk.index import DiskIndex
 from node.disk.records import Records
 from node.disk.rows import PageRow, Rows, page_key, parse_page_row
+from node.disk.shortage import is_shortage
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
 log = logging.getLogger(__name__)
 
+SHORTAGE_LOG_S = 10.0  # between two lines about it: it meets every page
+RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
+
+
+class Borrowed(NamedTuple):
+    """A page that is being verified: its number may be another namespace's before that is done."""
+
+    record: int
+    row: PageRow
+    space: Namespace
+    checksum: bytes
 
 
 class DiskTier:
@@ -49,23 +62,24 @@ class DiskTier:
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
+        self._tell_again = 0.0
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
+        # One at a time stores, syncs or recovers: what a sync made safe, or lost, must be certain.
+        self._io = threading.Lock()
         self._index = DiskIndex(records)
         self.counters = self._index.counters
         self.writer = DiskWriter(self, queue_nbytes_max)
 
     def restore(self, open_namespace: Callable[[Namespace, bytes], object]) -> None:
         """Takes in the rows of an earlier run; page bytes are not read. Raises OSError."""
-        for number, message in self.rows.namespaces():
-            problem = self._index.restore_namespace(number, message, open_namespace)
-            if problem:
-                log.error("%s", problem)
+        problems = [self._index.restore_namespace(number, message) for number, message in self.rows.namespaces()]
         now_s = self._clock_s()
         for key, value in self.rows.pages():
             self._index.restore_page(key, value, now_s)
-        self.records.restored()
+        for problem in filter(None, [*problems, *self._index.restored(open_namespace)]):
+            log.error("%s", problem)
         self._restored = True
 
     # ---- find ----------------------------------------------------------------------------
@@ -78,6 +92,12 @@ class DiskTier:
 
     def _find(self, digest: bytes, prefix_hash: bytes) -> int:
         return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
+
+    def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Which of the pages are on disk and survive power loss."""
+        with self._lock:
+            records = [self._find(digest, prefix_hash) for prefix_hash in prefix_hashes]
+            return [record > 0 and self._index.medium.is_safe(record) for record in records]
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
         """Tail first, as the RAM tier does."""
@@ -98,8 +118,7 @@ class DiskTier:
         number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
-        first = max(key_prefix, after)[:8]
-        for key, value in self.rows.pages(page_key(number, first)):
+        for key, value in self.rows.pages(page_key(number, max(key_prefix, after))):
             row = parse_page_row(key, value)
             if row is None:
                 continue
@@ -127,21 +146,25 @@ class DiskTier:
             self.records.end_use(record)
 
     def read(self, record: int, page: Page) -> bool:
-        """Reads a record into the page's slot and ends the use of the record. False: not readable or
-        not what was written; then the page is a miss, and gone."""
+        """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
+        are not what was written, the page is gone."""
         index = page.namespace
         with self._used(record):
             slot = self._view(page.offset, index.slot_nbytes)
             with self._lock:
                 offset, expected = self.records.offset(record), self.records.checksum(record)
                 expiry_s = self.records.expiry_s(record)
-            intact = self._read_intact(offset, slot, index.page_nbytes, expected, index.seed(page.prefix_hash))
+            try:
+                intact = self._read_intact(offset, slot, index.page_nbytes, expected, index.seed(page.prefix_hash))
+            except (OSError, MemoryError) as error:
+                self.blame("reading", error)
+                return False
             with self._lock:
                 if intact:
                     page.checksum, page.expiry_s = expected, expiry_s
                     self.counters.pages_read += 1
                     self.counters.nbytes_read += index.page_nbytes
-                elif not self.poisoned:
+                else:
                     self._quarantine(record, index.digest, page.prefix_hash)
             return intact
 
@@ -154,11 +177,7 @@ class DiskTier:
             self.end_read(record)
 
     def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
-        try:
-            self.files.read(offset, slot)
-        except OSError as error:
-            self.poison(f"reading failed: {error}")
-            return False
+        self.files.read(offset, slot)
         return checksum(slot[:page_nbytes], seed) == expected
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
@@ -212,13 +231,18 @@ class DiskTier:
 
     def store(self, pages: Sequence[Page]) -> None:
         """Writes pages and their rows, and deletes the rows of what is gone. Raises OSError."""
+        with self._io:
+            self._store(pages)
+
+    def _store(self, pages: Sequence[Page]) -> None:
         now_s = self._clock_s()
         reserved: list[tuple[Page, int]] = []
         with self._lock:
-            self._index.spaces.drop_empty()
+            if self._index.spaces.crowded:
+                self._index.drop_empty_spaces()
         try:
-            # One may have been offered twice, and of hashes that start alike only one can be on disk.
-            visible = {(p.namespace.digest, p.prefix_hash[:8]): p for p in pages if p.state is State.VISIBLE}
+            # One may have been offered twice.
+            visible = {(p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE}
             for page in visible.values():
                 with self._lock:
                     record = self._index.reserve(page, now_s)
@@ -251,16 +275,34 @@ class DiskTier:
         return len(self._index.gone)
 
     @property
-    def unsynced_count(self) -> int:
-        """Pages that were stored since the last `sync`."""
-        return len(self._index.unsynced)
+    def unsafe_count(self) -> int:
+        """Pages that were stored and would not survive power loss."""
+        return self._index.medium.unsafe_count
+
+    @property
+    def sync_pending(self) -> bool:
+        """Whether power loss would take a page back, or give one back that was removed."""
+        return self._index.medium.pending
 
     def sync(self) -> None:
-        """All that `store` did survives power loss when this returns: bytes first, then rows. Raises
-        OSError; then nobody knows what of it is on the medium."""
-        self.files.sync()
-        self.rows.sync()
-        self._index.unsynced = set()
+        """All that `store` did before survives power loss when this returns: bytes first, then rows.
+        Raises OSError; then nobody knows what of it is on the medium."""
+        with self._io:
+            self._sync()
+
+    def _sync(self) -> None:
+        medium = self._index.medium
+        with self._lock:
+            mark = medium.begin_sync()
+        try:
+            self.files.sync()
+            self.rows.sync()
+        except OSError as error:  # of any kind: a sync that ran out of memory has lost writes, too
+            with self._lock:
+                medium.fail_sync()
+            raise OSError(f"sync: {error}") from error
+        with self._lock:
+            medium.end_sync(mark)
 
     # ---- trouble -------------------------------------------------------------------------
 
@@ -272,42 +314,62 @@ class DiskTier:
         log.error("disk tier stopped, RAM serves on: %s", reason)
         self.on_health(False)
 
+    def blame(self, doing: str, error: BaseException) -> None:
+        """An error of the disk stops the tier. What the node itself has run out of does not."""
+        if is_shortage(error):
+            if time.monotonic() >= self._tell_again:
+                self._tell_again = time.monotonic() + SHORTAGE_LOG_S
+                log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
+        elif isinstance(error, OSError):
+            self.poison(f"{doing} failed: {error}")
+        else:
+            log.error("disk tier, %s", doing, exc_info=error)
+            self.poison(f"internal error: {error!r}")
+
     def recover(self) -> None:
         """Believes in the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
         if not self._restored:  # a page might be put where one lies that is not known
             raise OSError("the rows could not be read at the start; restart the node")
-        self.files.trial()
-        with self._lock:
-            forgotten = self._index.forget_unsynced() if self.poisoned else 0
-        self.sync()
-        with self._lock:
-            self.poisoned = ""
+        if not self._io.acquire(timeout=RECOVER_WAIT_S):
+            raise OSError(f"a call of the disk has not returned for {RECOVER_WAIT_S:g} s")
+        try:
+            self.files.trial()
+            with self._lock:
+                forgotten = self._index.forget_doubtful()
+            self._sync()
+            with self._lock:
+                self.poisoned = ""
+        finally:
+            self._io.release()
         log.warning("disk tier works again; %d pages that may not have reached the disk were forgotten", forgotten)
         self.on_health(True)
 
     # ---- verify --------------------------------------------------------------------------
 
-    def borrow(self, row: PageRow) -> int:
-        """The record of a row, in use until `verify`; 0 if the row is of a page that was there before."""
+    def borrow(self, row: PageRow) -> Borrowed | None:
+        """The page of a row, in use until `verify`; None if the row is of a page that was there before."""
         with self._lock:
             record = 0 if self.poisoned else self.records.find(row.namespace, row.prefix_hash)
             if not record or self.records.offset(record) != row.offset:
-                return 0
+                return None
             self.records.begin_use(record)
-            return record
+            return Borrowed(record, row, self._index.spaces.values[row.namespace], self.records.checksum(record))
 
-    def verify(self, row: PageRow, record: int) -> bool:
+    def verify(self, borrowed: Borrowed) -> bool:
         """Reads a page and compares it with its record's checksum; drops it if it is damaged. Ends the
-        use of the record."""
+        use of the record. Raises OSError if it can not be read."""
+        record, row, space, expected = borrowed
         with self._used(record), mmap.mmap(-1, row.slot_nbytes) as memory, memoryview(memory) as slot:
-            with self._lock:
-                value, expected = self._index.spaces.values[row.namespace], self.records.checksum(record)
-            seed = key_seed(value.digest, row.prefix_hash)
-            good = self._read_intact(row.offset, slot, value.layout.page_nbytes, expected, seed)
+            seed = key_seed(space.digest, row.prefix_hash)
+            try:
+                good = self._read_intact(row.offset, slot, space.layout.page_nbytes, expected, seed)
+            except OSError as error:
+                self.blame("reading", error)
+                raise
             with self._lock:
                 self.counters.pages_scrubbed += 1
-                if not good and not self.poisoned:
-                    self._quarantine(record, value.digest, row.prefix_hash)
+                if not good:
+                    self._quarantine(record, space.digest, row.prefix_hash)
             return good
 
     # ---- tell ----------------------------------------------------------------------------

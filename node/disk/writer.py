@@ -42,7 +42,10 @@ class Store(Protocol):
     def gone_count(self) -> int: ...
 
     @property
-    def unsynced_count(self) -> int: ...
+    def unsafe_count(self) -> int: ...
+
+    @property
+    def sync_pending(self) -> bool: ...
 
     def has_room(self, slot_nbytes: int) -> bool: ...
 
@@ -50,7 +53,7 @@ class Store(Protocol):
 
     def sync(self) -> None: ...
 
-    def poison(self, reason: str) -> None: ...
+    def blame(self, doing: str, error: BaseException) -> None: ...
 
 
 class _Barrier:
@@ -138,12 +141,10 @@ class DiskWriter:
                 return
             try:
                 self._store(pages, barrier)
-            except OSError as error:
-                self._disk.counters.pages_refused += len(pages)
-                self._disk.poison(f"writing failed: {error}")
             except Exception as error:  # the edge of the thread: it must go on, or holds never end
-                log.exception("disk writer failed")
-                self._disk.poison(f"internal error: {error!r}")
+                log.debug("disk writer", exc_info=True)
+                self._disk.counters.pages_refused += len(pages)
+                self._disk.blame("writing", error)
             finally:
                 self._done(pages, barrier)
 
@@ -155,8 +156,8 @@ class DiskWriter:
             disk.store(pages)
         if barrier and disk.gone_count:  # removed while they were written: their rows are there
             disk.store([])
-        idle = not pages and disk.unsynced_count
-        if barrier or idle or disk.unsynced_count >= SYNC_PAGES:
+        idle = not pages and disk.sync_pending
+        if barrier or idle or disk.unsafe_count >= SYNC_PAGES:
             disk.sync()
         if barrier:
             barrier.safe = True

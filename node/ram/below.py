@@ -20,6 +20,9 @@ class Below(Protocol):
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]: ...
 
+    def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Which of the pages survive power loss."""
+
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None: ...
 
     def info(self, digest: bytes, prefix_hash: bytes) -> BelowInfo | None: ...
@@ -51,6 +54,9 @@ class Nothing:
     """No tier below: a node without a disk."""
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        return [False] * len(prefix_hashes)
+
+    def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         return [False] * len(prefix_hashes)
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None: ...

@@ -91,8 +91,8 @@ class Inventory:
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
     def unsaved(self, locked_pages: int) -> list[tuple[bytes, list[bytes]]]:
-        """Pages that are in RAM only: (namespace digest, prefix hashes). Looks at `locked_pages` under
-        one lock."""
+        """Pages in RAM that are not safe below: (namespace digest, prefix hashes). Looks at `locked_pages`
+        under one lock."""
         tier = self._tier
         with tier.lock:
             known = [(index, list(index.pages)) for index in tier.namespaces.all()]
@@ -104,8 +104,8 @@ class Inventory:
                 with tier.lock:
                     pages = map(index.pages.get, some)
                     visible = [page.prefix_hash for page in pages if page is not None and page.state is State.VISIBLE]
-                    below = tier.below.present(index.digest, visible)
-                missing += [h for h, is_below in zip(visible, below, strict=True) if not is_below]
+                    safe = tier.below.safe(index.digest, visible)
+                missing += [h for h, is_safe in zip(visible, safe, strict=True) if not is_safe]
             if missing:
                 found.append((index.digest, missing))
         return found

@@ -58,8 +58,9 @@ class Namespaces:
         self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
 
-    def open(self, value: Namespace, digest: bytes) -> tuple[NamespaceIndex, bool]:
-        """(the namespace, whether it is new). `digest` is what the caller will use in its keys."""
+    def open(self, value: Namespace, digest: bytes, restored: bool = False) -> tuple[NamespaceIndex, bool]:
+        """(the namespace, whether it is new). `digest` is what the caller will use in its keys. One that
+        is `restored` has pages below and needs no room made: it is there, and an earlier run had room."""
         if digest != value.digest:
             raise LayoutMismatch(
                 f"namespace digest {digest.hex()} does not belong to this description, whose digest is "
@@ -77,7 +78,8 @@ class Namespaces:
                 f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
             )
         index = NamespaceIndex(value)
-        self._make_room(index.described_nbytes)
+        if not restored:
+            self._make_room(index.described_nbytes)
         self._by_digest[digest] = index
         return index, True
 

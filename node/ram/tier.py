@@ -215,14 +215,14 @@ class RamTier:
             self._offer(reservation.pages, urgent=False)
             return stored
 
-    def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> int:
-        """Offers those of the pages that are in RAM only to the tier below; how many it did not take."""
+    def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
+        """Offers those of the pages that are in RAM only to the tier below; those that it did not take."""
         with self.lock:
             index = self.namespaces.find(digest)
             below = self.below.present(digest, prefix_hashes)
             live = [self.live(index, h) for h, is_below in zip(prefix_hashes, below, strict=True) if not is_below]
             pages = [page for page in live if page is not None]
-            return len(pages) - self._offer(pages, urgent=True)
+            return [page.prefix_hash for page in pages[self._offer(pages, urgent=True) :]]
 
     def hold_visible(self, pages: Sequence[Page]) -> list[Page]:
         """Holds those of the pages that are still visible, for the tier below."""

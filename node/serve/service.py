@@ -19,6 +19,7 @@ from node.disk.tier import DiskTier
 from node.ram.arena import Arena
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.page import Page
+from node.ram.reservation import Verdict
 from node.ram.tier import RamTier
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
@@ -88,8 +89,12 @@ class Service:
             self.durability.disk  # noqa: B018 raises if there is none
         result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes)
         session.put_request = request
-        if request.durable and not result.pages:
-            self.durability.keep(request.namespace, request.prefix_hashes)
+        session.promised = []
+        if request.durable:  # what is stored, or is going to be; not what another writes, or what has no room
+            verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
+            session.promised = [h for h, verdict in verdicts if verdict in (Verdict.WRITE, Verdict.EXISTS)]
+            if not result.pages:
+                self.durability.keep(request.namespace, session.promised)
         if session.maps_arena:
             offsets = [page.offset for page in result.pages]
             return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
@@ -108,7 +113,7 @@ class Service:
         put = session.put_request
         stored = session.commit(list(request.checksums), -(-put.ttl_ms // 1000))
         if put.durable:
-            self.durability.keep(put.namespace, put.prefix_hashes)
+            self.durability.keep(put.namespace, session.promised)
         return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[pb.GetReply, list[memoryview]]:
@@ -248,8 +253,8 @@ class Service:
         try:
             result = scrub(self.durability.disk, request.cursor, request.nbytes_max or SCRUB_NBYTES)
         except OSError as error:
-            self.durability.disk.poison(f"scrubbing failed: {error}")
-            raise Exhausted(f"the disk tier stopped: {error}") from error
+            self.durability.disk.blame("scrubbing", error)
+            raise Exhausted(f"not all pages were read: {error}") from error
         return pb.ScrubReply(**result._asdict())
 
     def _recover(self, request: pb.RecoverRequest) -> pb.RecoverReply:

@@ -29,6 +29,7 @@ class Session:
         self._reservation: Reservation | None = None
         self._held: list[Page] = []
         self.put_request = pb.PutRequest()  # of the reservation
+        self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
         assert self._reservation is None, "a session writes one batch at a time"

@@ -1,19 +1,23 @@
 """The row database: what a row says, and what a damaged, foreign or interrupted one does."""
 
+import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvstore.errors import ConfigError
 from node.disk.data_dir import open_data_dir
 from node.disk.rows import PageRow, Rows, parse_page_row
 
 EXTENT_NBYTES = 1 << 20
+GOLDEN = Path(__file__).parent.parent / "golden" / "format.json"
 
 
 def row(number: int, namespace: int = 1, nbytes: int = 32) -> PageRow:
@@ -32,6 +36,24 @@ def rows(tmp_path: Path) -> Iterator[Rows]:
 def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
     ours = row(7, 65535, nbytes)._replace(offset=(1 << 44) - 4096, used_s=(1 << 32) - 1, expiry_s=(1 << 32) - 1)
     assert parse_page_row(ours.key, ours.value()) == ours
+
+
+def test_a_row_is_what_the_format_says() -> None:
+    """docs/FORMAT.md by its example, made here without the project's code."""
+    example = json.loads(GOLDEN.read_text())["row"]
+    prefix_hash, page_checksum = bytes.fromhex(example["prefix_hash"]), bytes.fromhex(example["checksum"])
+    key = b"P" + struct.pack(">H", example["namespace"]) + prefix_hash
+    value = struct.pack(
+        "<QQIII", *(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s"))
+    )
+    value += page_checksum
+    value += struct.pack(">Q", xxhash.xxh3_64_intdigest(key + value))
+    assert (key.hex(), value.hex()) == (example["key"], example["value"])
+    ours = parse_page_row(key, value)
+    assert ours is not None
+    assert (ours.key, ours.value()) == (key, value)
+    assert (ours.namespace, ours.prefix_hash, ours.checksum) == (example["namespace"], prefix_hash, page_checksum)
+    assert ours[2:7] == tuple(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s"))
 
 
 def test_a_row_with_any_byte_changed_or_missing_is_no_row() -> None:
@@ -91,6 +113,39 @@ def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) 
     assert seen == {0, 10, 25}
 
 
+def test_rows_of_a_killed_run_are_in_a_synced_table_when_the_next_has_opened_them(tmp_path: Path) -> None:
+    """Not in a log that the killed run left unsynced and nobody will sync: RocksDB syncs the tables that it writes."""
+    rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    rows.write({1: b"n"}, [row(number) for number in range(10)], [])
+    shutil.copytree(tmp_path / "rows", tmp_path / "killed")
+    rows.close()
+    assert not list((tmp_path / "killed").glob("*.sst"))
+    opened = Rows(tmp_path / "killed", EXTENT_NBYTES)
+    assert len(list((tmp_path / "killed").glob("*.sst"))) == 1
+    assert sum(path.stat().st_size for path in (tmp_path / "killed").glob("*.log")) == 0
+    assert len(list(opened.pages())) == 10
+    opened.close()
+
+
+def test_a_sync_of_the_rows_asks_rocksdb_for_the_medium(rows: Rows) -> None:
+    """Not for the memory of the host only, which is what its log is written to without `True`."""
+
+    class Spy:
+        def __init__(self) -> None:
+            self.asked: list[bool] = []
+
+        def flush_wal(self, sync: bool) -> None:
+            self.asked.append(sync)
+
+    real, spy = rows._db, Spy()
+    rows._db = spy  # type: ignore[assignment]
+    try:
+        rows.sync()
+    finally:
+        rows._db = real
+    assert spy.asked == [True]
+
+
 def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path) -> None:
     """RocksDB refuses the file, or the row's own checksum does; what is read is what was written."""
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
@@ -125,16 +180,24 @@ def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path
 
 def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
-    with pytest.raises(ConfigError, match=r"1 1048576.*1 2097152.*disk_extent_nbytes"):
+    with pytest.raises(ConfigError, match=r"extents of 1048576 bytes.*2097152.*disk_extent_nbytes"):
         Rows(tmp_path / "rows", 2 * EXTENT_NBYTES)
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
 
 
 def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Rows(tmp_path / "rows", EXTENT_NBYTES).close()
-    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 2)
-    with pytest.raises(ConfigError, match="version"):
+    """And left as it is: rows of format 1, whose keys had 8 bytes of the hash, would be taken for others."""
+    with monkeypatch.context() as older:
+        older.setattr("node.disk.rows.FORMAT_VERSION", 1)
+        rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+        rows.write({1: b"n"}, [row(1)], [])
+        rows.close()
+    with pytest.raises(ConfigError, match=r"format '1' by another version.*reads format 2.*another directory"):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
+    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 1)
+    rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
+    assert len(list(rows.pages())) == 1
+    rows.close()
 
 
 def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path: Path) -> None:

@@ -138,21 +138,6 @@ def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Any, pages: Any
     assert pages.on_disk(node, pages.keys(*range(5))) == [True] * 5
 
 
-def test_hashes_that_start_alike_never_yield_each_others_bytes(nodes: Any, pages: Any) -> None:
-    """Only one of them can be on disk; the others live in RAM."""
-    node = nodes.start()
-    client = nodes.connect(node)
-    keys = [b"same 8 b" + bytes([i]) * 24 for i in range(4)]
-    assert pages.put(client, keys) == [STORED] * 4
-    client.flush()
-    assert client.node_status().disk.page_count == 1
-    assert pages.get(client, keys) == [True] * 4
-    pages.drop_from_ram(node)
-    assert pages.get(client, keys).count(True) <= 1  # the read compares the bytes
-    node = nodes.restart(node)
-    assert pages.get(nodes.connect(node), keys).count(True) <= 1
-
-
 # ---- removal -------------------------------------------------------------------------------
 
 

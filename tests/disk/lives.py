@@ -1,0 +1,200 @@
+"""Tiers that are killed, the threads that use them, and what these may find of their pages afterwards."""
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from recorded import Record
+
+from kvstore import Namespace, opaque_layout
+from kvstore.checksum import checksum
+from kvstore.errors import Exhausted, KVStoreError
+from node.disk.data_dir import open_data_dir
+from node.disk.durability import Durability
+from node.disk.extent_files import FileLayer
+from node.ram.arena import Arena
+from node.ram.namespace import Namespaces
+from node.ram.page import Page
+from node.ram.reservation import Verdict
+from node.ram.tier import RamTier
+from node.slots import SlotAllocator
+
+EXTENT_NBYTES, RAM_NBYTES = 16 << 10, 192 << 10  # RAM for 24 of 36 pages: some are on disk only
+QUEUE_NBYTES = 16 << 10  # two pages: others are refused, and written when somebody wants them to be durable
+SPACE = Namespace("power", opaque_layout(8192))
+PAGE_NBYTES = SPACE.layout.page_nbytes
+
+
+class Failure(Exception):
+    """What must hold does not."""
+
+
+class Stored(NamedTuple):
+    """What an operation makes of a key: a version, 0 for none. `began` is a moment."""
+
+    version: int
+    began: int
+
+
+@dataclass
+class History:
+    """What became of one key; only one thread touches it."""
+
+    key: bytes
+    done: list[Stored] = field(default_factory=list)
+    safe: list[tuple[int, int]] = field(default_factory=list)  # (moment, how much was done by then)
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def allowed(self, moment: int, evicting: bool) -> set[int]:
+        """Versions that may be found after a power loss; 0: nothing is found."""
+        done = [stored.version for stored in self.done if stored.began < moment]
+        safe = max((count for at, count in self.safe if at < moment), default=0)
+        return {*done[max(0, safe - 1) :]} | ({0} if evicting or not safe else set())
+
+    @property
+    def version(self) -> int:
+        return self.done[-1].version if self.done else 0
+
+    def content(self, version: int) -> bytes:
+        return random.Random(self.key + version.to_bytes(4, "little")).randbytes(PAGE_NBYTES)
+
+
+class LateDurability(Durability):
+    """Others have time to write between a barrier and what follows it."""
+
+    def _barrier(self, end: float) -> None:
+        super()._barrier(end)
+        time.sleep(random.choice([0.0, 0.002, 0.01]))
+
+
+class Life:
+    """A RAM and a disk tier on a directory, until they are killed."""
+
+    def __init__(self, root: Path, disk_nbytes: int, layer: FileLayer) -> None:
+        self.root = root
+        self.arena = Arena(RAM_NBYTES)
+        spaces = Namespaces(4, EXTENT_NBYTES)
+        self.disk, self._lock = open_data_dir(
+            root, disk_nbytes, EXTENT_NBYTES, QUEUE_NBYTES, self.arena.view, layer=layer
+        )
+        spaces.below_count = self.disk.page_count
+        self.disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
+        slots = SlotAllocator(RAM_NBYTES, EXTENT_NBYTES)
+        self.ram = RamTier(spaces, slots, self.arena.copy, lambda: time.monotonic_ns() // 1_000_000)
+        self.space, _ = self.ram.open_namespace(SPACE, SPACE.digest)
+        self.durability = LateDurability(self.ram, self.disk, 10.0)
+
+    def start(self) -> None:
+        self.ram.below = self.disk
+        self.disk.writer.start(self.ram)
+
+    def put(self, history: History, version: int) -> bool:
+        """Whether the page is stored now, or was."""
+        reservation = self.ram.reserve(SPACE.digest, [history.key], PAGE_NBYTES)
+        if reservation.verdicts == [Verdict.WRITE]:
+            view = self.arena.view(reservation.pages[0].offset, PAGE_NBYTES)
+            view[:] = history.content(version)
+            self.ram.commit(reservation, [checksum(view, self.space.seed(history.key))])
+        return reservation.verdicts[0] in (Verdict.WRITE, Verdict.EXISTS)
+
+    def look(self, history: History) -> int:
+        """The version of a page on disk, 0 if there is none. Bytes that were never put are a failure."""
+        record = self.disk.begin_read(SPACE.digest, history.key)
+        if not record:
+            return 0
+        page = Page(self.space, history.key, 0)
+        page.offset = 0
+        if not self.disk.read(record, page):
+            return 0
+        found = bytes(self.arena.view(0, PAGE_NBYTES))
+        for version in {stored.version for stored in history.done if stored.version}:
+            if found == history.content(version):
+                return version
+        raise Failure(f"wrong bytes under {history.key.hex()}")
+
+    def log(self) -> Path:
+        """RocksDB's log: nothing else may have changed since it was opened."""
+        return max((self.root / "rows").glob("*.log"))
+
+    def close(self) -> None:
+        self.disk.close()
+        os.close(self._lock)
+        self.arena.close()
+
+
+class Load:
+    """One thread, on keys of its own."""
+
+    def __init__(self, life: Life, record: Record, histories: list[History], seed: str) -> None:
+        self._life, self._record, self._histories = life, record, histories
+        self._rng = random.Random(seed)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            while not self._record.killed:
+                operation = self._rng.choices([self._put, self._again, self._remove, self._flush], [35, 40, 10, 15])[0]
+                try:
+                    operation()
+                except KVStoreError:  # the disk failed, or the process was killed; or RAM is full of pages in use
+                    self._recover()
+        except Exception as error:  # noqa: BLE001 -- raised again in the main thread
+            self.error = error
+
+    def _recover(self) -> None:
+        if self._life.disk.poisoned and not self._record.killed:
+            try:
+                self._life.disk.recover()
+            except OSError:
+                time.sleep(0.001)
+
+    def _put(self) -> None:
+        """New versions, in the place of those that are there."""
+        some = self._rng.sample(self._histories, self._rng.randint(1, 4))
+        for history in some:
+            if history.version:
+                self._forget(history)
+            self._store(history, next(history.versions))
+        if self._rng.random() < 0.3:
+            self._keep(some)
+
+    def _again(self) -> None:
+        """A durable put of what is there, most of the time."""
+        some = [history for history in self._rng.sample(self._histories, 2) if history.version]
+        for history in some:
+            self._store(history, history.version)
+        self._keep(some)
+
+    def _store(self, history: History, version: int) -> None:
+        history.done.append(Stored(version, self._record.now()))
+        if not self._life.put(history, version):
+            raise Exhausted("as the node says to a put without a slot")
+
+    def _keep(self, some: list[History]) -> None:
+        self._life.durability.keep(SPACE.digest, [history.key for history in some])
+        for history in some:
+            history.safe.append((self._record.now(), len(history.done)))
+
+    def _remove(self) -> None:
+        self._forget(self._rng.choice(self._histories))
+
+    def _forget(self, history: History) -> None:
+        history.done.append(Stored(0, self._record.now()))
+        self._life.ram.remove(SPACE.digest, [history.key])
+
+    def _flush(self) -> None:
+        """What is stored and not on disk may be evicted before a flush meets it; what is there after the
+        flush was there all the time."""
+        self._life.durability.flush()
+        moment = self._record.now()
+        present = self._life.ram.lookup(SPACE.digest, [history.key for history in self._histories], touch=False)
+        for history, here in zip(self._histories, present, strict=True):
+            if here == (history.version > 0):
+                history.safe.append((moment, len(history.done)))

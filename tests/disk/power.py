@@ -1,0 +1,205 @@
+"""Power-loss harness: records what a disk tier asks of its files, and looks at what is left wherever the power may go.
+
+    python tests/disk/power.py --runs 50        KVSTORE_SEED=... repeats a choice of operations
+
+Per run: a RAM and a disk tier in this process, on a file layer and rows that are recorded, and
+`THREADS` threads that put (durable or not), put again, remove and flush pages; then it is killed, and a
+second one goes on with the same files. Or there is one only, and now and then a sync fails, and loses
+what it was to save.
+
+For many moments of this the files are made as the power may leave them (`recorded.py`). A tier opens that, with
+RocksDB's own recovery. What must hold:
+
+    every page that is found             has exactly bytes that were put under its key, no older than
+    acknowledged, durable or flushed     what was found then, which is found, unless it was removed since
+    removed, then flushed                is not found
+    check(), rows                        have nothing to say
+
+RocksDB is trusted in two points: it appends to one log here (this is checked), and what it
+recovers when it is opened is on the medium then (`test_rows_of_a_killed_run_are_in_a_synced_table`).
+"""
+
+import argparse
+import logging
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lives import Failure, History, Life, Load, Stored
+from recorded import Event, Image, Record, RecordingLayer
+
+from node.disk import writer
+from node.disk.extent_files import FileLayer
+
+THREADS, KEYS_OF_A_THREAD = 3, 12
+ROOMY_NBYTES, TIGHT_NBYTES = 1 << 20, 128 << 10
+FAULTS = 0.05  # of all syncs
+
+
+class Era(NamedTuple):
+    """One life in the record: from `opened` to `ended`, and the rows as they were then."""
+
+    opened: int
+    ended: int
+    rows: Path
+    log_name: str
+
+
+class Run:
+    """Two lives on one directory, and what power losses leave of them."""
+
+    def __init__(self, root: Path, seed: str) -> None:
+        self._root, self._seed = root, seed
+        self._rng = random.Random(seed)
+        self._record = Record()
+        self._evicting = self._rng.random() < 0.25
+        # Nobody tells a second life that a sync of the first one failed, so there is none then.
+        self._faults, self.lives = self._rng.choice([(0.0, 2), (FAULTS, 1)])
+        self._disk_nbytes = TIGHT_NBYTES if self._evicting else ROOMY_NBYTES
+        keys = [self._rng.randbytes(self._rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)]
+        self._histories = [History(key) for key in keys]
+        self._eras: list[Era] = []
+        self.counts: Counter[str] = Counter()
+
+    def live(self, seconds: float) -> None:
+        record, number, root = self._record, len(self._eras), self._root / "data"
+        record.killed = False
+        layer = RecordingLayer(record, root, f"{self._seed} {number}", self._faults)
+        life = Life(root, self._disk_nbytes, layer)
+        opened, unchanged = record.now(), _contents(root / "rows")
+        self._record_rows(life)
+        for history in self._histories if number else []:
+            version = life.look(history)
+            self._check(history, version, "after a kill")
+            history.done.append(Stored(version, record.now()))
+        life.start()
+        mine = [self._histories[i::THREADS] for i in range(THREADS)]
+        loads = [Load(life, record, some, f"{self._seed} {number} {i}") for i, some in enumerate(mine)]
+        for load in loads:
+            load.thread.start()
+        time.sleep(seconds)
+        record.killed = True
+        for load in loads:
+            load.thread.join()
+        life.disk.writer.stop(10.0)
+        rows, log_name = self._root / f"rows {number}", life.log().name
+        shutil.copytree(root / "rows", rows)
+        life.close()
+        shutil.rmtree(root / "rows")
+        shutil.copytree(rows, root / "rows")
+        for load in loads:
+            if load.error:
+                raise Failure(f"under load: {load.error!r}") from load.error
+        if _contents(rows) != unchanged:
+            raise Failure("RocksDB changed more than its log: these images would not be true")
+        self._eras.append(Era(opened, record.now(), rows, log_name))
+
+    def _record_rows(self, life: Life) -> None:
+        record, rows = self._record, life.disk.rows
+        write, sync = rows.write, rows.sync
+
+        def recorded_write(*args: Any) -> None:
+            began = record.begin(Event("rows"))
+            write(*args)
+            record.logs[began] = life.log().stat().st_size
+            record.end(began)
+
+        def recorded_sync() -> None:
+            began = record.begin(Event("sync rows"))
+            record.logs[began] = life.log().stat().st_size
+            sync()
+            record.end(began)
+
+        rows.write, rows.sync = recorded_write, recorded_sync  # type: ignore[method-assign]
+
+    def lose_power(self, count: int) -> None:
+        """At so many moments, spread over both lives."""
+        for number in range(count):
+            era = self._eras[number % len(self._eras)]
+            share = self._rng.random() ** self._rng.choice([1, 3])  # what a life does first is worth a closer look
+            moment = era.opened + int(share * (era.ended - era.opened))
+            target = self._root / f"image {number}"
+            target.mkdir()
+            image = Image(self._record, moment, self._rng)
+            image.extents(target)
+            image.rows(target, era.rows, era.log_name, era.opened)
+            self._inspect(target, moment)
+            shutil.rmtree(target)
+            self.counts["images"] += 1
+
+    def _inspect(self, target: Path, moment: int) -> None:
+        life = Life(target, self._disk_nbytes, FileLayer())
+        try:
+            for history in self._histories:
+                self._check(history, life.look(history), f"after a power loss at {moment}", moment)
+            if wrong := life.disk.check():
+                raise Failure("; ".join(wrong))
+            if life.disk.counters.rows_damaged:
+                raise Failure(f"{life.disk.counters.rows_damaged} damaged rows")
+            self.counts["torn"] += life.disk.counters.pages_corrupt
+        finally:
+            life.close()
+
+    def _check(self, history: History, version: int, when: str, moment: int | None = None) -> None:
+        allowed = history.allowed(self._record.moment + 1 if moment is None else moment, self._evicting)
+        if version not in allowed:
+            raise Failure(f"{when}: version {version} under {history.key.hex()[:16]}, allowed {sorted(allowed)}")
+        self.counts["found"] += version > 0
+        self.counts["promised"] += 0 not in allowed
+        self.counts["gone"] += allowed == {0}
+
+
+def _contents(rows: Path) -> dict[str, bytes]:
+    """All of RocksDB's files but its logs, of rows and of words."""
+    return {p.name: p.read_bytes() for p in rows.iterdir() if p.suffix != ".log" and not p.name.startswith("LOG")}
+
+
+def play(root: Path, seed: str, seconds: float, images: int) -> Counter[str]:
+    """Raises Failure; then `root` is left as it was."""
+    run = Run(root, seed)
+    for _ in range(run.lives):
+        run.live(seconds)
+    run.lose_power(images)
+    return run.counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Loses power at random moments and checks what is left.")
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--images", type=int, default=100, help="power losses of each run")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each of the two lives of a run")
+    parser.add_argument("--dir", help="where to put files (default: a temporary directory, in memory if there is one)")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # tiers tell of each torn page, and of each kill
+    writer.IDLE_S, writer.SYNC_PAGES = 0.02, 30  # so that each comes to pass within a short life
+    seed = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"KVSTORE_SEED={seed}", flush=True)
+    where = arguments.dir or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    root, counts, started = Path(tempfile.mkdtemp(prefix="kvstore-power-", dir=where)), Counter[str](), time.monotonic()
+    for number in range(arguments.runs):
+        place = root / str(number)
+        place.mkdir()
+        try:
+            counts += play(place, f"{seed} {number}", arguments.seconds, arguments.images)
+        except Failure as failure:
+            print(f"FAILED in run {number}, seed {seed}, files left in {place}: {failure}")
+            return 1
+        shutil.rmtree(place)
+    took_s = time.monotonic() - started
+    print(
+        f"{counts['images']} power losses in {took_s:.0f} s, seed {seed}: {counts['found']} pages found, 0 wrong; "
+        f"{counts['promised']} promised pages, 0 lost; {counts['gone']} pages gone for good, 0 came back; "
+        f"{counts['torn']} torn pages of no promise dropped"
+    )
+    shutil.rmtree(root)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

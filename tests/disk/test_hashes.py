@@ -1,0 +1,126 @@
+"""Pages whose hashes are alike: the same first bytes, counters, one the start of another. They are
+different pages, and none is ever told, dropped or refused for another."""
+
+import time
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from node.disk.records import Records
+
+STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
+
+ALIKE = {
+    "same first 8 bytes": [b"same 8 b" + bytes([i]) * 24 for i in range(8)],
+    "counters": [i.to_bytes(16, "big") for i in range(8)],
+    "counters from the other end": [i.to_bytes(32, "little") for i in range(8)],
+    "one is the start of another": [b"0123456789abcdef" + b"\0" * (6 * i) for i in range(8)],
+    "all but the last bit": [b"x" * 63 + bytes([i]) for i in range(8)],
+}
+
+
+@pytest.fixture(params=ALIKE.values(), ids=ALIKE.keys())
+def alike(request: pytest.FixtureRequest) -> list[bytes]:
+    found: list[bytes] = request.param
+    return found
+
+
+def test_a_hash_that_was_never_stored_is_not_found_because_another_starts_like_it(
+    nodes: Any, pages: Any, alike: list[bytes]
+) -> None:
+    """And reading it neither drops the other's page nor says that the medium is damaged."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, alike[:1], durable=True)
+    pages.drop_from_ram(node)
+    assert client.lookup(pages.namespace, alike).present == (True, *[False] * 7)
+    assert [stat.present for stat in client.stat(pages.namespace, alike)] == [True] + [False] * 7
+    assert pages.get(client, alike[1:]) == [False] * 7
+    assert client.pin(pages.namespace, alike, 10.0) == [True] + [False] * 7
+    assert client.remove(pages.namespace, alike[1:]) == [False] * 7
+    assert pages.get(client, alike[:1]) == [True]
+    disk = client.node_status().disk
+    assert (disk.page_count, disk.pages_corrupt) == (1, 0)
+
+
+def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(nodes: Any, pages: Any, alike: list[bytes]) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, alike[:1], durable=True)
+    pages.drop_from_ram(node)
+    assert pages.put(client, alike, durable=True) == [EXISTS] + [STORED] * 7
+    pages.drop_from_ram(node)
+    assert pages.get(client, alike) == [True] * 8
+    assert client.node_status().disk.pages_corrupt == 0
+
+
+def test_hashes_of_one_batch_that_start_alike_are_all_on_disk_listed_scrubbed_and_there_after_a_restart(
+    nodes: Any, pages: Any, alike: list[bytes]
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    assert pages.put(client, alike, durable=True) == [STORED] * 8
+    assert pages.on_disk(node, alike) == [True] * 8
+    pages.drop_from_ram(node)
+    assert client.scrub().intact == 8
+    for _ in range(2):
+        assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(alike)
+        infos, after = node.service._inventory.list_pages(pages.digest, b"", sorted(alike)[2], 3)
+        assert [info.prefix_hash for info in infos] == sorted(alike)[3:6]
+        assert after == sorted(alike)[5]
+        assert pages.get(client, alike) == [True] * 8
+        node = nodes.restart(node)
+        client = nodes.connect(node)
+    assert client.remove(pages.namespace, alike[3:4]) == [True]
+    client.flush()
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), alike) == [True] * 3 + [False] + [True] * 4
+
+
+def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
+    """Compared by how many places of the table are looked at for each key, not by time."""
+    records = Records(1 << 30, 1 << 22)
+    for number in range(20_000):
+        records.publish(records.reserve(1, number.to_bytes(32, "big"), 4096), bytes(16), 5)
+    table, mask = records._table, records._mask
+    looked_at = 0
+    for number in range(20_000):
+        record = records.find(1, number.to_bytes(32, "big"))
+        place = records._home(record)
+        while table[place] != record:
+            place, looked_at = (place + 1) & mask, looked_at + 1
+    assert looked_at < 4 * 20_000
+
+
+def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_not_called_damaged(
+    nodes: Any, layer: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.numbers.KEPT", 1)
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    read = node.disk.files.read
+
+    def read_late(*args: Any) -> Any:
+        client.remove_namespace(pages.namespace)
+        other = make_pages("another model")
+        other.put(nodes.connect(node), other.keys(1), durable=True)
+        assert node.disk._index.spaces.known(other.digest) == 1, "the number is used again"
+        return read(*args)
+
+    monkeypatch.setattr(node.disk.files, "read", read_late)
+    assert client.scrub().damaged == 0
+    assert client.node_status().disk.pages_corrupt == 0
+
+
+def test_many_counters_are_stored_and_found_in_reasonable_time(nodes: Any, make_pages: Any) -> None:
+    node = nodes.start(disk_nbytes=8 << 20)
+    client = nodes.connect(node)
+    pages = make_pages("counters", 4096)
+    keys = [number.to_bytes(16, "big") for number in range(1500)]
+    began = time.monotonic()
+    for start in range(0, 1500, 100):
+        pages.put(client, keys[start : start + 100], durable=True)
+    assert client.lookup(pages.namespace, keys).prefix_pages == 1500
+    assert time.monotonic() - began < 30.0

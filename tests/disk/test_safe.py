@@ -1,0 +1,227 @@
+"""When a page counts as safe: when a sync began after its last write, whoever wrote or synced it.
+
+`test_power_short.py` loses the power at random; here is one test for each way in which it could be forgotten.
+"""
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.errors import Exhausted
+
+
+class Trail:
+    """The order in which a layer wrote and synced: what the rule of an acknowledgement is about."""
+
+    def __init__(self, layer: Any) -> None:
+        self.calls: list[str] = []
+        for name in ("write", "sync"):
+            call = getattr(layer, name)
+            setattr(layer, name, lambda *args, call=call, name=name: (self.calls.append(name), call(*args))[1])
+
+    def assert_synced(self) -> None:
+        """A sync began after the last write ended."""
+        assert self.calls[-1:] == ["sync"], f"the last calls were {self.calls[-4:]}"
+
+
+@pytest.fixture
+def without_idle_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.disk.writer.IDLE_S", 30.0)
+
+
+def write_between(node: Any, monkeypatch: pytest.MonkeyPatch, digest: bytes, keys: list[bytes]) -> None:
+    """Another client's flush writes these pages, and has not synced them, right behind the next barrier."""
+    durability = node.service.durability
+    barrier, done = durability._barrier, []
+
+    def barrier_then_write(end: float) -> None:
+        barrier(end)
+        if not done:
+            done.append(True)
+            assert not node.tier.offer(digest, keys)
+            wait_until(lambda: node.disk.present(digest, keys) == [True] * len(keys))
+
+    monkeypatch.setattr(durability, "_barrier", barrier_then_write)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        threading.Event().wait(0.005)
+
+
+def put_in_ram_only(node: Any, pages: Any, client: Any, keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk.writer, "offer", lambda pages, urgent: 0)
+        pages.put(client, keys)
+    assert pages.on_disk(node, keys) == [False] * len(keys)
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_a_durable_put_is_not_acknowledged_for_a_page_that_another_wrote_behind_its_barrier(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    put_in_ram_only(node, pages, client, pages.keys(1, 2), monkeypatch)
+    write_between(node, monkeypatch, pages.digest, pages.keys(1, 2))
+    trail = Trail(layer)
+    assert pages.put(client, pages.keys(1, 2), durable=True) == [PutOutcome.EXISTS] * 2
+    trail.assert_synced()
+    assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, True]
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+@pytest.mark.parametrize("still_in_ram", [True, False])
+def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrier(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, still_in_ram: bool
+) -> None:
+    """Also if RAM has evicted the page by the time the flush looks for what is left."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    put_in_ram_only(node, pages, client, pages.keys(1, 2), monkeypatch)
+    write_between(node, monkeypatch, pages.digest, pages.keys(1, 2))
+    unsaved = node.service.durability._inventory.unsaved
+
+    def evict_first(*args: Any) -> Any:
+        if not still_in_ram:
+            wait_until(lambda: node.tier.held_count == 0)
+            pages.drop_from_ram(node)
+        return unsaved(*args)
+
+    monkeypatch.setattr(node.service.durability._inventory, "unsaved", evict_first)
+    trail = Trail(layer)
+    client.flush()
+    trail.assert_synced()
+    assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, True]
+
+
+def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_acknowledged(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue was full, and RAM needed the slot."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    monkeypatch.setattr(node.disk.writer, "offer", lambda pages, urgent: 0)
+    commit = node.tier.commit
+
+    def commit_and_evict(*args: Any) -> Any:
+        stored = commit(*args)
+        pages.drop_from_ram(node)
+        return stored
+
+    monkeypatch.setattr(node.tier, "commit", commit_and_evict)
+    with pytest.raises(Exhausted, match=r"1 pages are not on disk.*went meanwhile"):
+        pages.put(client, pages.keys(1), durable=True)
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(nodes: Any, layer: Any, pages: Any) -> None:
+    """That run may have been killed before it synced; nobody can tell from its rows."""
+    node = nodes.start()
+    pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    trail = Trail(layer)
+    assert pages.put(client, pages.keys(1), durable=True) == [PutOutcome.EXISTS]
+    assert trail.calls == ["sync"]
+    trail.calls.clear()
+    assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.EXISTS]
+    assert trail.calls == [], "once is enough"
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_a_sync_does_not_return_before_another_that_took_its_work_has_ended(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recover and the writer, say: the first takes the list of what is to be synced."""
+    node = nodes.start()
+    begun, go_on, sync = threading.Event(), threading.Event(), layer.sync
+
+    def slow_sync(fd: int) -> None:
+        begun.set()
+        assert go_on.wait(20.0)
+        sync(fd)
+
+    pages.put(nodes.connect(node), pages.keys(1))
+    wait_until(lambda: pages.on_disk(node, pages.keys(1)) == [True])
+    monkeypatch.setattr(layer, "sync", slow_sync)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(node.disk.sync)
+        assert begun.wait(10.0)
+        second = pool.submit(node.disk.sync)
+        threading.Event().wait(0.2)
+        too_early = second.done() and not first.done()
+        go_on.set()
+        first.result(10.0)
+        second.result(10.0)
+    assert not too_early
+
+
+def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_recover(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if nobody has noticed yet that the tier is to be stopped."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk, "poison", lambda reason: None)
+        layer.fail["sync"] = errno.EIO
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(2), durable=True)
+        layer.heal()
+        node.disk.sync()
+    assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, False]
+    with pytest.raises(Exhausted):
+        pages.put(client, pages.keys(2), durable=True)
+    client.recover()
+    assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.EXISTS]
+    assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, True]
+
+
+def test_recover_waits_for_the_store_that_is_under_way(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a failed sync of one would be what the other believes in. A disk that hangs is told, not waited for."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    layer.writing.clear()
+    pages.put(client, pages.keys(1))
+    assert layer.waiting.acquire(timeout=10.0)
+    monkeypatch.setattr("node.disk.tier.RECOVER_WAIT_S", 0.1)
+    with pytest.raises(Exhausted, match=r"has not returned for 0\.1 s"):
+        nodes.connect(node).recover()
+    layer.writing.set()
+    client.flush()
+    client.recover()
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_a_removal_is_synced_by_the_flush_behind_it(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    assert not node.disk.sync_pending
+    client.remove(pages.namespace, pages.keys(1))
+    client.flush()
+    assert not node.disk.sync_pending
+    assert list(node.disk.rows.pages()) == []
+
+
+def test_an_idle_writer_syncs_a_removal(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    synced: list[bool] = []
+    sync = node.disk.rows.sync
+    node.disk.rows.sync = lambda: (synced.append(True), sync())
+    client.remove(pages.namespace, pages.keys(1))
+    wait_until(lambda: bool(synced))

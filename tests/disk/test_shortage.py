@@ -1,0 +1,167 @@
+"""A node that runs out of descriptors, memory or threads: no fault of the disk, and over when it is over."""
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, PutOutcome
+from kvstore.errors import Exhausted
+from kvstore.measure.node_process import NodeProcess
+from node.disk.rows import _DiskErrors
+from node.disk.shortage import is_shortage
+
+STORED = PutOutcome.STORED
+
+SHORT = [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
+
+
+def assert_disk_serves(client: Client) -> None:
+    status = client.node_status()
+    assert (status.state, status.disk.state, status.disk.reason) == ("SERVING", "SERVING", "")
+
+
+@pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
+def test_a_write_that_lacks_descriptors_or_memory_leaves_the_page_in_ram_and_the_disk_alone(
+    nodes: Any, layer: Any, pages: Any, code: int
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    layer.fail["write"] = code
+    with pytest.raises(Exhausted, match="memory or descriptors"):
+        pages.put(client, pages.keys(*range(4)), durable=True)
+    assert_disk_serves(client)
+    assert pages.get(client, pages.keys(*range(4))) == [True] * 4
+    assert node.disk.records.slots.used_nbytes == 0
+    layer.heal()
+    assert client.flush() == 4, "without a recover"
+    pages.drop_from_ram(node)
+    assert pages.get(client, pages.keys(*range(4))) == [True] * 4
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=repr)
+def test_a_writer_that_lacks_memory_or_threads_leaves_the_disk_alone(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    for part, call in ((node.disk.files, "write_all"), (node.disk.rows, "write"), (node.disk.files, "sync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, call, fail)
+            with pytest.raises(Exhausted, match="memory or descriptors"):
+                pages.put(client, pages.keys(1), durable=True)
+            assert_disk_serves(client)
+    assert client.flush() == 1
+
+
+def test_memory_that_ran_out_within_a_sync_leaves_everything_to_be_synced(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    sync = layer.sync
+
+    def fail(fd: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "sync", fail)
+        with pytest.raises(Exhausted):
+            pages.put(client, pages.keys(1), durable=True)
+    synced: list[int] = []
+    monkeypatch.setattr(layer, "sync", lambda fd: (synced.append(fd), sync(fd)))
+    pages.put(client, pages.keys(1), durable=True)
+    assert synced, "the extent was synced by the one that worked"
+
+
+@pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
+def test_a_read_that_lacks_descriptors_or_memory_is_a_miss_and_the_page_stays(
+    nodes: Any, layer: Any, pages: Any, code: int
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1, 2), durable=True)
+    pages.drop_from_ram(node)
+    layer.fail["read"] = code
+    assert pages.get(client, pages.keys(1, 2)) == [False, False]
+    with pytest.raises(Exhausted, match="not all pages were read"):
+        client.scrub()
+    assert_disk_serves(client)
+    assert client.node_status().disk.pages_corrupt == 0
+    layer.heal()
+    assert pages.get(client, pages.keys(1, 2)) == [True, True]
+    assert client.scrub().intact == 2
+
+
+def test_a_background_scrub_that_lacks_memory_goes_on_later(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.01)
+    monkeypatch.setattr("node.disk.scrub.STEP_S", 0.01)
+    node = nodes.start(scrub_nbytes_per_s=1 << 30)
+    client = nodes.connect(node)
+    layer.fail["read"] = errno.ENOMEM
+    pages.put(client, pages.keys(1), durable=True)
+    begun = layer.calls["read"]
+    while layer.calls["read"] < begun + 3:
+        client.node_status()
+    assert_disk_serves(client)
+    layer.heal()
+    while not client.node_status().disk.pages_scrubbed:
+        pass
+
+
+def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    layer.fail["sync"] = errno.ENOMEM
+    with pytest.raises(Exhausted):
+        pages.put(client, pages.keys(1), durable=True)
+    assert client.node_status().disk.state == "POISONED"
+    layer.heal()
+    client.recover()
+    assert pages.on_disk(node, pages.keys(1)) == [False]
+    assert client.flush() == 1
+
+
+@pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
+def test_what_rocksdb_says_about_a_shortage_is_understood(code: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(code)) as caught, _DiskErrors():
+        raise Exception(f"IO error: {os.strerror(code)}: While open a file for appending: rows/000012.log")
+    assert is_shortage(caught.value)
+    with pytest.raises(OSError, match="No space") as other, _DiskErrors():
+        raise Exception("IO error: No space left on device: While appending to file: rows/000012.log")
+    assert not is_shortage(other.value)
+
+
+def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_path: Any, make_pages: Any) -> None:
+    """The node may open only a few more files; each page here needs an extent of its own."""
+    pages = make_pages("large", 64 << 10)
+    sizes = ("--ram-bytes", "8MiB", "--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", "64KiB")
+    idle: list[socket.socket] = []
+    with NodeProcess(*sizes, "--data-dir", str(tmp_path)) as node, Client(ClientConfig(node.address)) as client:
+        pages.put(client, pages.keys(0), durable=True)
+        wanted = len(os.listdir(f"/proc/{node.pid}/fd")) + 20
+        limits = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (wanted, limits[1]))
+        try:
+            for _ in range(60):
+                idle.append(socket.create_connection(("127.0.0.1", node.bulk_port), timeout=5.0))
+            for number in range(1, 40):
+                pages.put(client, pages.keys(number))
+            with contextlib.suppress(Exhausted):  # it may have opened all that it needs before
+                client.flush()
+        finally:
+            for connection in idle:
+                connection.close()
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, limits)
+        assert_disk_serves(client)
+        assert client.flush() == 40

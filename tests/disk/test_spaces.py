@@ -1,0 +1,123 @@
+"""Namespaces on disk: they keep their pages over restarts, whatever became of their numbers and rows."""
+
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+
+
+def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back under another number, and its first row must not win: that of number 4, say, when
+    it has number 2 now."""
+    monkeypatch.setattr("node.disk.numbers.KEPT", 4)
+    node = nodes.start()
+    client = nodes.connect(node)
+    spaces = [make_pages("salted", salt=str(number)) for number in range(5)]
+    for pages in spaces[:4]:
+        pages.put(client, pages.keys(1), durable=True)
+        client.remove_namespace(pages.namespace)
+    back = [spaces[4], spaces[3]]  # the first of them made room, and got number 1
+    for pages in back:
+        pages.put(client, pages.keys(1, 2), durable=True)
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    for pages in back:
+        assert pages.on_disk(node, pages.keys(1, 2)) == [True, True]
+        assert pages.get(client, pages.keys(1, 2)) == [True, True]
+    rows = list(node.disk.rows.namespaces())
+    assert len({message for _, message in rows}) == len(rows) == 2, "one row each"
+
+
+def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_there_after_a_restart(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch that was to give it a number failed, or reached the log all the same."""
+    monkeypatch.setattr("node.disk.numbers.KEPT", 2)
+    node = nodes.start()
+    client = nodes.connect(node)
+    first, second, third = (make_pages("salted", salt=str(number)) for number in range(3))
+    write = node.disk.rows.write
+
+    def fail_late(*args: Any) -> None:
+        write(*args)
+        raise OSError("the log could not be synced")
+
+    first.put(client, first.keys(1), durable=True)
+    client.remove_namespace(first.namespace)
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk.rows, "write", fail_late)
+        with pytest.raises(Exhausted):
+            second.put(client, second.keys(1), durable=True)
+    client.remove_namespace(second.namespace)
+    client.recover()
+    for pages in (third, second, first):
+        pages.put(client, pages.keys(1), durable=True)
+    node.disk.poison("so that the stop does not tidy up")
+    node = nodes.restart(node)
+    client = nodes.connect(node)
+    for pages in (first, second, third):
+        assert pages.get(client, pages.keys(1)) == [True]
+
+
+def listed(client: Any) -> set[bytes]:
+    return {namespace.digest for namespace, _ in client.namespaces()}
+
+
+def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(
+    nodes: Any, make_pages: Any
+) -> None:
+    node = nodes.start(namespaces_max=4)
+    client = nodes.connect(node)
+    kept = [make_pages("kept", salt=str(number)) for number in range(2)]
+    for pages in kept:
+        pages.put(client, pages.keys(1), durable=True)
+    for number in range(20):
+        gone = make_pages("gone", salt=str(number))
+        gone.put(client, gone.keys(1), durable=True)
+        client.remove_namespace(gone.namespace)
+    client.flush()
+    node = nodes.restart(node, namespaces_max=4)
+    client = nodes.connect(node)
+    assert listed(client) >= {pages.digest for pages in kept}
+    for pages in kept:
+        assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == pages.keys(1)
+        assert pages.get(client, pages.keys(1)) == [True]
+    client.flush()
+    assert len(list(node.disk.rows.namespaces())) == 2, "what is empty leaves no row behind"
+
+
+def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(nodes: Any, make_pages: Any) -> None:
+    node = nodes.start(namespaces_max=8)
+    client = nodes.connect(node)
+    spaces = [make_pages("salted", salt=str(number)) for number in range(8)]
+    for pages in spaces:
+        pages.put(client, pages.keys(1), durable=True)
+    node = nodes.restart(node, namespaces_max=3)
+    client = nodes.connect(node)
+    assert listed(client) == {pages.digest for pages in spaces}
+    for pages in spaces:
+        assert pages.get(client, pages.keys(1)) == [True]
+    another = make_pages("one more")
+    with pytest.raises(Exhausted, match="8 namespaces with pages are open"):
+        another.put(client, another.keys(1))
+
+
+def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes: Any, make_pages: Any) -> None:
+    """Their rows are more than what may be described at a time; those with pages are not."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    kept = make_pages("kept", tenant="k" * 1000)
+    kept.put(client, kept.keys(1), durable=True)
+    for number in range(30):
+        gone = make_pages("gone", tenant=f"{number:01000d}", revision="r" * 1000, salt="s" * 1000)
+        gone.put(client, gone.keys(1), durable=True)
+        client.remove_namespace(gone.namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.ram.namespace.DESCRIPTIONS_NBYTES_MAX", 20_000)
+        node = nodes.restart(node)
+        client = nodes.connect(node)
+        assert kept.digest in listed(client)
+        assert kept.get(client, kept.keys(1)) == [True]
