@@ -2,13 +2,12 @@
 
 import contextlib
 import logging
-import os
 import time
 from pathlib import Path
 
 from kvstore.errors import ConfigError, KVStoreError
 from node.config import NodeConfig
-from node.disk.data_dir import open_data_dir
+from node.disk.kept_dir import KeptDir
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.ram.arena import Arena
@@ -82,14 +81,14 @@ class Node:
 
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
         config = self.config
-        disk, self._lock_fd = open_data_dir(
+        directory = KeptDir(
             Path(config.data_dir),
             config.disk_nbytes,
             config.disk_extent_of_new_dir,
-            config.disk_queue_nbytes,
-            self.arena.view,
+            self.arena.fd,
             keep_own_extents=not config.disk_extent_nbytes,
         )
+        disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes)
         started = time.monotonic()
         try:
             disk.restore(namespaces.open)
@@ -144,7 +143,6 @@ class Node:
             disk.close()
         except OSError as error:
             log.error("the rows were not closed cleanly: %s", error)
-        os.close(self._lock_fd)
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""

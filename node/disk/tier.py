@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
-from node.disk.extent_files import ExtentFiles
+from node.disk.directory import Directory
 from node.disk.index import DiskIndex
 from node.disk.records import Records
-from node.disk.rows import PageRow, Rows, page_key, parse_page_row
+from node.disk.rows import PageRow, page_key, parse_page_row
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
@@ -36,22 +36,22 @@ class DiskTier:
 
     def __init__(
         self,
-        rows: Rows,
-        files: ExtentFiles,
-        records: Records,
+        directory: Directory,
         view: Callable[[int, int], memoryview],
         queue_nbytes_max: int,
         clock_s: Callable[[], int] = lambda: int(time.time()),
     ) -> None:
-        self.rows = rows
-        self.files = files
-        self.records = records
+        self._directory = directory
+        self.rows = directory.rows
+        self.files = directory.files
+        self.records = records = Records(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
+        self._recovering = threading.Lock()
         self._index = DiskIndex(records)
         self.counters = self._index.counters
         self.writer = DiskWriter(self, queue_nbytes_max)
@@ -63,7 +63,7 @@ class DiskTier:
             if problem:
                 log.error("%s", problem)
         now_s = self._clock_s()
-        for key, value in self.rows.pages():
+        for key, value in self.rows.all_pages():
             self._index.restore_page(key, value, now_s)
         self.records.restored()
         self._restored = True
@@ -99,7 +99,7 @@ class DiskTier:
         if not number or self.poisoned:
             return
         first = max(key_prefix, after)[:8]
-        for key, value in self.rows.pages(page_key(number, first)):
+        for key, value in self._pages(page_key(number, first)):
             row = parse_page_row(key, value)
             if row is None:
                 continue
@@ -110,6 +110,13 @@ class DiskTier:
                     known = self._find(digest, row.prefix_hash) > 0
                 if known:
                     yield row.prefix_hash
+
+    def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Rows as far as they can be read. Raises Exhausted if the disk hangs."""
+        try:
+            yield from self.rows.pages(start)
+        except OSError as error:
+            self.poison(f"the rows can not be read: {error}")
 
     # ---- read ----------------------------------------------------------------------------
 
@@ -155,11 +162,11 @@ class DiskTier:
 
     def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
         try:
-            self.files.read(offset, slot)
+            whole = self.files.read(offset, slot)
         except OSError as error:
             self.poison(f"reading failed: {error}")
             return False
-        return checksum(slot[:page_nbytes], seed) == expected
+        return whole and checksum(slot[:page_nbytes], seed) == expected
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
@@ -224,8 +231,7 @@ class DiskTier:
                     record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
-            slots = [(self.records.offset(r), self._view(p.offset, p.namespace.slot_nbytes)) for p, r in reserved]
-            self.files.write_all(slots)
+            self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])
             self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
@@ -272,10 +278,26 @@ class DiskTier:
         log.error("disk tier stopped, RAM serves on: %s", reason)
         self.on_health(False)
 
+    def tend(self) -> None:
+        """Looks whether whoever works on the disk is still there: the writer does it when it is idle."""
+        trouble = self._directory.trouble()
+        if trouble:
+            self.poison(trouble)
+
     def recover(self) -> None:
         """Believes in the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
         if not self._restored:  # a page might be put where one lies that is not known
             raise OSError("the rows could not be read at the start; restart the node")
+        if not self._recovering.acquire(blocking=False):  # it takes as long as the disk does
+            raise OSError("it is being tried already")
+        try:
+            self._recover()
+        finally:
+            self._recovering.release()
+
+    def _recover(self) -> None:
+        self.tend()
+        self._directory.revive()
         self.files.trial()
         with self._lock:
             forgotten = self._index.forget_unsynced() if self.poisoned else 0
@@ -321,6 +343,5 @@ class DiskTier:
             return self.records.check()
 
     def close(self) -> None:
-        """Raises OSError if the rows can not be closed; the files are closed all the same."""
-        self.files.close()
-        self.rows.close()
+        """Raises OSError if the rows can not be closed; all else is closed all the same."""
+        self._directory.close()
