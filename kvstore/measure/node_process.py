@@ -23,7 +23,9 @@ class NodeProcess:
 
     def __init__(self, *flags: str, python: str = sys.executable) -> None:
         if python == sys.executable and importlib.util.find_spec("node") is None:
-            raise ConfigError("the node is not installed here; it comes with the extra node of kvstore-llm (README, Install)")
+            raise ConfigError(
+                "the node is not installed here; it comes with the extra node of kvstore-llm (README, Install)"
+            )
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
         command = [python, "-m", "node.main", *ports, *flags]
         # Not a pipe: nobody reads it while the node runs, and a full one would stop the node.

@@ -19,7 +19,7 @@ from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
 log = logging.getLogger(__name__)
 
 END_S = 10.0  # a node that stops waits so long for its keeper, then kills it
-OWED_MAX = 16  # answers that nobody waits for any more; beyond, nothing is asked
+OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
 
 
 class Silent(Exception):
@@ -82,8 +82,12 @@ class KeeperProcess:
         except Silent as error:
             raise OSError(f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed") from error
         finally:
-            self.kill()
-            self._close_sockets()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends it as it is."""
+        self.kill()
+        self._close_sockets()
 
     def _close_sockets(self) -> None:
         self.orders.close()
@@ -109,6 +113,8 @@ class Talk:
         if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise Silent
         try:
+            while self._number - self._heard >= OWED_MAX:
+                self._recv(end)
             self._send(kind, body)
             return b"".join(self._answer(end))
         finally:
@@ -125,8 +131,6 @@ class Talk:
         return b"".join(self._answer(None))
 
     def _send(self, kind: Kind, body: bytes) -> None:
-        if self._number - self._heard >= OWED_MAX:
-            raise Silent
         self._number += 1
         try:
             self._channel.send(self._number, kind, body)
@@ -137,7 +141,6 @@ class Talk:
         """The pieces of the answer to the last order; those to earlier ones are passed over."""
         while True:
             number, outcome, body = self._recv(end)
-            self._heard = number
             if number != self._number:
                 continue
             if outcome == Outcome.FAILED:
@@ -150,7 +153,9 @@ class Talk:
 
     def _recv(self, end: float | None) -> tuple[int, int, bytes]:
         try:
-            return self._channel.recv(None if end is None else max(0.001, end - time.monotonic()))
+            reply = self._channel.recv(None if end is None else max(0.001, end - time.monotonic()))
+            self._heard = reply[0]
+            return reply
         except TimeoutError as error:
             raise Silent from error
         except (EOFError, Broken) as error:

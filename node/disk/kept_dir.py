@@ -43,7 +43,7 @@ class KeptDir:
             self._lock = take_lock(path / "lock", 0.0)
             undo.callback(os.close, self._lock)
             self.keeper = KeeperProcess(self._task)
-            undo.callback(self.keeper.kill)
+            undo.callback(self.keeper.abandon)
             self.extent_nbytes, self.extent_count, direct, *_ = self.keeper.opened
             allow_open_files(self.extent_count)
             flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
@@ -65,7 +65,7 @@ class KeptDir:
         except ConfigError as error:
             raise OSError(str(error)) from error
         if fresh.opened != self.keeper.opened:
-            fresh.kill()
+            fresh.abandon()
             raise OSError(f"{self._task.path} is not the directory any more that it was; restart the node")
         self.keeper.close()
         self.keeper = fresh
