@@ -36,7 +36,8 @@ from workplace import add_dir, direct_works, file_system, workplace, written_nby
 from kvstore.checksum import checksum
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
-from node.disk.data_dir import open_data_dir
+from node.disk.kept_dir import KeptDir
+from node.disk.tier import DiskTier
 from node.disk.writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
 from node.ram.arena import Arena
 from node.ram.namespace import NamespaceIndex
@@ -127,9 +128,8 @@ class Tier:
 
     def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int) -> None:
         self._page_nbytes = page_nbytes
-        self._tier, self._lock_fd = open_data_dir(
-            directory, capacity * page_nbytes, EXTENT_NBYTES, queue_nbytes_max=0, view=arena.view
-        )
+        kept = KeptDir(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd)
+        self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0)
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:
         """What is gone the tier finds out for itself."""
@@ -154,7 +154,6 @@ class Tier:
     def close(self) -> None:
         assert not self._tier.check()
         self._tier.close()
-        os.close(self._lock_fd)
 
 
 # ---- turns -------------------------------------------------------------------------------

@@ -118,12 +118,12 @@ class Channel:
     def send(self, number: int, kind: int, body: bytes = b"") -> None:
         """Raises OSError."""
         assert len(body) <= BODY_NBYTES_MAX
-        self._sock.settimeout(None)
+        self._set_timeout(None)
         self._sock.sendall(_HEAD.pack(len(body), number, kind) + body)
 
     def recv(self, timeout_s: float | None = None) -> tuple[int, int, bytes]:
         """(number, kind or outcome, body). Raises EOFError if the other side is gone, TimeoutError, Broken."""
-        self._sock.settimeout(timeout_s)
+        self._set_timeout(timeout_s)
         self._fill(_HEAD.size)
         nbytes, number, kind = _HEAD.unpack_from(self._got)
         if nbytes > BODY_NBYTES_MAX:
@@ -136,8 +136,12 @@ class Channel:
 
     def wait(self) -> None:
         """Until something comes. Raises EOFError if nothing ever will."""
-        self._sock.settimeout(None)
+        self._set_timeout(None)
         self._fill(1)
+
+    def _set_timeout(self, timeout_s: float | None) -> None:
+        if self._sock.gettimeout() != timeout_s:  # a system call
+            self._sock.settimeout(timeout_s)
 
     def _fill(self, nbytes: int) -> None:
         while len(self._got) < nbytes:

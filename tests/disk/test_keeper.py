@@ -261,23 +261,15 @@ def test_a_killed_keeper_costs_no_page_that_was_promised(kept: Node, client: Cli
         assert pages.get(client, pages.keys(*range(number + 1))) == [True] * (number + 1), phase
 
 
-def test_a_keeper_that_is_killed_when_there_is_nothing_to_do_is_missed_soon(
-    kept: Node, client: Client, pages: Any
-) -> None:
-    pages.put(client, pages.keys(1), durable=True)
-    os.kill(keeper_of(kept), signal.SIGKILL)
-    assert "was ended by SIGKILL" in reason(client)
-    assert client.node_status().state == "DEGRADED"
-    assert pages.get(client, pages.keys(1)) == [True]
-
-
-def test_recover_refuses_a_directory_that_is_not_the_one_it_was(
+def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_takes_its_place(
     kept: Node, client: Client, pages: Any, tmp_path: Path
 ) -> None:
     """The node knows what lies in the old one: pages of a new one would be overwritten."""
     pages.put(client, pages.keys(1), durable=True)
     os.kill(keeper_of(kept), signal.SIGKILL)
-    reason(client)
+    assert "was ended by SIGKILL" in reason(client)
+    assert client.node_status().state == "DEGRADED"
+    assert pages.get(client, pages.keys(1)) == [True]
     (tmp_path / "data").rename(tmp_path / "old")
     with pytest.raises(Exhausted, match="not the directory any more"):
         client.recover()
@@ -301,11 +293,27 @@ def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, p
     process.kill()
     with ThreadPoolExecutor(1) as pool:
         successor = pool.submit(start)
-        time.sleep(1.5)
+        time.sleep(1.0)
         assert not successor.done(), "two keepers on one directory"
         os.kill(keeper, signal.SIGCONT)
         with connect(successor.result(20.0)) as client:
             assert pages.get(client, pages.keys(1)) == [True]
+    assert not is_running(keeper)
+
+
+def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_keeper(
+    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.2)
+    node = Node(NodeConfig(**PORTS, **SMALL | {"flush_s": 0.2}, data_dir=str(tmp_path / "data")))
+    node.start()
+    keeper = keeper_of(node)
+    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk")) as client:
+        os.kill(keeper, signal.SIGSTOP)
+        pages.put(client, pages.keys(1))
+    begun = time.monotonic()
+    node.stop()
+    assert time.monotonic() - begun < 8.0
     assert not is_running(keeper)
 
 
