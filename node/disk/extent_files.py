@@ -112,6 +112,9 @@ class ExtentFiles:
         flags = os.O_RDWR | os.O_CREAT | self._direct
         self._open = OpenExtents(directory, extent_nbytes, count, flags, self._layer)
         self._allocated = {n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes}
+        self._unsynced |= (
+            self._allocated
+        )  # an earlier run may have been killed before it synced: the first sync is for all
         _sync_directory(directory)
         if not self.direct:
             log.warning("%s does not support O_DIRECT; using the page cache", directory)

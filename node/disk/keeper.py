@@ -14,6 +14,7 @@ supervisor may send to all: the node still has pages to write.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -60,6 +61,10 @@ class Keeper:
                 channel.send(number, Outcome.DONE)
             except OSError as error:
                 channel.send(number, Outcome.FAILED, orders.pack_error(error))
+            except MemoryError:
+                channel.send(
+                    number, Outcome.FAILED, orders.pack_error(OSError(errno.ENOMEM, "the keeper has no memory"))
+                )
             except Exception as error:  # the edge of an order: the node stops its disk tier and says why
                 log.exception("an order of kind %d failed", kind)
                 channel.send(number, Outcome.FAILED, orders.pack_error(OSError(f"internal error: {error!r}")))
