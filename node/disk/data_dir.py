@@ -78,7 +78,8 @@ class DataDir:
 
     def _unmap(self) -> None:
         self._arena.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):  # an error that is still looked at holds a view; then it goes with that
+            self._map.close()
 
     def close(self) -> None:
         """Raises OSError if the rows can not be closed; all else is closed all the same."""
