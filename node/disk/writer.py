@@ -55,6 +55,8 @@ class Store(Protocol):
 
     def blame(self, doing: str, error: BaseException) -> None: ...
 
+    def tend(self) -> None: ...
+
 
 class _Barrier:
     """A place in the queue: `done` when the thread has passed it, `safe` if all before it is on the
@@ -150,6 +152,8 @@ class DiskWriter:
 
     def _store(self, pages: list[Page], barrier: _Barrier | None) -> None:
         disk = self._disk
+        if not pages:
+            disk.tend()
         if disk.poisoned:
             return
         if pages or disk.gone_count:
