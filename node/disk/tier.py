@@ -14,33 +14,22 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
 from node.disk.directory import Directory
-from node.disk.index import DiskIndex
+from node.disk.index import Borrowed, DiskIndex
 from node.disk.records import Records
 from node.disk.rows import PageRow, page_key, parse_page_row
-from node.disk.shortage import is_shortage
+from node.disk.shortage import Shortages, is_shortage
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
 log = logging.getLogger(__name__)
 
-SHORTAGE_LOG_S = 10.0  # between two lines about it: it meets every page
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
-
-
-class Borrowed(NamedTuple):
-    """A page that is being verified: its number may be another namespace's before that is done."""
-
-    record: int
-    row: PageRow
-    space: Namespace
-    checksum: bytes
 
 
 class DiskTier:
@@ -61,7 +50,7 @@ class DiskTier:
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
-        self._tell_again = 0.0
+        self._shortages = Shortages()
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -322,9 +311,7 @@ class DiskTier:
     def blame(self, doing: str, error: BaseException) -> None:
         """An error of the disk stops the tier. What the node itself has run out of does not."""
         if is_shortage(error):
-            if time.monotonic() >= self._tell_again:
-                self._tell_again = time.monotonic() + SHORTAGE_LOG_S
-                log.warning("disk tier, %s: the node is short of memory, descriptors or threads: %r", doing, error)
+            self._shortages.tell(doing, error)
         elif isinstance(error, OSError):
             self.poison(f"{doing} failed: {error}")
         else:
