@@ -72,7 +72,7 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
 
 def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[bytes, bytes]]:
     """Keys and values of new rows."""
-    described = [(b"N" + number.to_bytes(2, "big"), message) for number, message in namespaces.items()]
+    described = [(namespace_key(number), message) for number, message in namespaces.items()]
     return described + [(row.key, row.value()) for row in pages]
 
 
@@ -114,11 +114,11 @@ class Rows:
             )
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
-        """All or nothing: new namespaces, removed page keys, new pages."""
+        """All or nothing: new namespaces, new pages, keys that are gone."""
         self.put(pairs(namespaces, pages), gone)
 
     def put(self, new: Iterable[tuple[bytes, bytes]], gone: Iterable[bytes]) -> None:
-        """The same, packed: rows whose keys are in both are there."""
+        """The same, packed. First the keys that are gone: a number or a page may be there anew."""
         batch = WriteBatch(raw_mode=True)
         for key in gone:
             batch.delete(key)

@@ -123,7 +123,7 @@ class DiskTier:
         try:
             yield from self.rows.pages(start)
         except OSError as error:
-            self.poison(f"the rows can not be read: {error}")
+            self.blame("reading rows", error)
 
     # ---- read ----------------------------------------------------------------------------
 
