@@ -3,15 +3,15 @@
     limit     as many threads doing `pwrite` and `pread` of the same sizes, from and to the same arena,
               on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no
               eviction, no checksum
-    tier      the node's disk tier in this process: `store` in batches as its writer thread makes them
-              (slot, bytes, row), `begin_read` and `read` with verification of every page
+    tier      the node's disk tier in this process and its keeper: `store` in batches as its writer thread
+              makes them (slot, bytes, row), `begin_read` and `read` with verification of every page
     RocksDB   BlobDB and SST files, see disk_rivals.py
 
 Three operations: the first write of an empty store, sustained writing into a full one, where each new
 page displaces the oldest, and reading in random order. Each write ends with everything on the medium:
 `fdatasync` of the limit's files, `sync` of the tier, `flush` of RocksDB. The contenders take turns of 256 MiB, and
 RocksDB ends its compactions in its own turn, untimed. GB/s: 10^9 page bytes in the median turn.
-Written / page bytes: bytes that the kernel counts as sent to storage by this process in a contender's
+Written / page bytes: bytes that the kernel counts as sent to storage by the writing process in a contender's
 turns, over the page bytes of those turns; the file system's journal is not in it.
 Aim: sustained write and read at least 0.85 of the limit; at most 1.05 bytes written per page byte.
 
@@ -36,7 +36,8 @@ from workplace import add_dir, direct_works, file_system, workplace, written_nby
 from kvstore.checksum import checksum
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
-from node.disk.data_dir import open_data_dir
+from node.disk.kept_dir import KeptDir
+from node.disk.tier import DiskTier
 from node.disk.writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
 from node.ram.arena import Arena
 from node.ram.namespace import NamespaceIndex
@@ -53,7 +54,10 @@ SUSTAINED, FIRST = "sustained write", "first write"
 
 
 class Store(Protocol):
-    """`write` returns when the pages are on the medium; `read` when the page is in the slot."""
+    """`write` returns when the pages are on the medium; `read` when the page is in the slot. `pid`: of the
+    process that writes."""
+
+    pid: int
 
     def write(self, pages: list[Page], gone: list[Page]) -> None: ...
     def settle(self) -> None: ...
@@ -85,6 +89,7 @@ class BareFiles:
 
     def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int) -> None:
         directory.mkdir()
+        self.pid = os.getpid()
         self._arena, self._page_nbytes = arena, page_nbytes
         self._per_file = EXTENT_NBYTES // page_nbytes
         self._where: dict[bytes, int] = {}
@@ -127,9 +132,9 @@ class Tier:
 
     def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int) -> None:
         self._page_nbytes = page_nbytes
-        self._tier, self._lock_fd = open_data_dir(
-            directory, capacity * page_nbytes, EXTENT_NBYTES, queue_nbytes_max=0, view=arena.view
-        )
+        kept = KeptDir(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd)
+        self.pid = kept.keeper.pid
+        self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0)
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:
         """What is gone the tier finds out for itself."""
@@ -154,7 +159,6 @@ class Tier:
     def close(self) -> None:
         assert not self._tier.check()
         self._tier.close()
-        os.close(self._lock_fd)
 
 
 # ---- turns -------------------------------------------------------------------------------
@@ -169,11 +173,11 @@ class Written:
 
     def turn(self, name: str, store: Store, turns: Iterator[tuple[list[Page], list[Page]]]) -> Samples:
         pages, gone = next(turns)
-        before, start = written_nbytes(), time.perf_counter()
+        before, start = written_nbytes(store.pid), time.perf_counter()
         store.write(pages, gone)
         seconds = time.perf_counter() - start
         store.settle()
-        self.device_nbytes[name] = self.device_nbytes.get(name, 0) + written_nbytes() - before
+        self.device_nbytes[name] = self.device_nbytes.get(name, 0) + written_nbytes(store.pid) - before
         self.page_nbytes[name] = self.page_nbytes.get(name, 0) + TURN_NBYTES
         return {"turn": [seconds]}
 

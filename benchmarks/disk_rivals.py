@@ -5,6 +5,7 @@ only, so each page is copied once on its way from and to the arena, which is in 
 """
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class RocksPages:
             options.set_blob_file_size(256 << 20)
             options.set_enable_blob_gc(True)
             options.set_blob_compression_type(DBCompressionType.none())
+        self.pid = os.getpid()
         self._db = Rdict(str(directory), options)
         self._no_wal = WriteOptions()
         self._no_wal.disable_wal = True

@@ -50,10 +50,10 @@ def direct_works(directory: Path) -> bool:
     return True
 
 
-def written_nbytes() -> int:
-    """Bytes that this process sent to storage since it began, as the kernel counts them: direct writes,
+def written_nbytes(pid: int) -> int:
+    """Bytes that a process sent to storage since it began, as the kernel counts them: direct writes,
     and pages of the page cache when they become dirty. The file system's journal is not in it."""
-    for line in Path("/proc/self/io").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/io").read_text().splitlines():
         if line.startswith("write_bytes:"):
             return int(line.split()[1])
     return 0

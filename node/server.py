@@ -2,14 +2,13 @@
 
 import contextlib
 import logging
-import os
 import time
 from functools import partial
 from pathlib import Path
 
 from kvstore.errors import ConfigError, KVStoreError
 from node.config import NodeConfig
-from node.disk.data_dir import open_data_dir
+from node.disk.kept_dir import KeptDir
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.ram.arena import Arena
@@ -44,15 +43,22 @@ class Node:
         self.sessions = Sessions(self.tier, config.sessions_max)
         self.disk = self._open_disk(namespaces) if config.data_dir else None
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions)
-        try:
+        with contextlib.ExitStack() as undo:
+            if self.disk is not None:
+                undo.callback(self.disk.close)
             self._listen(config)
+            undo.pop_all()
+
+    def _listen(self, config: NodeConfig) -> None:
+        try:
+            self._open_ports(config)
         except OSError as error:
             raise ConfigError(
                 f"can not listen on {config.host} (port={config.port}, bulk_port={config.bulk_port}, "
                 f"metrics_port={config.metrics_port}): {error}"
             ) from error
 
-    def _listen(self, config: NodeConfig) -> None:
+    def _open_ports(self, config: NodeConfig) -> None:
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port and no file behind
             self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s)
             opened.callback(self.bulk.stop, 0.0)
@@ -83,14 +89,14 @@ class Node:
 
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
         config = self.config
-        disk, self._lock_fd = open_data_dir(
+        directory = KeptDir(
             Path(config.data_dir),
             config.disk_nbytes,
             config.disk_extent_of_new_dir,
-            config.disk_queue_nbytes,
-            self.arena.view,
+            self.arena.fd,
             keep_own_extents=not config.disk_extent_nbytes,
         )
+        disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes)
         namespaces.below_count = disk.page_count
         started = time.monotonic()
         try:
@@ -132,20 +138,20 @@ class Node:
         self.arena.close()
 
     def _stop_disk(self, disk: DiskTier) -> None:
-        """What is in RAM only goes to disk first."""
+        """What is in RAM only goes to disk first, if the disk takes it in `flush_s`."""
+        end = time.monotonic() + self.config.flush_s
         self.scrubber.stop()
         try:
             self.service.durability.flush()
         except KVStoreError as error:
             log.error("not all pages are on disk: %s", error)
-        disk.writer.stop(self.config.flush_s)
+        disk.writer.stop(max(1.0, end - time.monotonic()))
         for violation in disk.check():
             log.error("inconsistent at stop: %s", violation)
         try:
             disk.close()
         except OSError as error:
             log.error("the rows were not closed cleanly: %s", error)
-        os.close(self._lock_fd)
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""

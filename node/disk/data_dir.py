@@ -1,68 +1,113 @@
-"""The data directory of a node: one process at a time, opened and put together here.
+"""The data directory of a node, opened: rows and extents, and one process at a time that touches them.
 
-data_dir/lock             held while a node runs
+data_dir/lock             held by the node: the directory is its own
+data_dir/keeper.lock      held while rows and extents are open, by the keeper of the node
 data_dir/rows/            RocksDB: what is on disk
 data_dir/extents/000000   page bytes
+
+Two locks, because a keeper may outlive its node for as long as a call of the disk takes.
 """
 
 import contextlib
 import fcntl
 import logging
+import mmap
 import os
 import resource
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError
 from node.disk.extent_files import ExtentFiles, FileLayer
-from node.disk.records import Records
 from node.disk.rows import Rows
-from node.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
 
-OTHER_FILES = 512  # sockets, rows, libraries: what a node has open beside its extents
+OTHER_FILES = 512  # sockets, rows, libraries: what a process has open beside the extents
+LOCK_WAIT_S = 20.0  # for the keeper of a node that was killed: it ends with the call of the disk it is in
+_LOCK_STEP_S = 0.02
 
 
-def open_data_dir(
-    path: Path,
-    disk_nbytes: int,
-    extent_nbytes: int,
-    queue_nbytes_max: int,
-    view: Callable[[int, int], memoryview],
-    layer: FileLayer | None = None,
-    keep_own_extents: bool = False,
-) -> tuple[DiskTier, int]:
-    """(the disk tier, the descriptor that holds the lock). Raises ConfigError for a directory that
-    can not be used, is in use, or was made with another extent size (unless it may keep its own)."""
-    layer = layer or FileLayer()
-    try:
-        _make(path, layer)
-        with contextlib.ExitStack() as undo:
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            undo.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            rows = Rows(path / "rows", extent_nbytes, keep_own_extents)  # first: they know what the extents are
-            undo.callback(rows.close)
-            extent_count = disk_nbytes // rows.extent_nbytes
-            if not extent_count:
-                raise ConfigError(f"disk_nbytes={disk_nbytes} is less than one extent of {rows.extent_nbytes} bytes")
-            _allow_open_files(extent_count)
-            files = ExtentFiles(path / "extents", rows.extent_nbytes, layer)
-            files.drop_from(extent_count)
+class DataDir:
+    """What is called here is done here, and may block for as long as the disk does. A node has it in a
+    process of its own (`node.disk.keeper`), tests in theirs.
+
+    `arena_fd`: the file of the arena, mapped to be read. Raises ConfigError for a directory that can not be
+    used, is in use, or was made with another extent size (unless it may keep its own).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        disk_nbytes: int,
+        extent_nbytes: int,
+        arena_fd: int,
+        keep_own_extents: bool = False,
+        layer: FileLayer | None = None,
+    ) -> None:
+        layer = layer or FileLayer()
+        with contextlib.ExitStack() as undo, refused(path):
+            self.arena_nbytes = os.fstat(arena_fd).st_size
+            self._map = mmap.mmap(arena_fd, self.arena_nbytes, prot=mmap.PROT_READ)
+            self._arena = memoryview(self._map)
+            undo.callback(self._unmap)
+            make(path, layer)
+            self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
+            undo.callback(os.close, self._lock)
+            self.rows = Rows(path / "rows", extent_nbytes, keep_own_extents)  # first: they know what the extents are
+            undo.callback(self.rows.close)
+            self.extent_nbytes = self.rows.extent_nbytes
+            self.extent_count = disk_nbytes // self.extent_nbytes
+            if not self.extent_count:
+                raise ConfigError(f"disk_nbytes={disk_nbytes} is less than one extent of {self.extent_nbytes} bytes")
+            allow_open_files(self.extent_count)
+            self.files = ExtentFiles(path / "extents", self.extent_nbytes, self.extent_count, self._view, layer)
             layer.sync_directory(path)  # rows and extents are there after power loss
             undo.pop_all()
+        if self.extent_nbytes < extent_nbytes:
+            log.info("data_dir keeps its extents of %d bytes; larger pages stay in RAM", self.extent_nbytes)
+
+    def trouble(self) -> str:
+        """What has become of whoever does the work; empty if all is well, as it is here."""
+        return ""
+
+    def revive(self) -> None:
+        """Nothing to do."""
+
+    def _view(self, offset: int, nbytes: int) -> memoryview:
+        return self._arena[offset : offset + nbytes]
+
+    def _unmap(self) -> None:
+        self._arena.release()
+        with contextlib.suppress(BufferError):  # an error that is still looked at holds a view; then it goes with that
+            self._map.close()
+
+    def close(self) -> None:
+        """Raises OSError if the rows can not be closed; all else is closed all the same."""
+        try:
+            self.files.close()
+            self.rows.close()
+        finally:
+            os.close(self._lock)
+            self._unmap()
+
+
+@contextlib.contextmanager
+def refused(path: Path) -> Iterator[None]:
+    """An error of the system, told as what it means at the start of a node."""
+    try:
+        yield
     except BlockingIOError as error:
-        raise ConfigError(f"data_dir={path} is in use by another node; give each node its own") from error
+        raise ConfigError(
+            f"data_dir={path} is in use by another node; give each node its own. If that node has ended, "
+            f"its keeper still waits for the disk"
+        ) from error
     except OSError as error:
         raise ConfigError(f"data_dir={path} can not be used: {error}") from error
-    if rows.extent_nbytes < extent_nbytes:
-        log.info("data_dir keeps its extents of %d bytes; larger pages stay in RAM", rows.extent_nbytes)
-    records = Records(extent_count * rows.extent_nbytes, rows.extent_nbytes)
-    return DiskTier(rows, files, records, view, queue_nbytes_max), lock
 
 
-def _make(path: Path, layer: FileLayer) -> None:
+def make(path: Path, layer: FileLayer) -> None:
     """The directory and what it lies in, to stay: each new one is an entry of the one above."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -70,8 +115,24 @@ def _make(path: Path, layer: FileLayer) -> None:
         layer.sync_directory(directory.parent)
 
 
-def _allow_open_files(extent_count: int) -> None:
-    """Each extent is an open file. Raises ConfigError if the process may not have so many."""
+def take_lock(path: Path, wait_s: float) -> int:
+    """The descriptor that holds the lock. Raises BlockingIOError if another has it for longer."""
+    end = time.monotonic() + wait_s
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                os.close(lock)
+                raise
+            time.sleep(_LOCK_STEP_S)
+        else:
+            return lock
+
+
+def allow_open_files(extent_count: int) -> None:
+    """Each extent is an open file. Raises ConfigError if this process may not have so many."""
     wanted = extent_count + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted and (hard == resource.RLIM_INFINITY or hard >= wanted):

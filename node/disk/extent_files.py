@@ -3,6 +3,9 @@
 `O_DIRECT` where the file system allows: no copy through the page cache, and the serving process's
 memory stays its own. Offsets and lengths are multiples of 4 KiB, as slots are. Reads and writes
 release the GIL.
+
+Every extent's file is there and open from the start, an empty one until its first page comes:
+whatever else takes descriptors later, the disk has its own.
 """
 
 import errno
@@ -10,6 +13,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -17,6 +21,8 @@ log = logging.getLogger(__name__)
 # Neighbouring slots are copied together and written at once up to this size: a call costs as much as
 # copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not copied.
 RUN_NBYTES_MAX = 256 * 1024
+
+Slot = tuple[int, int, int]  # offset on disk, offset in the arena, bytes
 
 
 class FileLayer:
@@ -49,24 +55,80 @@ class FileLayer:
         os.close(fd)
 
 
-class ExtentFiles:
-    """A region of bytes laid over files of `extent_nbytes`. Thread-safe; raises OSError."""
+class OpenExtents:
+    """The open files of a region of bytes. Any number of threads may read; raises OSError."""
 
-    def __init__(self, directory: Path, extent_nbytes: int, layer: FileLayer | None = None) -> None:
+    def __init__(self, directory: Path, extent_nbytes: int, count: int, flags: int, layer: FileLayer) -> None:
+        """`flags` as open(2) takes them."""
+        self._extent_nbytes = extent_nbytes
+        self._layer = layer
+        self._fds: list[int] = []
+        try:
+            for number in range(count):
+                self._fds.append(layer.open(directory / f"{number:06d}", flags))
+        except OSError:
+            self.close()
+            raise
+
+    def find(self, offset: int) -> tuple[int, int, int]:
+        """(number of the extent, its descriptor, the offset within it)."""
+        number, within = divmod(offset, self._extent_nbytes)
+        return number, self._fds[number], within
+
+    def fd(self, number: int) -> int:
+        return self._fds[number]
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """Fills `view`; False if the file ends before that, so that no such page can be there."""
+        _, fd, within = self.find(offset)
+        while view.nbytes:
+            moved = self._layer.read(fd, view, within)
+            if moved <= 0:
+                return False
+            view, within = view[moved:], within + moved
+        return True
+
+    def close(self) -> None:
+        for fd in self._fds:
+            self._layer.close(fd)
+        self._fds.clear()
+
+
+class ExtentFiles:
+    """A region of bytes laid over files of `extent_nbytes`. Thread-safe, but one thread at a time writes;
+    raises OSError. `view(offset, nbytes)` is the arena's memory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        extent_nbytes: int,
+        count: int,
+        view: Callable[[int, int], memoryview],
+        layer: FileLayer | None = None,
+    ) -> None:
         self._directory = directory
         self._extent_nbytes = extent_nbytes
+        self._view = view
         self._layer = layer or FileLayer()
         self._lock = threading.Lock()
-        self._fds: dict[int, int] = {}
         self._unsynced: set[int] = set()
         self._run = memoryview(mmap.mmap(-1, RUN_NBYTES_MAX))  # page-aligned, as O_DIRECT needs it
         directory.mkdir(parents=True, exist_ok=True)
+        self._drop_from(count)
+        self._direct = os.O_DIRECT if self._direct_works() else 0
+        flags = os.O_RDWR | os.O_CREAT | self._direct
+        self._open = OpenExtents(directory, extent_nbytes, count, flags, self._layer)
         self._layer.sync_directory(directory)
-        # An earlier run may have been killed before it synced what it made and wrote: the first sync is for all.
-        self._unsynced |= {int(path.name) for path in directory.iterdir() if path.name.isdigit()}
-        self.direct = self._direct_works()
+        self._allocated = {n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes}
+        # An earlier run may have been killed before it synced what it wrote: the first sync is for all.
+        self._unsynced |= self._allocated
         if not self.direct:
             log.warning("%s does not support O_DIRECT; using the page cache", directory)
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._direct)
 
     def _direct_works(self) -> bool:
         probe = self._directory / "probe"
@@ -80,10 +142,42 @@ class ExtentFiles:
             probe.unlink(missing_ok=True)
         return True
 
-    def write(self, offset: int, view: memoryview) -> None:
-        """Whole slots. The bytes survive a crash of the process now and one of the host after `sync`."""
-        number, within = divmod(offset, self._extent_nbytes)
-        fd = self._fd(number)
+    def _drop_from(self, count: int) -> None:
+        """Gives the files of extents from number `count` on back: an earlier run may have had more."""
+        for path in self._directory.iterdir():
+            if path.name.isdigit() and int(path.name) >= count:
+                path.unlink()
+
+    def write_all(self, slots: Sequence[Slot]) -> None:
+        """Whole slots, neighbouring small ones in one call. The bytes survive a crash of the process
+        now and one of the host after `sync`."""
+        run: list[memoryview] = []
+        start = end = nbytes = 0
+        for offset, arena_offset, slot_nbytes in sorted(slots):
+            same_extent = offset // self._extent_nbytes == start // self._extent_nbytes
+            if not (run and offset == end and same_extent and nbytes + slot_nbytes <= RUN_NBYTES_MAX):
+                self._write_run(start, run)
+                run, start, nbytes = [], offset, 0
+            run.append(self._view(arena_offset, slot_nbytes))
+            nbytes += slot_nbytes
+            end = offset + slot_nbytes
+        self._write_run(start, run)
+
+    def _write_run(self, offset: int, views: list[memoryview]) -> None:
+        if len(views) <= 1:
+            for view in views:
+                self._write(offset, view)
+            return
+        nbytes = 0
+        for view in views:
+            self._run[nbytes : nbytes + view.nbytes] = view
+            nbytes += view.nbytes
+        self._write(offset, self._run[:nbytes])
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        number, fd, within = self._open.find(offset)
+        if number not in self._allocated:
+            self._allocate(number, fd)
         while view.nbytes:
             moved = self._layer.write(fd, view, within)
             if moved <= 0:
@@ -92,39 +186,19 @@ class ExtentFiles:
         with self._lock:
             self._unsynced.add(number)  # not before: a sync by another thread would take it as done
 
-    def write_all(self, slots: list[tuple[int, memoryview]]) -> None:
-        """Writes many slots; neighbouring small ones in one call. One thread at a time."""
-        run: list[memoryview] = []
-        start = end = nbytes = 0
-        for offset, view in sorted(slots, key=lambda slot: slot[0]):
-            same_extent = offset // self._extent_nbytes == start // self._extent_nbytes
-            if not (run and offset == end and same_extent and nbytes + view.nbytes <= RUN_NBYTES_MAX):
-                self._write_run(start, run)
-                run, start, nbytes = [], offset, 0
-            run.append(view)
-            nbytes += view.nbytes
-            end = offset + view.nbytes
-        self._write_run(start, run)
+    def read(self, offset: int, view: memoryview) -> bool:
+        """See `OpenExtents.read`."""
+        return self._open.read(offset, view)
 
-    def _write_run(self, offset: int, views: list[memoryview]) -> None:
-        if len(views) <= 1:
-            for view in views:
-                self.write(offset, view)
-            return
-        nbytes = 0
-        for view in views:
-            self._run[nbytes : nbytes + view.nbytes] = view
-            nbytes += view.nbytes
-        self.write(offset, self._run[:nbytes])
-
-    def read(self, offset: int, view: memoryview) -> None:
-        number, within = divmod(offset, self._extent_nbytes)
-        fd = self._fd(number)
-        while view.nbytes:
-            moved = self._layer.read(fd, view, within)
-            if moved <= 0:
-                raise OSError(errno.EIO, f"extent {number} ends before {within + view.nbytes}")
-            view, within = view[moved:], within + moved
+    def _allocate(self, number: int, fd: int) -> None:
+        """Gives an extent all its blocks, so that it can not run out of them later."""
+        had_nbytes = os.fstat(fd).st_size
+        try:
+            self._layer.allocate(fd, self._extent_nbytes)
+        except OSError:
+            os.ftruncate(fd, had_nbytes)  # a full file system gets back what was found for half an extent
+            raise
+        self._allocated.add(number)
 
     def sync(self) -> None:
         """Everything written before is on the medium when this returns."""
@@ -132,52 +206,16 @@ class ExtentFiles:
             numbers, self._unsynced = self._unsynced, set()
         try:
             for number in numbers:
-                self._layer.sync(self._fd(number))
+                self._layer.sync(self._open.fd(number))
         except BaseException:
             with self._lock:
                 self._unsynced |= numbers
             raise
 
-    def _fd(self, number: int) -> int:
-        with self._lock:
-            fd = self._fds.get(number)
-            if fd is None:
-                fd = self._fds[number] = self._open(number)
-            return fd
-
-    def _open(self, number: int) -> int:
-        """Opens an extent's file; a new one gets all its blocks now, so that it can not run out later."""
-        path = self._directory / f"{number:06d}"
-        fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0))
-        try:
-            had_nbytes = os.fstat(fd).st_size
-            if had_nbytes != self._extent_nbytes:
-                self._allocate(fd, had_nbytes)
-        except OSError:
-            self._layer.close(fd)
-            raise
-        return fd
-
-    def _allocate(self, fd: int, had_nbytes: int) -> None:
-        try:
-            self._layer.allocate(fd, self._extent_nbytes)
-        except OSError:
-            os.ftruncate(fd, had_nbytes)  # a full file system gets back what was found for half an extent
-            raise
-        self._layer.sync_directory(self._directory)
-
-    def drop_from(self, count: int) -> None:
-        """Gives the files of extents from number `count` on back: an earlier run may have had more."""
-        for path in self._directory.iterdir():
-            if path.name.isdigit() and int(path.name) >= count:
-                path.unlink()
-                self._unsynced.discard(int(path.name))
-
     def trial(self) -> None:
         """Writes, syncs and reads back 4 KiB beside the extents. Raises OSError if that fails."""
         path = self._directory / "trial"
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)
-        fd = self._layer.open(path, flags)
+        fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | self._direct)
         try:
             with mmap.mmap(-1, 4096) as memory, memoryview(memory) as view:
                 view[:8] = b"kvstore\n"
@@ -192,7 +230,4 @@ class ExtentFiles:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        with self._lock:
-            for fd in self._fds.values():
-                self._layer.close(fd)
-            self._fds.clear()
+        self._open.close()

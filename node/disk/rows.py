@@ -6,8 +6,8 @@
                                           expiry s u32, page checksum 16, xxh3_64 of key and value
                                           before it u64
 
-A page counts as stored only when its row is there. Rows of one batch appear together. All calls
-but `pages` come from the disk tier's writer thread: they hold the GIL, but rows are small.
+A page counts as stored only when its row is there. Rows of one batch appear together. The binding
+keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
 """
 
 import struct
@@ -70,6 +70,12 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     return PageRow(namespace, prefix_hash, offset, slot_nbytes, stored_s, used_s, expiry_s, checksum)
 
 
+def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[bytes, bytes]]:
+    """Keys and values of new rows."""
+    described = [(namespace_key(number), message) for number, message in namespaces.items()]
+    return described + [(row.key, row.value()) for row in pages]
+
+
 class Rows:
     """An open row database. Raises OSError where the disk fails.
 
@@ -108,14 +114,16 @@ class Rows:
             )
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
-        """All or nothing. First the keys that are gone: a number or a page may be there anew."""
+        """All or nothing: new namespaces, new pages, keys that are gone."""
+        self.put(pairs(namespaces, pages), gone)
+
+    def put(self, new: Iterable[tuple[bytes, bytes]], gone: Iterable[bytes]) -> None:
+        """The same, packed. First the keys that are gone: a number or a page may be there anew."""
         batch = WriteBatch(raw_mode=True)
         for key in gone:
             batch.delete(key)
-        for number, message in namespaces.items():
-            batch.put(namespace_key(number), message)
-        for row in pages:
-            batch.put(row.key, row.value())
+        for key, value in new:
+            batch.put(key, value)
         if batch.len():
             with _DiskErrors():
                 self._db.write(batch)
@@ -126,16 +134,21 @@ class Rows:
             self._db.flush_wal(True)
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
-        for key, value in self._range(b"N"):
-            yield int.from_bytes(key[1:], "big"), value
+        return numbered(self.scan(b"N"))
 
     def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
         """(key, value) of page rows from the key `start` on; see `parse_page_row`."""
-        return self._range(b"P", start)
+        return self.scan(start)
 
-    def _range(self, kind: bytes, start: bytes | None = None) -> Iterator[tuple[bytes, bytes]]:
+    def all_pages(self) -> Iterator[tuple[bytes, bytes]]:
+        """The same from the first one on, at a start, when nobody waits for anything else."""
+        return self.pages()
+
+    def scan(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """(key, value) from the key `start` on, of rows of its kind."""
+        kind = start[:1]
         with _DiskErrors():
-            for key, value in cast(Iterator[tuple[bytes, bytes]], self._db.items(from_key=start or kind)):
+            for key, value in cast(Iterator[tuple[bytes, bytes]], self._db.items(from_key=start)):
                 if not key.startswith(kind):
                     return
                 yield key, value
@@ -143,6 +156,11 @@ class Rows:
     def close(self) -> None:
         with _DiskErrors():
             self._db.close()
+
+
+def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """(number, Namespace message) of rows of namespaces."""
+    return ((int.from_bytes(key[1:], "big"), value) for key, value in rows)
 
 
 class _DiskErrors:

@@ -3,6 +3,7 @@
 import threading
 from typing import NamedTuple
 
+from kvstore.errors import Exhausted
 from node.disk.rows import parse_page_row
 from node.disk.tier import DiskTier
 
@@ -22,7 +23,7 @@ class ScrubResult(NamedTuple):
 def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int) -> ScrubResult:
     """Reads and verifies pages on disk from the row key `cursor` on, in the order of their keys,
     until `nbytes_max` bytes are read. Damaged pages are dropped. Raises OSError if the tier is
-    poisoned, or now is: what was not read is not said to be intact."""
+    poisoned, or now is: what was not read is not said to be intact; Exhausted if the disk hangs."""
     intact = damaged = nbytes = 0
     for key, value in disk.rows.pages(cursor or b"P"):
         if nbytes >= nbytes_max:
@@ -66,6 +67,8 @@ class Scrubber:
                 result = scrub(self._disk, cursor, int(self._nbytes_per_s * STEP_S))
             except (OSError, MemoryError) as error:
                 self._disk.blame("scrubbing", error)
+                result = None
+            except Exhausted:  # the disk hangs, which is no fault of its pages
                 result = None
             cursor = result.next_cursor if result else b""
             pause_s = max(STEP_S, result.nbytes / self._nbytes_per_s) if cursor and result else ROUND_PAUSE_S

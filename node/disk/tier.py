@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
-from node.disk.extent_files import ExtentFiles
+from node.disk.directory import Directory
 from node.disk.index import DiskIndex
 from node.disk.records import Records
-from node.disk.rows import PageRow, Rows, page_key, parse_page_row
+from node.disk.rows import PageRow, page_key, parse_page_row
 from node.disk.shortage import is_shortage
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
@@ -49,16 +49,15 @@ class DiskTier:
 
     def __init__(
         self,
-        rows: Rows,
-        files: ExtentFiles,
-        records: Records,
+        directory: Directory,
         view: Callable[[int, int], memoryview],
         queue_nbytes_max: int,
         clock_s: Callable[[], int] = lambda: int(time.time()),
     ) -> None:
-        self.rows = rows
-        self.files = files
-        self.records = records
+        self._directory = directory
+        self.rows = directory.rows
+        self.files = directory.files
+        self.records = records = Records(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
@@ -76,7 +75,7 @@ class DiskTier:
         """Takes in the rows of an earlier run; page bytes are not read. Raises OSError."""
         problems = [self._index.restore_namespace(number, message) for number, message in self.rows.namespaces()]
         now_s = self._clock_s()
-        for key, value in self.rows.pages():
+        for key, value in self.rows.all_pages():
             self._index.restore_page(key, value, now_s)
         for problem in filter(None, [*problems, *self._index.restored(open_namespace)]):
             log.error("%s", problem)
@@ -118,7 +117,7 @@ class DiskTier:
         number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
-        for key, value in self.rows.pages(page_key(number, max(key_prefix, after))):
+        for key, value in self._pages(page_key(number, max(key_prefix, after))):
             row = parse_page_row(key, value)
             if row is None:
                 continue
@@ -129,6 +128,13 @@ class DiskTier:
                     known = self._find(digest, row.prefix_hash) > 0
                 if known:
                     yield row.prefix_hash
+
+    def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Rows as far as they can be read. Raises Exhausted if the disk hangs."""
+        try:
+            yield from self.rows.pages(start)
+        except OSError as error:
+            self.blame("reading rows", error)
 
     # ---- read ----------------------------------------------------------------------------
 
@@ -177,8 +183,7 @@ class DiskTier:
             self.end_read(record)
 
     def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
-        self.files.read(offset, slot)
-        return checksum(slot[:page_nbytes], seed) == expected
+        return self.files.read(offset, slot) and checksum(slot[:page_nbytes], seed) == expected
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
@@ -248,8 +253,7 @@ class DiskTier:
                     record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
-            slots = [(self.records.offset(r), self._view(p.offset, p.namespace.slot_nbytes)) for p, r in reserved]
-            self.files.write_all(slots)
+            self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])
             self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
@@ -326,6 +330,12 @@ class DiskTier:
             log.error("disk tier, %s", doing, exc_info=error)
             self.poison(f"internal error: {error!r}")
 
+    def tend(self) -> None:
+        """Looks whether whoever works on the disk is still there: the writer does it when it is idle."""
+        trouble = self._directory.trouble()
+        if trouble:
+            self.poison(trouble)
+
     def recover(self) -> None:
         """Believes in the disk again, after a trial. Raises OSError, and stays poisoned, if it fails."""
         if not self._restored:  # a page might be put where one lies that is not known
@@ -333,6 +343,8 @@ class DiskTier:
         if not self._io.acquire(timeout=RECOVER_WAIT_S):
             raise OSError(f"a call of the disk has not returned for {RECOVER_WAIT_S:g} s")
         try:
+            self.tend()
+            self._directory.revive()
             self.files.trial()
             with self._lock:
                 forgotten = self._index.forget_doubtful()
@@ -383,6 +395,5 @@ class DiskTier:
             return self.records.check()
 
     def close(self) -> None:
-        """Raises OSError if the rows can not be closed; the files are closed all the same."""
-        self.files.close()
-        self.rows.close()
+        """Raises OSError if the rows can not be closed; all else is closed all the same."""
+        self._directory.close()

@@ -53,6 +53,8 @@ class Store(Protocol):
 
     def sync(self) -> None: ...
 
+    def tend(self) -> None: ...
+
     def blame(self, doing: str, error: BaseException) -> None: ...
 
 
@@ -150,6 +152,8 @@ class DiskWriter:
 
     def _store(self, pages: list[Page], barrier: _Barrier | None) -> None:
         disk = self._disk
+        if not pages:
+            disk.tend()
         if disk.poisoned:
             return
         if pages or disk.gone_count:

@@ -1,5 +1,6 @@
-"""Nodes with a disk tier in this process, on a fake file layer that fails when told to."""
+"""Nodes with a disk tier in this process, without a keeper, on a fake file layer that fails when told to."""
 
+import functools
 import hashlib
 import os
 import socketserver
@@ -16,9 +17,8 @@ from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
 from kvstore.measure.content import page_content
 from node.config import NodeConfig
-from node.disk.data_dir import open_data_dir
+from node.disk.data_dir import DataDir
 from node.disk.extent_files import FileLayer
-from node.disk.tier import DiskTier
 from node.server import Node
 
 SECTOR_NBYTES = 4096
@@ -150,10 +150,7 @@ class Nodes:
 def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Every node of the test uses `layer`; all are checked and stopped at its end."""
 
-    def with_layer(*args: Any, **settings: Any) -> tuple[DiskTier, int]:
-        return open_data_dir(*args, layer=layer, **settings)
-
-    monkeypatch.setattr(node.server, "open_data_dir", with_layer)
+    monkeypatch.setattr(node.server, "KeptDir", functools.partial(DataDir, layer=layer))
     # How long the metrics server takes to notice that it shall stop: half a second of every test.
     monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
     nodes = Nodes(tmp_path / "data", layer)

@@ -1,7 +1,6 @@
 """Tiers that are killed, the threads that use them, and what these may find of their pages afterwards."""
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -15,9 +14,10 @@ from recorded import Record
 from kvstore import Namespace, opaque_layout
 from kvstore.checksum import checksum
 from kvstore.errors import Exhausted, KVStoreError
-from node.disk.data_dir import open_data_dir
+from node.disk.data_dir import DataDir
 from node.disk.durability import Durability
 from node.disk.extent_files import FileLayer
+from node.disk.tier import DiskTier
 from node.ram.arena import Arena
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
@@ -80,9 +80,8 @@ class Life:
         self.root = root
         self.arena = Arena(RAM_NBYTES)
         spaces = Namespaces(4, EXTENT_NBYTES)
-        self.disk, self._lock = open_data_dir(
-            root, disk_nbytes, EXTENT_NBYTES, QUEUE_NBYTES, self.arena.view, layer=layer
-        )
+        directory = DataDir(root, disk_nbytes, EXTENT_NBYTES, self.arena.fd, layer=layer)
+        self.disk = DiskTier(directory, self.arena.view, QUEUE_NBYTES)
         spaces.below_count = self.disk.page_count
         self.disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         slots = SlotAllocator(RAM_NBYTES, EXTENT_NBYTES)
@@ -124,7 +123,6 @@ class Life:
 
     def close(self) -> None:
         self.disk.close()
-        os.close(self._lock)
         self.arena.close()
 
 

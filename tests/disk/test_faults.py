@@ -59,7 +59,7 @@ def test_an_extent_that_lost_its_end_yields_misses(nodes: Any, pages: Any) -> No
     keys = pages.keys(*range(12))
     pages.put(nodes.connect(node), keys, durable=True)
     nodes.stop(node)
-    extents = sorted((nodes.data_dir / "extents").iterdir())
+    extents = [path for path in sorted((nodes.data_dir / "extents").iterdir()) if path.stat().st_size]
     assert len(extents) == 2
     os.truncate(extents[0], 8192)
     extents[1].unlink()

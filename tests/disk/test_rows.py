@@ -1,20 +1,22 @@
 """The row database: what a row says, and what a damaged, foreign or interrupted one does."""
 
 import json
-import os
 import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
 from kvstore.errors import ConfigError
-from node.disk.data_dir import open_data_dir
+from node.disk.data_dir import DataDir
+from node.disk.kept_dir import KeptDir
 from node.disk.rows import PageRow, Rows, parse_page_row
+from node.ram.arena import Arena
 
 EXTENT_NBYTES = 1 << 20
 GOLDEN = Path(__file__).parent.parent / "golden" / "format.json"
@@ -23,6 +25,13 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "format.json"
 def row(number: int, namespace: int = 1, nbytes: int = 32) -> PageRow:
     prefix_hash = number.to_bytes(8, "big") * (nbytes // 8)
     return PageRow(namespace, prefix_hash, number * 4096, 4096, 1_000_000, 1_000_001, 0, bytes([number % 256]) * 16)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(1 << 20)
+    yield arena
+    arena.close()
 
 
 @pytest.fixture
@@ -200,13 +209,9 @@ def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.M
     rows.close()
 
 
-def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path: Path) -> None:
+def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path: Path, arena: Arena) -> None:
     def open_dir(extent_nbytes: int) -> None:
-        disk, lock = open_data_dir(
-            tmp_path, 1 << 22, extent_nbytes, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
-        )
-        disk.close()
-        os.close(lock)
+        DataDir(tmp_path, 1 << 22, extent_nbytes, arena.fd).close()
 
     opened = Rows(tmp_path / "rows", EXTENT_NBYTES)
     opened.close()
@@ -218,10 +223,8 @@ def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(tmp_path
     open_dir(EXTENT_NBYTES)
 
 
-def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_path: Path) -> None:
-    disk, lock = open_data_dir(
-        tmp_path, 1 << 22, EXTENT_NBYTES, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
-    )
+def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_path: Path, arena: Arena) -> None:
+    directory = KeptDir(tmp_path, 1 << 22, EXTENT_NBYTES, arena.fd)
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "1MiB")
     sizes = ("--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", str(EXTENT_NBYTES))
     command = [sys.executable, "-m", "node.main", *ports, *sizes, "--data-dir", str(tmp_path)]
@@ -229,13 +232,11 @@ def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(tmp_p
     assert second.returncode == 2
     assert f"data_dir={tmp_path} is in use by another node" in second.stderr
     assert "Traceback" not in second.stderr
-    disk.close()
-    os.close(lock)
+    directory.close()
 
 
-def test_a_data_dir_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [DataDir, KeptDir])
+def test_a_data_dir_that_is_no_directory_is_refused(tmp_path: Path, arena: Arena, kind: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can not be used"):
-        open_data_dir(
-            tmp_path / "file", 1 << 22, EXTENT_NBYTES, 1 << 20, lambda offset, nbytes: memoryview(bytearray(nbytes))
-        )
+        kind(tmp_path / "file", 1 << 22, EXTENT_NBYTES, arena.fd)

@@ -1,0 +1,62 @@
+"""What the disk tier asks of an open data directory.
+
+`node.disk.kept_dir` does it through a keeper, `node.disk.data_dir` in the process that calls: the keeper's,
+and that of tests. Everything raises OSError where the disk fails.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from node.disk.extent_files import Slot
+from node.disk.rows import PageRow
+
+
+class RowStore(Protocol):
+    """See `node.disk.rows.Rows`."""
+
+    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def namespaces(self) -> Iterator[tuple[int, bytes]]: ...
+
+    def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
+        """Raises Exhausted if the disk hangs."""
+
+    def all_pages(self) -> Iterator[tuple[bytes, bytes]]: ...
+
+
+class PageFiles(Protocol):
+    """See `node.disk.extent_files.ExtentFiles`."""
+
+    @property
+    def direct(self) -> bool: ...
+
+    def write_all(self, slots: Sequence[Slot]) -> None: ...
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """Any thread; False if there is less in the file."""
+
+    def sync(self) -> None: ...
+
+    def trial(self) -> None: ...
+
+
+class Directory(Protocol):
+    """The rows and files of one data directory, and whoever works on them."""
+
+    extent_nbytes: int
+    extent_count: int
+
+    @property
+    def rows(self) -> RowStore: ...
+
+    @property
+    def files(self) -> PageFiles: ...
+
+    def trouble(self) -> str:
+        """Why nothing can be done any more until `revive`; empty if all is well. Never waits."""
+
+    def revive(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,165 @@
+"""A keeper in a child process, and talking to it."""
+
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import node
+from kvstore.errors import ConfigError
+from node.disk import orders
+from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
+
+log = logging.getLogger(__name__)
+
+END_S = 10.0  # a node that stops waits so long for its keeper, then kills it
+OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
+
+
+class Silent(Exception):
+    """No answer in time: the disk, or the keeper, hangs."""
+
+
+class KeeperProcess:
+    """A running keeper. Raises ConfigError if it can not use its directory, OSError if it can not be started."""
+
+    def __init__(self, task: Task) -> None:
+        (order_end, its_order_end), (question_end, its_question_end) = socket.socketpair(), socket.socketpair()
+        self.orders = Talk(order_end, self._say_gone)
+        self.questions = Talk(question_end, self._say_gone)
+        with contextlib.ExitStack() as undo, its_order_end, its_question_end:
+            undo.callback(self._close_sockets)
+            task = task._replace(orders_fd=its_order_end.fileno(), questions_fd=its_question_end.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "node.disk.keeper", *task.arguments()],
+                cwd=Path(node.__file__).parent.parent,  # `-m` looks there first, wherever the node was started
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(task.orders_fd, task.questions_fd, task.arena_fd),
+            )
+            undo.callback(self.kill)
+            its_order_end.close()  # now, or its end would not be noticed
+            its_question_end.close()
+            self.opened = Opened.unpack(self.orders.unasked())
+            undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def trouble(self) -> str:
+        """What became of it; empty while it runs. Never waits."""
+        status = self._process.poll()
+        if status is None:
+            return ""
+        how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        return f"its keeper (process {self.pid}) was ended {how}"
+
+    def _say_gone(self) -> str:
+        """Why its sockets closed. One that speaks in riddles is ended, too: it must not write any more."""
+        self.kill()
+        return self.trouble() or f"its keeper (process {self.pid}) can not be ended: the disk hangs"
+
+    def kill(self) -> None:
+        """No call of the disk follows the one it is in, and that one ends with it."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+
+    def close(self) -> None:
+        """Has it close the rows, and ends it. Raises OSError if it could not, or hangs."""
+        try:
+            if not self.trouble():
+                self.orders.ask(Kind.CLOSE, timeout_s=END_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_S)
+        except Silent as error:
+            raise OSError(f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed") from error
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Ends it as it is."""
+        self.kill()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self.orders.close()
+        self.questions.close()
+
+
+class Talk:
+    """One socket to a keeper: an order, its answer, the next one. Thread-safe.
+
+    Raises OSError with what the keeper met, or with what `gone` says became of it.
+    """
+
+    def __init__(self, sock: socket.socket, gone: Callable[[], str]) -> None:
+        self._channel = Channel(sock)
+        self._gone = gone
+        self._lock = threading.Lock()
+        self._number = 0
+        self._heard = 0
+
+    def ask(self, kind: Kind, body: bytes = b"", timeout_s: float | None = None) -> bytes:
+        """The answer, all of it. Raises Silent if there is none in time; it will be passed over."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise Silent
+        try:
+            while self._number - self._heard >= OWED_MAX:
+                self._recv(end)
+            self._send(kind, body)
+            return b"".join(self._answer(end))
+        finally:
+            self._lock.release()
+
+    def stream(self, kind: Kind, body: bytes) -> Iterator[bytes]:
+        """The answer piece by piece."""
+        with self._lock:
+            self._send(kind, body)
+            yield from self._answer(None)
+
+    def unasked(self) -> bytes:
+        """What a keeper says first. Raises ConfigError if that is that it can not begin."""
+        return b"".join(self._answer(None))
+
+    def _send(self, kind: Kind, body: bytes) -> None:
+        self._number += 1
+        try:
+            self._channel.send(self._number, kind, body)
+        except OSError as error:
+            raise OSError(self._gone()) from error
+
+    def _answer(self, end: float | None) -> Iterator[bytes]:
+        """The pieces of the answer to the last order; those to earlier ones are passed over."""
+        while True:
+            number, outcome, body = self._recv(end)
+            if number != self._number:
+                continue
+            if outcome == Outcome.FAILED:
+                raise orders.unpack_error(body)
+            if outcome == Outcome.REFUSED:
+                raise ConfigError(body.decode(errors="replace"))
+            yield body
+            if outcome == Outcome.DONE:
+                return
+
+    def _recv(self, end: float | None) -> tuple[int, int, bytes]:
+        try:
+            reply = self._channel.recv(None if end is None else max(0.001, end - time.monotonic()))
+            self._heard = reply[0]
+            return reply
+        except TimeoutError as error:
+            raise Silent from error
+        except (EOFError, Broken) as error:
+            raise OSError(self._gone()) from error
+
+    def close(self) -> None:
+        self._channel.close()

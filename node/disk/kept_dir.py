@@ -1,0 +1,147 @@
+"""A data directory in the hands of a keeper, as the node sees it: rows and files to call as if they were here.
+
+    KeptDir -- KeeperProcess -- two sockets -- node.disk.keeper -- DataDir
+       +-- rows    written, synced and scanned there
+       +-- files   written and synced there; read here, by the thread that wants the page
+
+A keeper that was ended is an OSError for whoever has an order for it, until `revive` starts another.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from kvstore.errors import ConfigError, Exhausted
+from node.disk import orders
+from node.disk.data_dir import allow_open_files, make, refused, take_lock
+from node.disk.extent_files import FileLayer, OpenExtents, Slot
+from node.disk.keeper_process import KeeperProcess, Silent
+from node.disk.orders import Kind, Pair, Task
+from node.disk.rows import PageRow, numbered, pairs
+
+log = logging.getLogger(__name__)
+
+QUESTION_S = 5.0  # a list or a scrub waits so long for a disk that hangs
+QUESTION_NBYTES = 16 << 10  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
+QUESTION_NBYTES_MAX = 1 << 20
+ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
+
+
+class KeptDir:
+    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the keeper to map."""
+
+    def __init__(
+        self, path: Path, disk_nbytes: int, extent_nbytes: int, arena_fd: int, keep_own_extents: bool = False
+    ) -> None:
+        path = path.absolute()
+        log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+        self._task = Task(-1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, log_level, str(path))
+        with contextlib.ExitStack() as undo, refused(path):
+            make(path, FileLayer())
+            self._lock = take_lock(path / "lock", 0.0)
+            undo.callback(os.close, self._lock)
+            self.keeper = KeeperProcess(self._task)
+            undo.callback(self.keeper.abandon)
+            self.extent_nbytes, self.extent_count, direct, *_ = self.keeper.opened
+            allow_open_files(self.extent_count)
+            flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+            self._open = OpenExtents(path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer())
+            undo.pop_all()
+        self.rows = KeptRows(self)
+        self.files = KeptFiles(self, self._open, direct)
+
+    def trouble(self) -> str:
+        return self.keeper.trouble()
+
+    def revive(self) -> None:
+        """Starts a keeper in the place of one that has ended. Raises OSError. What was not synced by then
+        is as after a crash: perhaps there."""
+        if not self.keeper.trouble():
+            return
+        try:
+            fresh = KeeperProcess(self._task)
+        except ConfigError as error:
+            raise OSError(str(error)) from error
+        if fresh.opened != self.keeper.opened:
+            fresh.abandon()
+            raise OSError(f"{self._task.path} is not the directory any more that it was; restart the node")
+        self.keeper.close()
+        self.keeper = fresh
+        log.warning("a new keeper, process %d", fresh.pid)
+
+    def close(self) -> None:
+        """Raises OSError if the rows could not be closed; everything is free all the same."""
+        try:
+            self.keeper.close()
+        finally:
+            self._open.close()
+            os.close(self._lock)
+
+
+class KeptRows:
+    """`node.disk.rows.Rows` through a keeper."""
+
+    def __init__(self, directory: KeptDir) -> None:
+        self._directory = directory
+
+    def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
+        """All or nothing, but that keys of a large removal go first, in orders of their own."""
+        talk, keys = self._directory.keeper.orders, list(gone)
+        while len(keys) > ORDER_KEYS_MAX:
+            talk.ask(Kind.WRITE_ROWS, orders.pack_rows([], keys[:ORDER_KEYS_MAX]))
+            del keys[:ORDER_KEYS_MAX]
+        talk.ask(Kind.WRITE_ROWS, orders.pack_rows(pairs(namespaces, pages), keys))
+
+    def sync(self) -> None:
+        self._directory.keeper.orders.ask(Kind.SYNC_ROWS)
+
+    def namespaces(self) -> Iterator[tuple[int, bytes]]:
+        return numbered(self._all(b"N"))
+
+    def all_pages(self) -> Iterator[Pair]:
+        return self._all(b"P")
+
+    def _all(self, kind: bytes) -> Iterator[Pair]:
+        for piece in self._directory.keeper.orders.stream(Kind.ALL_ROWS, kind):
+            for key, value, _ in orders.unpack_pairs(piece):
+                yield key, value
+
+    def pages(self, start: bytes = b"P") -> Iterator[Pair]:
+        """Asked for piece by piece: nothing is kept open there while somebody reads slowly here."""
+        nbytes = QUESTION_NBYTES
+        while True:
+            try:
+                question = orders.pack_question(nbytes, start)
+                piece = self._directory.keeper.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
+            except Silent as error:
+                raise Exhausted(f"the disk has not answered for {QUESTION_S:g} s; ask again later") from error
+            if not piece:
+                return
+            for key, value, _ in orders.unpack_pairs(piece):
+                yield key, value
+            start = key + b"\0"
+            nbytes = min(2 * nbytes, QUESTION_NBYTES_MAX)
+
+
+class KeptFiles:
+    """`node.disk.extent_files.ExtentFiles` through a keeper, but for reading."""
+
+    def __init__(self, directory: KeptDir, opened: OpenExtents, direct: bool) -> None:
+        self._directory = directory
+        self._open = opened
+        self.direct = direct
+
+    def write_all(self, slots: Sequence[Slot]) -> None:
+        self._directory.keeper.orders.ask(Kind.WRITE_PAGES, orders.pack_slots(slots))
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        """Not by the keeper: a read waits for no write, and the thread that wants the page lets the others run."""
+        return self._open.read(offset, view)
+
+    def sync(self) -> None:
+        self._directory.keeper.orders.ask(Kind.SYNC_PAGES)
+
+    def trial(self) -> None:
+        self._directory.keeper.orders.ask(Kind.TRIAL)

@@ -1,0 +1,350 @@
+"""The keeper: whatever happens to it, RAM serves on, nothing that is wrong is served, nothing is left behind.
+
+Faults are planted by a `sitecustomize` that the node's processes find on their path: it wraps the calls
+of the disk, and looks into a file for what to do at which of them.
+"""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, PutOutcome
+from kvstore.errors import ConfigError, Exhausted
+from kvstore.measure.node_process import NodeProcess
+from node.config import NodeConfig
+from node.disk.data_dir import DataDir
+from node.disk.keeper_process import OWED_MAX
+from node.disk.kept_dir import KeptDir
+from node.ram.arena import Arena
+from node.server import Node
+
+STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
+STALL_S = 1.5
+# What a get or put in RAM may take while the disk hangs: far less than STALL_S, far more than it
+# takes on a machine that is busy with other tests.
+RAM_S_MAX = 0.75
+SMALL: dict[str, Any] = {
+    **{"ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "disk_nbytes": 2 << 20, "disk_extent_nbytes": 64 << 10},
+    **{"scrub_nbytes_per_s": 0, "flush_s": 10.0, "drain_s": 0.3, "log_level": "ERROR"},
+}
+PORTS = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+
+PLANT = """
+import ctypes, os, signal, rocksdict
+
+FAULT = os.open({path!r}, os.O_RDWR)
+
+def at(phase):
+    wanted, _, action = os.pread(FAULT, 99, 0).decode().strip().rpartition(" ")
+    if wanted != phase:
+        return
+    if action == "kill":
+        os.pwrite(FAULT, bytes(99), 0)  # once
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctypes.PyDLL(None).usleep(int(action))  # keeps the GIL, as the binding does when the disk hangs
+
+def wrap(owner, name, phase):
+    real = getattr(owner, name)
+    def call(*args):
+        at(phase)
+        result = real(*args)
+        at("after " + phase)
+        return result
+    setattr(owner, name, call)
+
+wrap(rocksdict.Rdict, "write", "rows")
+wrap(rocksdict.Rdict, "flush_wal", "sync rows")
+wrap(os, "pwritev", "pages")
+wrap(os, "fdatasync", "sync pages")
+"""
+
+
+class Fault:
+    """What the processes that start now, or run, do to their disks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "fault"
+        self._path.touch()
+        self.sitecustomize = directory / "plant"
+        self.sitecustomize.mkdir()
+        (self.sitecustomize / "sitecustomize.py").write_text(PLANT.format(path=str(self._path)))
+
+    def plant(self, phase: str, action: str) -> None:
+        """`action`: "kill", or microseconds that the call takes longer."""
+        with open(self._path, "r+b", buffering=0) as file:
+            file.write(f"{phase} {action}".ljust(99).encode())
+
+    def clear(self) -> None:
+        self.plant("", "")
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
+    fault = Fault(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fault.sitecustomize), os.environ.get("PYTHONPATH", "")]))
+    yield fault
+    fault.clear()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
+    """A node in this process, its keeper in one of its own. Nobody may be left at the end."""
+    node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
+    node.start()
+    yield node
+    fault.clear()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(keeper_of(node), signal.SIGCONT)
+    node.stop()
+    assert node.check() == []
+    assert children(os.getpid()) == []
+
+
+@pytest.fixture
+def client(kept: Node) -> Iterator[Client]:
+    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+        yield client
+
+
+def keeper_of(node: Node) -> int:
+    assert node.disk is not None
+    directory = node.disk._directory
+    assert isinstance(directory, KeptDir)
+    return directory.keeper.pid
+
+
+def reason(client: Client) -> str:
+    """Why the disk tier is stopped, once it is."""
+    wait_until(lambda: bool(client.node_status().disk.reason))
+    return client.node_status().disk.reason
+
+
+@pytest.fixture
+def start(tmp_path: Path, fault: Fault) -> Iterator[Callable[[], NodeProcess]]:
+    """Starts nodes on one directory, in processes of their own."""
+    started: list[NodeProcess] = []
+
+    def begin() -> NodeProcess:
+        started.append(NodeProcess(*flags(SMALL), "--data-dir", str(tmp_path / "data")))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.running:
+            process.stop()
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [f"--{name.replace('nbytes', 'bytes').replace('_', '-')}={value}" for name, value in settings.items()]
+
+
+def connect(process: NodeProcess) -> Client:
+    return Client(ClientConfig(address=process.address, wire="bulk", timeout_s=20.0))
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Not a zombie either."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def ram_while(client: Client, pages: Any, stall_s: float) -> float:
+    """The longest of the gets and puts in RAM in this time."""
+    longest, end, number = 0.0, time.monotonic() + stall_s, 10_000
+    while (begun := time.monotonic()) < end:
+        assert pages.get(client, pages.keys(1)) == [True]
+        assert pages.put(client, pages.keys(number)) == [STORED]
+        longest, number = max(longest, time.monotonic() - begun), number + 1
+        time.sleep(0.02)
+    return longest
+
+
+# ---- a disk that hangs ---------------------------------------------------------------------
+
+
+def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(start: Any, fault: Fault, pages: Any) -> None:
+    with connect(start()) as client:
+        assert pages.put(client, pages.keys(1), durable=True) == [STORED]
+        fault.plant("rows", str(int(STALL_S * 1e6)))
+        assert ram_while(client, pages, STALL_S) < RAM_S_MAX
+        fault.clear()
+        assert client.flush() > 2
+
+
+def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
+    kept: Node, client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who needs it, to list or to scrub, is told so before long. Slow is not broken."""
+    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 0.2)
+    assert pages.put(client, pages.keys(1), durable=True) == [STORED]
+    os.kill(keeper_of(kept), signal.SIGSTOP)
+    assert ram_while(client, pages, STALL_S) < RAM_S_MAX
+    for _ in range(2 * OWED_MAX):  # nor do questions pile up
+        with pytest.raises(Exhausted, match="has not answered"):
+            list(client.list_pages(pages.namespace))
+        monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 0.01)
+    with pytest.raises(Exhausted, match="has not answered"):
+        client.scrub()
+    assert client.node_status().state == "SERVING"
+    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 10.0)
+    os.kill(keeper_of(kept), signal.SIGCONT)
+    count = client.flush()
+    assert count > 2
+    assert len(list(client.list_pages(pages.namespace))) == client.scrub().intact == count
+
+
+def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(start: Any, pages: Any) -> None:
+    """All extents are open from the start."""
+    process = start()
+    with connect(process) as client:
+        pages.put(client, pages.keys(0), durable=True)
+        opened = len(os.listdir(f"/proc/{process.pid}/fd"))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (opened, opened + 100))
+        for first in range(0, 200, 20):  # RAM has room for 128
+            pages.put(client, pages.keys(*range(first, first + 20)), durable=True)
+        assert pages.get(client, pages.keys(*range(20))) == [True] * 20
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (opened + 100, opened + 100))
+        status = client.node_status()
+        assert (status.state, status.disk.page_count, status.disk.pages_read) == ("SERVING", 200, 20)
+
+
+# ---- a keeper that is killed ---------------------------------------------------------------
+
+
+def test_a_killed_keeper_costs_no_page_that_was_promised(kept: Node, client: Client, fault: Fault, pages: Any) -> None:
+    """In each of its phases: while it writes pages, before and after their rows, in a sync."""
+    assert pages.put(client, pages.keys(0), durable=True) == [STORED]
+    phases = ("pages", "rows", "after rows", "sync pages", "after sync rows")
+    for number, phase in enumerate(phases, 1):
+        keeper = keeper_of(kept)
+        fault.plant(phase, "kill")
+        with pytest.raises(Exhausted, match=r"not durable|stopped"):
+            pages.put(client, pages.keys(number), durable=True)
+        assert f"(process {keeper}) was ended by SIGKILL" in reason(client), phase
+        assert pages.get(client, pages.keys(number)) == [True], "RAM serves on"
+        assert pages.get(client, pages.keys(number + 100)) == [False]
+        client.recover()
+        assert keeper_of(kept) != keeper
+        assert client.node_status().state == "SERVING"
+        assert client.flush() == number + 1
+        pages.drop_from_ram(kept)
+        assert pages.get(client, pages.keys(*range(number + 1))) == [True] * (number + 1), phase
+
+
+def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_takes_its_place(
+    kept: Node, client: Client, pages: Any, tmp_path: Path
+) -> None:
+    """The node knows what lies in the old one: pages of a new one would be overwritten."""
+    pages.put(client, pages.keys(1), durable=True)
+    os.kill(keeper_of(kept), signal.SIGKILL)
+    assert "was ended by SIGKILL" in reason(client)
+    assert client.node_status().state == "DEGRADED"
+    assert pages.get(client, pages.keys(1)) == [True]
+    (tmp_path / "data").rename(tmp_path / "old")
+    with pytest.raises(Exhausted, match="not the directory any more"):
+        client.recover()
+    assert client.node_status().state == "DEGRADED"
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "old").rename(tmp_path / "data")
+    client.recover()
+    pages.drop_from_ram(kept)
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
+# ---- a node that ends ----------------------------------------------------------------------
+
+
+def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, pages: Any) -> None:
+    process = start()
+    (keeper,) = children(process.pid)
+    with connect(process) as client:
+        pages.put(client, pages.keys(1), durable=True)
+    os.kill(keeper, signal.SIGSTOP)
+    process.kill()
+    with ThreadPoolExecutor(1) as pool:
+        successor = pool.submit(start)
+        time.sleep(1.0)
+        assert not successor.done(), "two keepers on one directory"
+        os.kill(keeper, signal.SIGCONT)
+        with connect(successor.result(20.0)) as client:
+            assert pages.get(client, pages.keys(1)) == [True]
+    assert not is_running(keeper)
+
+
+def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_keeper(
+    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.2)
+    node = Node(NodeConfig(**PORTS, **SMALL | {"flush_s": 0.2}, data_dir=str(tmp_path / "data")))
+    node.start()
+    keeper = keeper_of(node)
+    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk")) as client:
+        os.kill(keeper, signal.SIGSTOP)
+        pages.put(client, pages.keys(1))
+    begun = time.monotonic()
+    node.stop()
+    assert time.monotonic() - begun < 8.0
+    assert not is_running(keeper)
+
+
+def test_the_lock_of_a_keeper_that_does_not_end_is_waited_for_so_long_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.data_dir.LOCK_WAIT_S", 0.1)
+    arena = Arena(1 << 20)
+    first = DataDir(tmp_path, 1 << 20, 1 << 16, arena.fd)
+    with pytest.raises(ConfigError, match="its keeper still waits for the disk"):
+        DataDir(tmp_path, 1 << 20, 1 << 16, arena.fd)
+    first.close()
+    DataDir(tmp_path, 1 << 20, 1 << 16, arena.fd).close()
+    arena.close()
+
+
+def test_a_signal_to_the_whole_group_ends_the_node_when_all_is_written(
+    fault: Fault, pages: Any, tmp_path: Path
+) -> None:
+    """As Ctrl-C in a terminal does, and some supervisors."""
+    command = [sys.executable, "-m", "node.main", *flags(PORTS | SMALL), "--data-dir", str(tmp_path / "data")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split("grpc=")[1].split()[0]
+        with Client(ClientConfig(address=address, wire="bulk", timeout_s=20.0)) as client:
+            fault.plant("pages", "100000")
+            pages.put(client, pages.keys(*range(4)))
+            os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20.0) == 0
+    arena = Arena(1 << 20)
+    directory = KeptDir(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
+    assert len(list(directory.rows.all_pages())) == 4
+    directory.close()
+    arena.close()

@@ -1,0 +1,77 @@
+"""Orders to a keeper, byte for byte: what comes out is what went in, and what is cut off or too long is refused."""
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from node.disk import orders
+from node.disk.orders import Broken, Channel, Kind, Opened, Task
+
+SLOTS = [(4096, 0, 4096), ((1 << 44) - 4096, (1 << 46) - 4096, 4096)]
+PAIRS = [(b"P\0\1" + bytes(8), b"row"), (b"N\0\1", b""), (b"N\0\2", bytes(70_000))]
+GONE = [b"P\0\1" + bytes(64), b"x"]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, Channel]]:
+    """A bare socket, and the channel at its other end."""
+    ours, theirs = socket.socketpair()
+    yield ours, Channel(theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_orders_come_out_as_they_went_in() -> None:
+    assert orders.unpack_slots(orders.pack_slots(SLOTS)) == SLOTS
+    assert orders.unpack_rows(orders.pack_rows(PAIRS, GONE)) == (PAIRS, GONE)
+    assert [pair[:2] for pair in orders.unpack_pairs(orders.pack_pairs(PAIRS))] == PAIRS
+    assert orders.unpack_question(orders.pack_question(1 << 20, b"P\0\1")) == (1 << 20, b"P\0\1")
+    task = Task(4, 5, 6, 1 << 44, 1 << 30, True, "INFO", "/a b/c")
+    assert Task.from_arguments(task.arguments()) == task
+    opened = Opened(1 << 30, 7, True, 1 << 63, 1 << 63)
+    assert Opened.unpack(opened.pack()) == opened
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError("rows: a word")])
+def test_an_error_of_the_keeper_is_the_same_at_the_node(error: OSError) -> None:
+    found = orders.unpack_error(orders.pack_error(error))
+    assert (found.errno, str(found)) == (error.errno, str(error))
+
+
+def test_orders_that_are_cut_off_are_refused() -> None:
+    for body in (orders.pack_slots(SLOTS), orders.pack_rows(PAIRS[:2], GONE)):
+        unpack = orders.unpack_slots if len(body) == 48 else orders.unpack_rows
+        whole = {repr(unpack(body))}
+        for cut in range(1, len(body)):
+            try:
+                found = repr(unpack(body[:cut]))
+            except Broken:
+                continue
+            assert found not in whole, f"{cut} bytes say what {len(body)} did"
+
+
+def test_a_frame_that_says_too_much_is_refused_before_it_is_believed(ends: tuple[socket.socket, Channel]) -> None:
+    sock, channel = ends
+    sock.sendall((orders.BODY_NBYTES_MAX + 1).to_bytes(4, "little") + bytes(9))
+    with pytest.raises(Broken, match="at most"):
+        channel.recv(1.0)
+
+
+def test_a_frame_that_comes_late_is_not_lost_in_between(ends: tuple[socket.socket, Channel]) -> None:
+    sock, channel = ends
+    other, theirs = socket.socketpair()
+    with other, theirs:
+        Channel(other).send(7, Kind.TRIAL, b"body")
+        frame = theirs.recv(100)
+    for cut in (1, 5, len(frame) - 1):
+        sock.sendall(frame[:cut])
+        with pytest.raises(TimeoutError):
+            channel.recv(0.01)
+        sock.sendall(frame[cut:])
+        assert channel.recv(1.0) == (7, Kind.TRIAL, b"body")
+    sock.close()
+    with pytest.raises(EOFError):
+        channel.recv(1.0)
