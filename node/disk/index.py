@@ -31,6 +31,16 @@ class RowBatch(NamedTuple):
     gone: list[bytes]
 
 
+class Borrowed(NamedTuple):
+    """A page that is being verified: its number may be another namespace's before that is done."""
+
+    record: int
+    space: Namespace
+    prefix_hash: bytes
+    offset: int
+    checksum: bytes
+
+
 class DiskIndex:
     """A page is found from `publish` on, until it is forgotten; its row is deleted no later than its
     slot is given to another page, in the same batch."""
