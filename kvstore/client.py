@@ -358,7 +358,7 @@ class Client:
         """Replies of a request per key, in as many batches as the node's limit asks for."""
 
         def run(link: Link, deadline: Deadline) -> list[Any]:
-            step = link.limits.batch_keys_max
+            step = batch_pages_max(namespace.layout.page_nbytes if op == "verify" else 0, link.limits)
             batches = [prefix_hashes[start : start + step] for start in range(0, len(prefix_hashes), step)]
             requests = [message(namespace=namespace.digest, prefix_hashes=batch) for batch in batches]
             return [link.wire.call(op, request, deadline) for request in requests]

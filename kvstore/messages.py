@@ -84,6 +84,36 @@ def lookup_reply(present: list[bool]) -> pb.LookupReply:
     return reply
 
 
+def chunk_frame(pieces: list[memoryview]) -> bytes:
+    """A GetFrame or PutFrame with a chunk of page bytes, in its wire form: as messages, these bytes would be
+    copied four times, each time into memory that was just taken from the kernel."""
+    nbytes = sum(piece.nbytes for piece in pieces)
+    data = _DATA_TAG + _varint(nbytes)
+    return b"".join((_CHUNK_TAG + _varint(len(data) + nbytes) + data, *pieces))
+
+
+def chunk_of(frame: bytes) -> memoryview | None:
+    """The page bytes of a frame that is nothing but a chunk, as other implementations write it, too; None for any
+    other, which is for protobuf to read."""
+    inner, end = _length(frame, 0, _CHUNK_TAG)
+    data, start = _length(frame, end, _DATA_TAG) if end else (0, 0)
+    whole = start and end + inner == start + data == len(frame)
+    return memoryview(frame)[start:] if whole else None
+
+
+def _length(frame: bytes, position: int, tag: bytes) -> tuple[int, int]:
+    """(length of the field with this tag at `position`, where its bytes begin); (0, 0) if it is another."""
+    if frame[position : position + 1] != tag:
+        return 0, 0
+    length = shift = 0
+    for index in range(position + 1, min(position + 6, len(frame))):
+        length |= (frame[index] & 0x7F) << shift
+        if frame[index] < 0x80:
+            return length, index + 1
+        shift += 7
+    return 0, 0
+
+
 def _varint(number: int) -> bytes:
     encoded = bytearray()
     while number > 0x7F:
@@ -95,3 +125,6 @@ def _varint(number: int) -> bytes:
 
 # Wire type 2: length-delimited, as packed repeated fields are.
 _PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].number << 3 | 2)
+# Of both kinds of frames, which tests/core/test_messages.py compares with what protobuf makes.
+_CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
+_DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from node.ram.arena import Arena
 from node.ram.namespace import Namespaces
 from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
+from node.serve.descriptors import allow_descriptors
 from node.serve.grpc import GrpcServer
-from node.serve.metrics import MetricsServer
+from node.serve.metrics import metrics_text
+from node.serve.metrics_server import MetricsServer
 from node.serve.service import Service
 from node.serve.session import Sessions
 from node.serve.shm import ShmServer
@@ -24,6 +27,9 @@ from node.serve.socket_file import default_path
 from node.slots import SlotAllocator
 
 log = logging.getLogger(__name__)
+
+# Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before they are too many.
+DESCRIPTORS_OF_SESSION = 5
 
 
 class Node:
@@ -34,18 +40,22 @@ class Node:
     The constructor takes memory and ports or raises ConfigError; `start` serves; `stop` drains.
     """
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, pulse: Callable[[], None] = lambda: None) -> None:
+        """`pulse` is called now and then by what takes long at the start, and may raise to end it."""
         self.config = config
+        self._pulse = pulse
+        self._started = False
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
         self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
-        self.sessions = Sessions(self.tier, config.sessions_max)
+        self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max)
         self.disk = self._open_disk(namespaces) if config.data_dir else None
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions)
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
                 undo.callback(self.disk.close)
+            allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max)
             self._listen(config)
             undo.pop_all()
 
@@ -60,15 +70,17 @@ class Node:
 
     def _open_ports(self, config: NodeConfig) -> None:
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port and no file behind
-            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s)
+            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max)
             opened.callback(self.bulk.stop, 0.0)
-            self.grpc = GrpcServer(config.host, config.port, self.service, config.grpc_threads, config.stall_s)
+            self.grpc = GrpcServer(
+                config.host, config.port, self.service, config.grpc_threads, config.stall_s, config.sessions_max
+            )
             opened.callback(self.grpc.stop, 0.0)
             self.shm = self._open_shm()
             if self.shm is not None:
                 self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
-            self.metrics = MetricsServer(config.host, config.metrics_port, self.service)
+            self.metrics = MetricsServer(config.host, config.metrics_port, metrics_text(self.service))
             opened.pop_all()
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port
@@ -80,7 +92,7 @@ class Node:
             return None
         try:
             path = default_path(self.grpc.port) if config.shm_socket == "auto" else config.shm_socket
-            return ShmServer(path, self.arena, self.service, config.stall_s)
+            return ShmServer(path, self.arena, self.service, config.stall_s, config.sessions_max)
         except (OSError, ConfigError) as error:
             if config.shm_socket != "auto":
                 raise ConfigError(f"can not listen on shm_socket={config.shm_socket}: {error}") from error
@@ -100,16 +112,24 @@ class Node:
         namespaces.below_count = disk.page_count
         started = time.monotonic()
         try:
-            disk.restore(partial(namespaces.open, restored=True))
+            disk.restore(partial(namespaces.open, restored=True), self._pulse)
         except OSError as error:
             disk.poison(f"the rows can not be read: {error}")
+        except BaseException:
+            self._close_disk(disk)
+            raise
         log.info("disk tier: %d pages restored in %.1f s", disk.records.count, time.monotonic() - started)
         self.tier.below = disk
         self.scrubber = Scrubber(disk, config.scrub_nbytes_per_s)
         return disk
 
     def start(self) -> None:
-        self.arena.populate()
+        try:
+            self.arena.populate(self._pulse)
+        except BaseException:
+            self.stop()
+            raise
+        self._started = True
         if self.disk is not None:
             self.disk.on_health = self.grpc.set_disk_healthy
             self.grpc.set_disk_healthy(not self.disk.poisoned)
@@ -131,10 +151,13 @@ class Node:
         self.bulk.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.metrics.stop()
-        if self.disk is not None:
+        if self.disk is not None and self._started:
             self._stop_disk(self.disk)
+        if self.disk is not None:
+            self._close_disk(self.disk)
         for violation in self.tier.check():
             log.error("inconsistent at stop: %s", violation)
+        self.service.close()
         self.arena.close()
 
     def _stop_disk(self, disk: DiskTier) -> None:
@@ -148,6 +171,8 @@ class Node:
         disk.writer.stop(max(1.0, end - time.monotonic()))
         for violation in disk.check():
             log.error("inconsistent at stop: %s", violation)
+
+    def _close_disk(self, disk: DiskTier) -> None:
         try:
             disk.close()
         except OSError as error:

@@ -9,6 +9,11 @@ from kvstore.errors import InvalidRequest
 
 def split(views: Iterable[memoryview]) -> Iterator[bytes]:
     """The concatenated views in chunks of GRPC_CHUNK_NBYTES; the last one may be shorter."""
+    return map(b"".join, runs(views))
+
+
+def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The same, each chunk as the pieces that it is made of."""
     gathered: list[memoryview] = []
     room = GRPC_CHUNK_NBYTES
     for view in views:
@@ -17,10 +22,10 @@ def split(views: Iterable[memoryview]) -> Iterator[bytes]:
             gathered.append(piece)
             room -= piece.nbytes
             if not room:
-                yield b"".join(gathered)
+                yield gathered
                 gathered, room = [], GRPC_CHUNK_NBYTES
     if gathered:
-        yield b"".join(gathered)
+        yield gathered
 
 
 def fill(views: Iterable[memoryview], chunks: Iterator[bytes]) -> None:

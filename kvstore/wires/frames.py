@@ -11,6 +11,7 @@ breaks the framing loses its connection: there is no way to find the next frame.
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ProtocolError
@@ -65,6 +66,8 @@ class FrameSocket:
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
         self.torn = False  # the peer got the beginning of something only: what is sent next would be taken for its end
+        # Called with the length of a header before it is received; may raise to refuse it.
+        self.admit: Callable[[int], None] = lambda header_nbytes: None
 
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -129,6 +132,7 @@ class FrameSocket:
 
     def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
         header_nbytes, payload_nbytes = unpack_fixed(self._recv(FIXED_NBYTES), header_nbytes_max)
+        self.admit(header_nbytes)
         return self._recv(header_nbytes), payload_nbytes
 
     def _recv(self, nbytes: int) -> bytes:

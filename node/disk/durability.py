@@ -37,6 +37,16 @@ class Durability:
         self._barrier(end)  # what is queued already need not be offered again
         self._save([(digest, list(prefix_hashes))], end, self._unsafe)
 
+    def verify(self, digest: bytes, prefix_hash: bytes) -> bool | None:
+        """Whether the copy on disk is intact, None if there is none. Raises Exhausted if it can not be told."""
+        borrowed = self._disk.borrow_page(digest, prefix_hash) if self._disk is not None else None
+        if self._disk is None or borrowed is None:
+            return None
+        try:
+            return self._disk.verify(borrowed)
+        except OSError as error:
+            raise Exhausted(f"not verified, a page can not be read: {error}") from error
+
     def flush(self) -> None:
         """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
         not delay it, and those that go meanwhile need not be there."""

@@ -35,8 +35,9 @@ class Borrowed(NamedTuple):
     """A page that is being verified: its number may be another namespace's before that is done."""
 
     record: int
-    row: PageRow
     space: Namespace
+    prefix_hash: bytes
+    offset: int
     checksum: bytes
 
 
@@ -125,6 +126,12 @@ class DiskIndex:
             max(0, records.pinned_until_s(record) - now_s),
             expiry_s - now_s if expiry_s else 0,
         )
+
+    def borrow(self, record: int, number: int, prefix_hash: bytes) -> Borrowed:
+        """A published record, in use from here on."""
+        self.records.begin_use(record)
+        records, space = self.records, self.spaces.values[number]
+        return Borrowed(record, space, prefix_hash, records.offset(record), records.checksum(record))
 
     # ---- forget --------------------------------------------------------------------------
 

@@ -70,6 +70,18 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     return PageRow(namespace, prefix_hash, offset, slot_nbytes, stored_s, used_s, expiry_s, checksum)
 
 
+def hashes_of(pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
+    """Hashes of the pages of a namespace, in order, that start with `key_prefix` and are above `after`."""
+    for key, value in pages:
+        row = parse_page_row(key, value)
+        if row is None:
+            continue
+        if row.namespace != number or not row.prefix_hash[: len(key_prefix)] <= key_prefix:
+            return
+        if row.prefix_hash > after and row.prefix_hash.startswith(key_prefix):
+            yield row.prefix_hash
+
+
 def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[bytes, bytes]]:
     """Keys and values of new rows."""
     described = [(namespace_key(number), message) for number, message in namespaces.items()]

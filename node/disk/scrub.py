@@ -1,6 +1,7 @@
 """Verifying what is on disk: on demand, and slowly all the time."""
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstore.errors import Exhausted
@@ -20,13 +21,13 @@ class ScrubResult(NamedTuple):
     next_cursor: bytes
 
 
-def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int) -> ScrubResult:
+def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int, enough: Callable[[], bool] = lambda: False) -> ScrubResult:
     """Reads and verifies pages on disk from the row key `cursor` on, in the order of their keys,
-    until `nbytes_max` bytes are read. Damaged pages are dropped. Raises OSError if the tier is
+    until `nbytes_max` bytes are read or it is `enough`. Damaged pages are dropped. Raises OSError if the tier is
     poisoned, or now is: what was not read is not said to be intact; Exhausted if the disk hangs."""
     intact = damaged = nbytes = 0
     for key, value in disk.rows.pages(cursor or b"P"):
-        if nbytes >= nbytes_max:
+        if nbytes >= nbytes_max or enough():
             return ScrubResult(intact, damaged, nbytes, key)
         row = parse_page_row(key, value)
         borrowed = disk.borrow(row) if row is not None else None

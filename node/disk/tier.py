@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
+from kvstore.layout import slot_nbytes
 from node.disk.directory import Directory
 from node.disk.index import Borrowed, DiskIndex
 from node.disk.records import Records
-from node.disk.rows import PageRow, page_key, parse_page_row
+from node.disk.rows import PageRow, hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
@@ -29,6 +30,7 @@ from node.ram.page import Page, State
 log = logging.getLogger(__name__)
 
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
+PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
 FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
 
 
@@ -60,11 +62,16 @@ class DiskTier:
         self.counters = self._index.counters
         self.writer = DiskWriter(self, queue_nbytes_max)
 
-    def restore(self, open_namespace: Callable[[Namespace, bytes], object]) -> None:
-        """Takes in the rows of an earlier run; page bytes are not read. Raises OSError."""
+    def restore(
+        self, open_namespace: Callable[[Namespace, bytes], object], pulse: Callable[[], None] = lambda: None
+    ) -> None:
+        """Takes in the rows of an earlier run; page bytes are not read. `pulse` is called now and then and
+        may raise to end it. Raises OSError."""
         problems = [self._index.restore_namespace(number, message) for number, message in self.rows.namespaces()]
         now_s = self._clock_s()
-        for key, value in self.rows.all_pages():
+        for count, (key, value) in enumerate(self.rows.all_pages()):
+            if count % PULSE_ROWS == 0:
+                pulse()
             self._index.restore_page(key, value, now_s)
         for problem in filter(None, [*problems, *self._index.restored(open_namespace)]):
             log.error("%s", problem)
@@ -106,17 +113,12 @@ class DiskTier:
         number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
-        for key, value in self._pages(page_key(number, max(key_prefix, after))):
-            row = parse_page_row(key, value)
-            if row is None:
-                continue
-            if row.namespace != number or not row.prefix_hash[: len(key_prefix)] <= key_prefix:
-                return
-            if row.prefix_hash > after and row.prefix_hash.startswith(key_prefix):
-                with self._lock:
-                    known = self._find(digest, row.prefix_hash) > 0
-                if known:
-                    yield row.prefix_hash
+        pages = self._pages(page_key(number, max(key_prefix, after)))
+        for prefix_hash in hashes_of(pages, number, key_prefix, after):
+            with self._lock:
+                known = self._find(digest, prefix_hash) > 0
+            if known:
+                yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Rows as far as they can be read. Raises Exhausted if the disk hangs."""
@@ -360,24 +362,29 @@ class DiskTier:
             record = 0 if self.poisoned else self.records.find(row.namespace, row.prefix_hash)
             if not record or self.records.offset(record) != row.offset:
                 return None
-            self.records.begin_use(record)
-            return Borrowed(record, row, self._index.spaces.values[row.namespace], self.records.checksum(record))
+            return self._index.borrow(record, row.namespace, row.prefix_hash)
+
+    def borrow_page(self, digest: bytes, prefix_hash: bytes) -> Borrowed | None:
+        """The same of a key; None if it is not on disk."""
+        with self._lock:
+            record = self._find(digest, prefix_hash)
+            return self._index.borrow(record, self._index.spaces.known(digest), prefix_hash) if record else None
 
     def verify(self, borrowed: Borrowed) -> bool:
         """Reads a page and compares it with its record's checksum; drops it if it is damaged. Ends the
         use of the record. Raises OSError if it can not be read."""
-        record, row, space, expected = borrowed
-        with self._used(record), mmap.mmap(-1, row.slot_nbytes) as memory, memoryview(memory) as slot:
-            seed = key_seed(space.digest, row.prefix_hash)
+        record, space, prefix_hash, offset, expected = borrowed
+        page_nbytes = space.layout.page_nbytes
+        with self._used(record), mmap.mmap(-1, slot_nbytes(page_nbytes)) as memory, memoryview(memory) as slot:
             try:
-                good = self._read_intact(row.offset, slot, space.layout.page_nbytes, expected, seed)
+                good = self._read_intact(offset, slot, page_nbytes, expected, key_seed(space.digest, prefix_hash))
             except OSError as error:
                 self.blame("reading", error)
                 raise
             with self._lock:
                 self.counters.pages_scrubbed += 1
                 if not good:
-                    self._quarantine(record, space.digest, row.prefix_hash)
+                    self._quarantine(record, space.digest, prefix_hash)
             return good
 
     # ---- tell ----------------------------------------------------------------------------

@@ -37,8 +37,8 @@ class Inventory:
 
     def stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[PageInfo]:
         tier = self._tier
-        now_ms = tier.clock_ms()
         with tier.lock:
+            now_ms = tier.clock_ms()  # not before: others use pages while this one waits for the lock
             index = tier.namespaces.find(digest)
             tier.eviction.expire_pins(now_ms)
             return [self._info(index, prefix_hash, now_ms) for prefix_hash in prefix_hashes]

@@ -19,8 +19,9 @@ DESCRIPTIONS_NBYTES_MAX = 1 << 20
 class NamespaceIndex:
     """The pages of one namespace by prefix hash, WRITING ones included, DOOMED ones not."""
 
-    def __init__(self, value: Namespace) -> None:
+    def __init__(self, value: Namespace, peer: str = "") -> None:
         self.value = value
+        self.peer = peer  # who opened it: it counts to its share; nobody's if it was restored from disk
         self.digest = value.digest
         self.page_nbytes = value.layout.page_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
@@ -58,9 +59,12 @@ class Namespaces:
         self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
 
-    def open(self, value: Namespace, digest: bytes, restored: bool = False) -> tuple[NamespaceIndex, bool]:
-        """(the namespace, whether it is new). `digest` is what the caller will use in its keys. One that
-        is `restored` has pages below and needs no room made: it is there, and an earlier run had room."""
+    def open(
+        self, value: Namespace, digest: bytes, peer: str = "", restored: bool = False
+    ) -> tuple[NamespaceIndex, bool]:
+        """(the namespace, whether it is new). `digest` is what the caller will use in its keys. Half of all is
+        for one `peer`; for no peer there is no such limit. One that is `restored` has pages below and needs no
+        room made: it is there, and an earlier run had room."""
         if digest != value.digest:
             raise LayoutMismatch(
                 f"namespace digest {digest.hex()} does not belong to this description, whose digest is "
@@ -77,27 +81,33 @@ class Namespaces:
                 f"a page of this layout has {value.layout.page_nbytes} bytes, this node takes at most "
                 f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
             )
-        index = NamespaceIndex(value)
+        index = NamespaceIndex(value, peer)
+        if peer:
+            own = [other for other in self._by_digest.values() if other.peer == peer]
+            self._make_room(index, own, -(-self._count_max // 2), DESCRIPTIONS_NBYTES_MAX // 2, f"of {peer} ")
         if not restored:
-            self._make_room(index.described_nbytes)
+            self._make_room(index, self.all(), self._count_max, DESCRIPTIONS_NBYTES_MAX, "")
         self._by_digest[digest] = index
         return index, True
 
-    def _make_room(self, nbytes: int) -> None:
-        """Forgets empty namespaces, first opened first, until one more fits."""
-        described = nbytes + sum(index.described_nbytes for index in self._by_digest.values())
-        count = len(self._by_digest) + 1
-        for digest, index in list(self._by_digest.items()):
-            if count <= self._count_max and described <= DESCRIPTIONS_NBYTES_MAX:
+    def _make_room(
+        self, new: NamespaceIndex, there: list[NamespaceIndex], count_max: int, nbytes_max: int, whose: str
+    ) -> None:
+        """Forgets empty namespaces of those, first opened first, until one more fits."""
+        described = new.described_nbytes + sum(index.described_nbytes for index in there)
+        count = len(there) + 1
+        for index in there:
+            if count <= count_max and described <= nbytes_max:
                 return
-            if not index.pages and not self.below_count(digest):
+            if not index.pages and not self.below_count(index.digest):
                 self.forgotten.add(index.counters)
-                del self._by_digest[digest]
+                del self._by_digest[index.digest]
                 count, described = count - 1, described - index.described_nbytes
-        if count > self._count_max or described > DESCRIPTIONS_NBYTES_MAX:
+        if count > count_max or described > nbytes_max:
             raise Exhausted(
-                f"{count - 1} namespaces with pages are open, described by {described - nbytes} bytes; allowed are "
-                f"{self._count_max} (namespaces_max) and {DESCRIPTIONS_NBYTES_MAX} bytes"
+                f"{count - 1} namespaces {whose}with pages are open, described by "
+                f"{described - new.described_nbytes} bytes; allowed are {count_max} (namespaces_max) and "
+                f"{nbytes_max} bytes, remove some of their pages"
             )
 
     def find(self, digest: bytes) -> NamespaceIndex:

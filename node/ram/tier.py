@@ -6,9 +6,10 @@ never for a transfer: between `reserve` and `commit` the writer alone may touch 
 `acquire` and `release` the slot can not change or go, whatever is removed or evicted meanwhile.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.errors import Exhausted, LayoutMismatch
 from kvstore.keys import Namespace
@@ -56,9 +57,9 @@ class RamTier:
 
     # ---- namespaces ----------------------------------------------------------------------
 
-    def open_namespace(self, value: Namespace, digest: bytes) -> tuple[NamespaceIndex, bool]:
+    def open_namespace(self, value: Namespace, digest: bytes, peer: str = "") -> tuple[NamespaceIndex, bool]:
         with self.lock:
-            return self.namespaces.open(value, digest)
+            return self.namespaces.open(value, digest, peer)
 
     def namespace(self, digest: bytes) -> NamespaceIndex:
         with self.lock:
@@ -275,10 +276,18 @@ class RamTier:
             counters.nbytes_got -= count * wanted_nbytes
             counters.pages_get_missed += count
 
-    def inspect(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> Acquired:
-        """Like `acquire`, but neither a use nor counted."""
+    @contextlib.contextmanager
+    def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
+        """The page, held, if it is visible in RAM. Neither a use nor counted, and nothing is loaded for it."""
         with self.lock:
-            return self._acquire(self.namespaces.find(digest), prefix_hashes, prefix_only=False)
+            page = self.live(self.namespaces.find(digest), prefix_hash)
+            if page is not None:
+                self._hold_page(page)
+        try:
+            yield page
+        finally:
+            if page is not None:
+                self.release([page])
 
     def _acquire(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], prefix_only: bool) -> Acquired:
         acquired = Acquired([None] * len(prefix_hashes), [])

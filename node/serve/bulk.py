@@ -5,14 +5,17 @@ get   request -> reply + page bytes                              (held until sen
 """
 
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import ProtocolError
+from kvstore.errors import Exhausted, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
 from node.serve.connections import BACKLOG, Connection, ConnectionServer
+from node.serve.limits import cap, peer_of
+from node.serve.pace import Pace
 from node.serve.service import Service
 from node.serve.session import Session
 
@@ -20,19 +23,21 @@ from node.serve.session import Session
 class BulkServer(ConnectionServer):
     """Listens from the constructor on; `start` begins to serve."""
 
-    def __init__(self, host: str, port: int, service: Service, stall_s: float) -> None:
+    def __init__(self, host: str, port: int, service: Service, stall_s: float, connections_max: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        super().__init__("bulk", listener, stall_s)
+        what = cap("bulk connections", connections_max, "use fewer per client, or raise sessions_max")
+        super().__init__("bulk", listener, stall_s, what)
         self.port: int = listener.getsockname()[1]
         self._service = service
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
-        return BulkConnection(FrameSocket(sock), f"{address[0]}:{address[1]}", self._service, self._stall_s)
+        name, peer = f"{address[0]}:{address[1]}", peer_of(address[0])
+        return BulkConnection(FrameSocket(sock), name, peer, self._service, self._stall_s)
 
 
 class BulkConnection(Connection):
-    """A transfer that moves no 256 KiB within `stall_s` ends the connection."""
+    """A transfer that stalls or trickles (`Pace`) ends the connection."""
 
     def transfer(self, session: Session, op: str, request: Any) -> bool:
         if op == "put":
@@ -53,36 +58,51 @@ class BulkConnection(Connection):
         if not slots:
             return
         try:
-            header, payload_nbytes = self._recv()
-            wanted = sum(slot.nbytes for slot in slots)
-            if header or payload_nbytes != wanted:
-                raise ProtocolError(f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}")
-            moved = CHUNK_NBYTES
-            for slot in slots:
-                for start in range(0, slot.nbytes, CHUNK_NBYTES):
-                    if moved >= CHUNK_NBYTES:  # each 256 KiB has its time, small pages share it
-                        self.socket.arm(self.stall_s)
-                        moved = 0
-                    self.socket.recv_into(slot[start : start + CHUNK_NBYTES])
-                    moved += min(CHUNK_NBYTES, slot.nbytes - start)
-            op, commit = self.parse(*self._recv())
-            if op != "commit":
-                raise ProtocolError(f"expected a commit after the page bytes, got {op}")
+            commit = self._received(slots)
             self.send("commit", self.service.commit_put(session, commit))
         finally:
             session.abort()  # of what was not committed
 
-    def _recv(self) -> tuple[bytes, int]:
-        self.socket.arm(self.stall_s)
+    def _received(self, slots: Sequence[memoryview]) -> Any:
+        try:
+            with self.refusing():
+                return self._receive(slots)
+        except TimeoutError as error:
+            self.say_last(Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}"))
+            raise
+
+    def _receive(self, slots: Sequence[memoryview]) -> Any:
+        """The page bytes, into the slots, and the commit."""
+        wanted = sum(slot.nbytes for slot in slots)
+        pace = Pace(wanted, self.stall_s)
+        header, payload_nbytes = self._recv(pace)
+        if header or payload_nbytes != wanted:
+            raise ProtocolError(f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}")
+        for slot in slots:
+            for start in range(0, slot.nbytes, CHUNK_NBYTES):
+                piece = slot[start : start + CHUNK_NBYTES]
+                if pace.begins_chunk(piece.nbytes):
+                    self.socket.arm(pace.next_s())
+                self.socket.recv_into(piece)
+        op, commit = self.parse(*self._recv(pace))
+        if op != "commit":
+            raise ProtocolError(f"expected a commit after the page bytes, got {op}")
+        return commit
+
+    def _recv(self, pace: Pace) -> tuple[bytes, int]:
+        self.socket.arm(pace.next_s())
         return self.socket.recv_frame(MESSAGE_NBYTES_MAX)
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:
-        reply, pieces = self.service.begin_get(session, request)
+        nbytes, reply, pieces = self.service.begin_get(session, request)
+        pace = Pace(nbytes, self.stall_s)
         try:
-            self.send("get", reply, sum(piece.nbytes for piece in pieces))
+            self.send("get", reply, nbytes)
             for piece in pieces:
                 for start in range(0, piece.nbytes, CHUNK_NBYTES):
-                    self.socket.arm(self.stall_s)
-                    self.socket.send(piece[start : start + CHUNK_NBYTES])
+                    part = piece[start : start + CHUNK_NBYTES]
+                    if pace.begins_chunk(part.nbytes):
+                        self.socket.arm(pace.next_s())
+                    self.socket.send(part)
         finally:
             session.release()

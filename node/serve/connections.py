@@ -1,44 +1,60 @@
 """Connections of clients that send frames, node side: accepted, served by a thread each, drained.
 
-    accept --> session --> [ request --> reply ]... --> the client hangs up, stalls or breaks the rules
+    accept --> place --> first frame --> session --> [ request --> reply ]... --> the client hangs up, stalls,
+               full: the longest idle leaves                                      breaks the rules or must leave
 
 `node.serve.bulk` and `node.serve.shm` say what a connection does with the requests that move pages.
 """
 
 import abc
+import contextlib
 import logging
+import select
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from google.protobuf.message import DecodeError
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import KVStoreError, ProtocolError, status_code
+from kvstore.errors import Exhausted, KVStoreError, ProtocolError, status_code
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket
-from node.serve.service import Service
+from kvstore.wires.frames import FrameSocket, pack_fixed
+from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
+from node.serve.limits import REQUEST_NBYTES_FACTOR, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
+from node.serve.service import Caller, Service
 from node.serve.session import Session
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
+SAY_LAST_S = 0.1
+DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
+LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
+Request = tuple[str, Any]
 
 
 class Connection(abc.ABC):
     """One client connection; all methods but `socket.shutdown` run in its own thread.
 
-    A connection is a session: when it ends, in whatever way, `end` gives back what the session has.
+    A connection is a session from its first valid frame on: when it ends, in whatever way, `end` gives back
+    what the session has. `peer` is whose share it counts to.
     """
 
     maps_arena: ClassVar[bool] = False
 
-    def __init__(self, sock: FrameSocket, peer: str, service: Service, stall_s: float) -> None:
+    def __init__(self, sock: FrameSocket, name: str, peer: str, service: Service, stall_s: float) -> None:
         self.socket = sock
+        self.name = name
         self.peer = peer
         self.busy = False
         self.service = service
         self.stall_s = stall_s
+        self.caller = Caller(peer)
+        self.place: Place | None = None
+        self._request_nbytes = 0  # taken from the budget for large requests
+        sock.admit = self._admit
 
     # ---- what differs --------------------------------------------------------------------
 
@@ -46,9 +62,9 @@ class Connection(abc.ABC):
     def transfer(self, session: Session, op: str, request: Any) -> bool:
         """Serves a request that moves pages; False if `op` is none."""
 
-    def greet(self) -> tuple[bytes, int] | None:
-        """Whatever comes before the session; the first request, if that was part of it."""
-        return None
+    def greet(self) -> tuple[bytes, int]:
+        """The first frame. It has the time that was armed, all of it together."""
+        return self.socket.recv_frame(MESSAGE_NBYTES_MAX)
 
     def unfinished(self, session: Session) -> bool:
         """Whether the client is between two requests that belong together."""
@@ -63,59 +79,86 @@ class Connection(abc.ABC):
 
     def close(self) -> None:
         self.socket.close()
+        self._give_back()
 
     # ---- the loop ------------------------------------------------------------------------
 
     def serve(self, server: "ConnectionServer") -> None:
         """Until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
-        try:
-            first = self.greet()
-            session = self.service.sessions.open(self.maps_arena)
-        except KVStoreError as error:
-            self.send_error(error)
-            return
+        with self.refusing():
+            self.socket.arm(REQUEST_S_MAX)
+            first = self.parse(*self.greet())
+        session = self.service.sessions.open(self.peer, self.maps_arena)
         try:
             self._serve_session(server, session, first)
         finally:
             server.done(self)
+            if self.place is not None:
+                self.place.busy()  # what is left to be given back takes this place as long as it lasts
             self.end(session)
 
-    def _serve_session(self, server: "ConnectionServer", session: Session, frame: tuple[bytes, int] | None) -> None:
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Around the receiving of frames: what ends a connection is said before, such as a broken rule, or a
+        request for which there is no memory."""
+        try:
+            yield
+        except (KVStoreError, OSError) as error:
+            raise self._told(error) from error
+
+    def _told(self, error: KVStoreError | OSError) -> OSError:
+        """What the connection ends with, said to the client if it is not the client's going."""
+        if isinstance(error, KVStoreError):
+            self.send_error(error)
+            return ConnectionAbortedError(str(error))
+        if error.errno in OUT_OF_DESCRIPTORS:
+            self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
+        return error
+
+    def _serve_session(self, server: "ConnectionServer", session: Session, request: Request | None) -> None:
         while True:
-            frame = frame or self._wait_request()
-            if frame is not None:
+            request = request or self._wait_request()
+            if request is not None:
                 if not server.begin(self):
                     return
-                self._serve_request(session, *frame)
+                self._serve_request(session, *request)
+                request = None
+                self._give_back()
                 if not self.unfinished(session) and not server.done(self):
                     return
-                frame = None
             elif self.abandoned():
                 return
 
-    def _wait_request(self) -> tuple[bytes, int] | None:
+    def _wait_request(self) -> Request | None:
         self.socket.arm(self.stall_s)  # a slow reply before may have left less, and waiting would spin
-        try:
-            return self.socket.wait_frame(MESSAGE_NBYTES_MAX, self.stall_s)
-        except ProtocolError as error:
-            self.send_error(error)
-            raise
+        try:  # as in `refusing`, which costs a microsecond
+            frame = self.socket.wait_frame(MESSAGE_NBYTES_MAX, self.stall_s)
+            return None if frame is None else self.parse(*frame)
+        except (KVStoreError, OSError) as error:
+            raise self._told(error) from error
 
-    def _serve_request(self, session: Session, header: bytes, payload_nbytes: int) -> None:
-        try:
-            op, request = self.parse(header, payload_nbytes)
-        except ProtocolError as error:
-            self.send_error(error)
-            raise
+    def _serve_request(self, session: Session, op: str, request: Any) -> None:
         try:
             if not self.transfer(session, op, request):
-                self.send(op, self.service.call(op, request))
+                self.send(op, self.service.call(op, request, self.caller))
         except KVStoreError as error:
             self.send_error(error)
             if isinstance(error, ProtocolError):
                 raise
 
-    def parse(self, header: bytes, payload_nbytes: int) -> tuple[str, Any]:
+    def _admit(self, header_nbytes: int) -> None:
+        """A large request is refused before it is received, if too many are."""
+        if header_nbytes > REQUEST_NBYTES_FREE:
+            nbytes = header_nbytes * REQUEST_NBYTES_FACTOR
+            self.service.requests.take(self.peer, nbytes)
+            self._request_nbytes += nbytes
+
+    def _give_back(self) -> None:
+        if self._request_nbytes:
+            self.service.requests.give(self.peer, self._request_nbytes)
+            self._request_nbytes = 0
+
+    def parse(self, header: bytes, payload_nbytes: int) -> Request:
         if payload_nbytes:
             raise ProtocolError(f"a payload of {payload_nbytes} bytes where a request was expected")
         try:
@@ -132,18 +175,32 @@ class Connection(abc.ABC):
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString(), payload_nbytes)
 
     def send_error(self, error: KVStoreError) -> None:
-        self.send("error", pb.Error(code=status_code(error).value[0], message=str(error)))
+        self.send("error", _message(error))
+
+    def say_last(self, error: KVStoreError) -> None:
+        """Why this ends, to a client that may not be listening any more."""
+        with contextlib.suppress(OSError):
+            self.socket.arm(SAY_LAST_S)
+            self.socket.send_frame(pb.BulkReply(error=_message(error)).SerializeToString())
+
+
+def _message(error: KVStoreError) -> pb.Error:
+    return pb.Error(code=status_code(error).value[0], message=str(error))
 
 
 class ConnectionServer(abc.ABC):
-    """Accepts on a listening socket from `start` on, a thread per connection."""
+    """Accepts on a listening socket from `start` on, a thread per connection. Full means that the connection
+    leaves that has been idle for longest, of the peer that comes if that has its share."""
 
-    def __init__(self, name: str, listener: socket.socket, stall_s: float) -> None:
+    def __init__(self, name: str, listener: socket.socket, stall_s: float, cap: Cap) -> None:
         self._name = name
         self._listener = listener
+        self._listener.setblocking(False)
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._connections: set[Connection] = set()
+        self._places = Places(cap)
+        self._spare = SpareDescriptor()
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
 
@@ -158,61 +215,96 @@ class ConnectionServer(abc.ABC):
     def start(self) -> None:
         self._acceptor.start()
 
+    # ---- accept --------------------------------------------------------------------------
+
     def _accept(self) -> None:
-        while True:
+        waiting = select.poll()  # `accept` alone would not wait when descriptors are short, but fail in a loop
+        waiting.register(self._listener, select.POLLIN)
+        while not self._stopping:
+            waiting.poll()
             try:
                 sock, address = self._listener.accept()
+            except BlockingIOError:
+                continue  # who was there has gone again
             except OSError as error:
-                if self._stopping:
-                    return
-                log.warning("%s: accept failed: %s", self._name, error)  # such as: too many open files
-                threading.Event().wait(0.1)
+                if not self._stopping:
+                    self._accept_failed(error)
                 continue
             try:
-                self._begin(self.connection(sock, address))
-            except (OSError, RuntimeError) as error:  # it hung up already; no more threads can be had
-                log.warning("%s: a connection could not be served: %s", self._name, error)
+                self._admit(sock, address)
+            except Exhausted as error:
+                log.info("%s: a connection is refused: %s", self._name, error)
+                _refuse(sock, error)
+            except OSError as error:  # it hung up already
+                log.info("%s: a connection could not be served: %s", self._name, error)
+                sock.close()
+            except Exception:
+                log.exception("%s: a connection could not be served", self._name)
                 sock.close()
 
-    def _begin(self, connection: Connection) -> None:
-        name = f"{self._name}-{connection.peer}"
-        thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
+    def _accept_failed(self, error: OSError) -> None:
+        log.warning("%s: accept failed: %s", self._name, error)
+        if error.errno in OUT_OF_DESCRIPTORS:
+            self._places.drop_idle()
+            self._spare.shed(self._listener)
+        threading.Event().wait(0.05)  # one that leaves needs a moment
+
+    def _admit(self, sock: socket.socket, address: Any) -> None:
+        if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._places.drop_idle():
+            raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
+        connection = self.connection(sock, address)
+        connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
+        place.idle()  # it has said nothing yet
         with self._changed:
+            # One leaves as fast as one comes, or their threads would add up.
+            self._changed.wait_for(lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0)
             self._connections.add(connection)
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name=f"{self._name}-{connection.name}", daemon=True
+        )
         try:
             thread.start()
-        except RuntimeError:
-            with self._changed:
-                self._connections.discard(connection)
-            raise
+        except RuntimeError as error:
+            self._forget(connection)
+            raise Exhausted("this node can start no more threads; raise its limit of processes") from error
+
+    def _forget(self, connection: Connection) -> None:
+        if connection.place is not None:
+            connection.place.close()
+        with self._changed:
+            self._connections.discard(connection)
+            self._changed.notify_all()
+
+    # ---- serve ---------------------------------------------------------------------------
 
     def _serve(self, connection: Connection) -> None:
         try:
             connection.serve(self)
         except (OSError, ProtocolError) as error:
-            log.info("%s: connection of %s ended: %s", self._name, connection.peer, error)
+            log.info("%s: connection of %s ended: %s", self._name, connection.name, error)
         except Exception:
-            log.exception("%s: connection of %s failed", self._name, connection.peer)
+            log.exception("%s: connection of %s failed", self._name, connection.name)
         finally:
             connection.close()
-            with self._changed:
-                self._connections.discard(connection)
-                self._changed.notify_all()
+            self._forget(connection)
 
     def begin(self, connection: Connection) -> bool:
-        """A request was received. False: the server stops, and this one belongs to nothing that was
-        begun before."""
+        """A request was received. False: the server stops, or this connection had to leave, and the request
+        belongs to nothing that was begun before."""
         with self._changed:
             going = connection.busy or not self._stopping
             connection.busy = True
-            return going
+        return going and (connection.place is None or connection.place.busy())
 
     def done(self, connection: Connection) -> bool:
         """What was begun is finished. False: the server stops, wait for nothing more."""
         with self._changed:
             connection.busy = False
             self._changed.notify_all()
-            return not self._stopping
+            stopping = self._stopping
+        if connection.place is not None:
+            connection.place.idle()
+        return not stopping
 
     def stop(self, drain_s: float) -> None:
         """Takes no more requests, lets running ones end within `drain_s`, then closes everything."""
@@ -222,9 +314,21 @@ class ConnectionServer(abc.ABC):
                 if not connection.busy:
                     connection.socket.shutdown()
         self._listener.shutdown(socket.SHUT_RDWR)
+        if self._acceptor.is_alive():
+            self._acceptor.join(1.0 + self._stall_s)
         self._listener.close()
+        self._spare.close()
         with self._changed:
             self._changed.wait_for(lambda: not any(c.busy for c in self._connections), drain_s)
             for connection in self._connections:
                 connection.socket.shutdown()
             self._changed.wait_for(lambda: not self._connections, self._stall_s)
+
+
+def _refuse(sock: socket.socket, error: KVStoreError) -> None:
+    """Says why, as far as the socket takes it at once, and hangs up."""
+    header = pb.BulkReply(error=_message(error)).SerializeToString()
+    with contextlib.suppress(OSError), sock:
+        sock.setblocking(False)
+        sock.send(pack_fixed(len(header), 0) + header)
+        sock.shutdown(socket.SHUT_WR)

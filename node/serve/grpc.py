@@ -1,252 +1,332 @@
 """The gRPC wire, node side: the schema's service with health and reflection.
 
-Unary calls go to the service as they are. Put and Get stream pages in chunks; each such call is a
-session of its own, so a cancelled or broken call gives back all it held.
+One event loop in one thread of its own; short requests are served there, what may wait for the disk in
+threads beside it. Put and Get stream pages in chunks; each such call is a session of its own, so a
+cancelled or broken call gives back all it held.
 """
 
+import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import InvalidRequest, KVStoreError, status_code
+from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.pb import kvstore_pb2_grpc as pb_grpc
-from kvstore.wires.chunks import fill, split
+from kvstore.wires.chunks import runs
+from node.serve.calls import Call
+from node.serve.grpc_connections import GrpcConnections
+from node.serve.health import SERVICE_NAME as HEALTH_NAME
+from node.serve.health import Health, Reply, Request
+from node.serve.limits import (
+    HEALTH_CALLS_MAX,
+    HEALTH_WATCH_S_MAX,
+    LONG_CALLS,
+    REFLECTION_S_MAX,
+    REFLECTION_STREAMS_MAX,
+    REQUEST_NBYTES_FACTOR,
+    REQUEST_NBYTES_FREE,
+    REQUEST_S_MAX,
+    TRANSFER_NBYTES_PER_S_MIN,
+    Budget,
+    Places,
+    cap,
+)
 from node.serve.service import Service
 from node.serve.session import Session
 
 log = logging.getLogger(__name__)
-Frame = TypeVar("Frame")
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
+_SCHEMA = pb.DESCRIPTOR.services_by_name["KVStore"]
+SERVICE_NAME: str = _SCHEMA.full_name
 DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
+# A request is named by its field in BulkRequest, on every wire.
+_OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
+
+STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
+METADATA_NBYTES_MAX = 8 << 10
+CONNECTIONS_MAX = 4096
+STOP_S_MAX = 5.0  # what calls may take to end after they are cancelled
+
+Messages = AsyncIterator[Any]
+Behaviour = Callable[[Call, Messages], Awaitable[Any]]
+
+
+def _options(connections_max: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+        ("grpc.so_reuseport", 0),  # a second node on the same port must fail, not share it
+        ("grpc.max_concurrent_streams", STREAMS_OF_CONNECTION_MAX),
+        ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
+        ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
+        # A connection that says nothing, or half of HTTP/2's greeting.
+        ("grpc.server_handshake_timeout_ms", int(REQUEST_S_MAX * 1000)),
+        ("grpc.http2.settings_timeout", int(REQUEST_S_MAX * 1000)),
+        # The last resort against who is quicker than GrpcConnections looks; older versions do not know it.
+        ("grpc.max_allowed_incoming_connections", max(CONNECTIONS_MAX, 2 * connections_max)),
+    ]
 
 
 class GrpcServer:
     """Binds in the constructor; `start` begins to serve."""
 
-    def __init__(self, host: str, port: int, service: Service, threads: int, stall_s: float) -> None:
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(threads, thread_name_prefix="grpc"),
-            # Beyond this, calls are refused at once instead of queueing for a thread.
-            maximum_concurrent_rpcs=4 * threads,
-            options=[
-                ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
-                ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
-                ("grpc.so_reuseport", 0),  # a second node on the same port must fail, not share it
-            ],
-        )
-        transfers = threading.BoundedSemaphore(max(1, threads * 3 // 4))
-        self._stalls = StallWatcher(stall_s)
-        servicer = Servicer(service, transfers, self._stalls)
-        pb_grpc.add_KVStoreServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+    def __init__(
+        self, host: str, port: int, service: Service, threads: int, stall_s: float, connections_max: int
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._thread.start()
+        self._health = Health(self._loop)
+        self._servicer = Servicer(service, self._health, threads, stall_s)
+        where = f"{'[' + host + ']' if ':' in host else host}:{port}"
         try:
-            self.port: int = self._server.add_insecure_port(f"{'[' + host + ']' if ':' in host else host}:{port}")
+            self.port: int = self._run(self._bind(where, _options(connections_max)))
         except RuntimeError as error:
+            self._end_loop()
             raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
+        what = cap("gRPC connections", connections_max, "use fewer channels")
+        self._connections = GrpcConnections(self.port, what)
+
+    async def _bind(self, where: str, options: list[tuple[str, int]]) -> int:
+        self._server = grpc.aio.server(options=options)
+        self._server.add_generic_rpc_handlers(self._servicer.handlers())
+        port: int = self._server.add_insecure_port(where)
+        return port
+
+    def _run(self, coroutine: Any, timeout_s: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def start(self) -> None:
-        self._stalls.start()
-        self._server.start()
+        self._run(self._server.start())
+        self._connections.start()
         self.set_serving(True)
 
     def set_serving(self, serving: bool) -> None:
         """What the standard health service answers, for the whole server and for KVStore."""
         for name in ("", SERVICE_NAME):
-            self._set_health(name, serving)
+            self._health.set(name, serving)
 
     def set_disk_healthy(self, healthy: bool) -> None:
         """A failed disk does not make the node unhealthy: RAM serves on. It has a name of its own."""
-        self._set_health(DISK_NAME, healthy)
-
-    def _set_health(self, name: str, good: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
-        self._health.set(name, status)
+        self._health.set(DISK_NAME, healthy)
 
     def stop(self, drain_s: float) -> None:
-        self._server.stop(drain_s).wait()
-        self._stalls.stop()
+        """Running calls have `drain_s`, then they are cancelled; one that does not notice is left behind."""
+        self._connections.stop()
+        try:
+            self._run(self._servicer.end_idle())
+            self._run(self._server.stop(drain_s), drain_s + STOP_S_MAX)
+        except futures.TimeoutError:
+            log.warning("grpc: calls that were cancelled have not ended after %g s", STOP_S_MAX)
+        self._servicer.close()
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
-class Servicer(pb_grpc.KVStoreServicer):
-    """Translates between gRPC's calling convention and the service's."""
+class Servicer:
+    """Translates between gRPC's calling convention and the service's.
 
-    def __init__(self, service: Service, transfers: threading.BoundedSemaphore, stalls: "StallWatcher") -> None:
+    Every method is registered as one that takes a stream, so that a call that sends no request is ours to
+    end; on the wire there is no difference.
+    """
+
+    def __init__(self, service: Service, health: Health, threads: int, stall_s: float) -> None:
         self._service = service
-        self._transfers = transfers
-        self._stalls = stalls
-
-    def _unary(self, op: str, request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return self._service.call(op, request)
-        except KVStoreError as error:
-            context.abort(status_code(error), str(error))
-
-    def Hello(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("hello", request, context)
-
-    def OpenNamespace(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("open_namespace", request, context)
-
-    def ListNamespaces(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("list_namespaces", request, context)
-
-    def Lookup(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("lookup", request, context)
-
-    def Verify(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("verify", request, context)
-
-    def Remove(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("remove", request, context)
-
-    def Pin(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("pin", request, context)
-
-    def Unpin(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("unpin", request, context)
-
-    def List(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("list", request, context)
-
-    def Stat(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("stat", request, context)
-
-    def NodeStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("node_status", request, context)
-
-    def RemoveNamespace(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("remove_namespace", request, context)
-
-    def Flush(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("flush", request, context)
-
-    def Scrub(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("scrub", request, context)
-
-    def Recover(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("recover", request, context)
-
-    def Put(self, frames: Iterator[pb.PutFrame], context: grpc.ServicerContext) -> Iterator[pb.PutFrameReply]:
-        yield from self._transfer(context, lambda session, watch: self._put(session, watch, frames))
-
-    def Get(self, request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[pb.GetFrame]:
-        yield from self._transfer(context, lambda session, watch: self._get(session, watch, request))
-
-    def _transfer(
-        self, context: grpc.ServicerContext, run: Callable[[Session, "StallWatch"], Iterator[Frame]]
-    ) -> Iterator[Frame]:
-        """One streaming call: bounded in number, a session of its own, cancelled if it stalls."""
-        if not self._transfers.acquire(blocking=False):
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "all transfer threads are busy (grpc_threads)")
-        watch = StallWatch(context, self._stalls)
-        try:
-            with self._service.sessions.open() as session:
-                yield from run(session, watch)
-        except KVStoreError as error:
-            context.abort(status_code(error), str(error))
-        finally:
-            self._transfers.release()
-            watch.close()
-
-    def _put(self, session: Session, watch: "StallWatch", frames: Iterator[pb.PutFrame]) -> Iterator[pb.PutFrameReply]:
-        begin = _frame(frames, "begin")
-        reply, slots = self._service.begin_put(session, begin)
-        yield pb.PutFrameReply(begin=reply)
-        if not slots:
-            return
-        fill(slots, _chunks(frames, watch))
-        yield pb.PutFrameReply(commit=self._service.commit_put(session, _frame(frames, "commit")))
-
-    def _get(self, session: Session, watch: "StallWatch", request: pb.GetRequest) -> Iterator[pb.GetFrame]:
-        reply, pieces = self._service.begin_get(session, request)
-        yield pb.GetFrame(begin=reply)
-        for data in split(pieces):
-            yield pb.GetFrame(chunk=pb.PageChunk(data=data))
-            watch.moved(len(data))
-
-
-def _frame(frames: Iterator[pb.PutFrame], kind: str) -> Any:
-    frame = next(frames, None)
-    if frame is None:
-        raise InvalidRequest(f"the put ended where a {kind} frame was expected")
-    got = frame.WhichOneof("frame")
-    if got != kind:
-        raise InvalidRequest(f"a {got} frame where a {kind} frame was expected")
-    return getattr(frame, kind)
-
-
-def _chunks(frames: Iterator[pb.PutFrame], watch: "StallWatch") -> Iterator[bytes]:
-    while True:
-        data = _frame(frames, "chunk").data
-        watch.moved(len(data))
-        yield data
-
-
-class StallWatch:
-    """Cancels streaming calls that move nothing for `stall_s`, so that a client that never reads or
-    never sends can not keep a thread and slots. A deadline of the client's may end a call sooner."""
-
-    def __init__(self, context: grpc.ServicerContext, stalls: "StallWatcher") -> None:
-        self.context = context
-        self._stalls = stalls
-        self._moved_nbytes = 0
-        self.moved_at = time.monotonic()
-        stalls.add(self)
-
-    def moved(self, nbytes: int) -> None:
-        """Only so many bytes count as progress: one of a byte now and then must not keep slots."""
-        self._moved_nbytes += nbytes
-        if self._moved_nbytes >= CHUNK_NBYTES:
-            self._moved_nbytes = 0
-            self.moved_at = time.monotonic()
+        self._health = health
+        self._stall_s = stall_s
+        remedy = "make fewer at a time"
+        self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
+        self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
+        self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
+        transfers = max(1, threads * 3 // 4)
+        self._transfers = Budget(cap("gRPC transfers", transfers, f"{remedy}, or raise grpc_threads"))
+        # Neither pool has a queue: what it runs is counted before.
+        self._transfer_threads = futures.ThreadPoolExecutor(transfers, "grpc-transfer")
+        self._long_threads = futures.ThreadPoolExecutor(sum(LONG_CALLS.values()), "grpc-long")
+        names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
+        self._reflection = reflection.ReflectionServicer(names)
 
     def close(self) -> None:
-        self._stalls.discard(self)
+        for threads in (self._transfer_threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def end_idle(self) -> None:
+        """Calls that wait, for a request or for something to tell, do not delay a stop."""
+        for places in (self._calls, self._health_calls, self._reflections):
+            while places.drop_idle():
+                pass
+
+    # ---- how methods are called ----------------------------------------------------------
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        ours: dict[str, Any] = {
+            method.name: self._unary(method) for method in _SCHEMA.methods if not method.server_streaming
+        }
+        # Frames with page bytes stay in their wire form: see `chunk_frame`.
+        ours["Put"] = self._handler(self._put, self._calls, None, pb.PutFrameReply.SerializeToString)
+        ours["Get"] = self._handler(self._get, self._calls, pb.GetRequest.FromString, None)
+        health_forms = Request.FromString, Reply.SerializeToString
+        health = {
+            "Check": self._handler(self._check, self._health_calls, *health_forms),
+            "Watch": self._handler(self._watch, self._health_calls, *health_forms),
+        }
+        request, reply = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+        info = {
+            "ServerReflectionInfo": self._handler(
+                self._reflect, self._reflections, request.FromString, reply.SerializeToString
+            )
+        }
+        services = {SERVICE_NAME: ours, HEALTH_NAME: health, reflection.SERVICE_NAME: info}
+        return tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
+
+    def _handler(
+        self, behaviour: Behaviour, places: Places, read: Any, write: Any, one_reply: bool = False
+    ) -> grpc.RpcMethodHandler:
+        """`read` and `write`: from and to the wire form; None leaves it."""
+
+        async def run(messages: Messages, context: Any) -> Any:
+            call = Call(context, places, self._stall_s)
+            try:
+                with call:
+                    return await behaviour(call, messages)
+            except KVStoreError as error:
+                await context.abort(status_code(error), str(error))
+            except asyncio.CancelledError:
+                if not call.ended_because:
+                    raise
+                log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
+            except grpc.aio.BaseError:
+                raise  # gRPC's own: the call was aborted above, or its connection is gone
+            except Exception as error:
+                log.exception("grpc: a call of %s failed", call.peer)
+                await context.abort(grpc.StatusCode.INTERNAL, f"failed inside the node ({type(error).__name__})")
+
+        make = grpc.stream_unary_rpc_method_handler if one_reply else grpc.stream_stream_rpc_method_handler
+        return make(run, read, write)
+
+    def _unary(self, method: Any) -> grpc.RpcMethodHandler:
+        op = _OPS[method.input_type.full_name]
+        long = op in LONG_CALLS
+
+        async def behaviour(call: Call, messages: Messages) -> Any:
+            request = await call.request(messages)
+            if long:
+                return await call.in_thread(self._long_threads, self._service.call, op, request, call.caller)
+            nbytes = request.ByteSize()
+            if nbytes <= REQUEST_NBYTES_FREE:
+                return self._service.call(op, request, call.caller)
+            with self._service.requests.lent(call.peer, nbytes * REQUEST_NBYTES_FACTOR):
+                return self._service.call(op, request, call.caller)
+
+        request, reply = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
+        forms = request.FromString, reply.SerializeToString
+        return self._handler(behaviour, self._calls, *forms, one_reply=True)
+
+    # ---- transfers -----------------------------------------------------------------------
+
+    async def _put(self, call: Call, messages: Messages) -> None:
+        begin = _part(await call.request(messages), "begin")  # of frames in their wire form
+        with self._transfers.lent(call.peer), self._service.sessions.open(call.peer) as session:
+            reply, slots = await self._in_thread(call, self._service.begin_put, session, begin)
+            await call.context.write(pb.PutFrameReply(begin=reply))
+            if not slots:
+                return
+            self._limit(call, "put", sum(slot.nbytes for slot in slots))
+            await _fill(slots, messages, call)
+            commit = _part(await anext(messages, None), "commit")
+            call.untimed()
+            reply = await self._in_thread(call, self._service.commit_put, session, commit)
+            await call.context.write(pb.PutFrameReply(commit=reply))
+
+    async def _get(self, call: Call, messages: Messages) -> None:
+        request = await call.request(messages)
+        with self._transfers.lent(call.peer), self._service.sessions.open(call.peer) as session:
+            nbytes, reply, pieces = await self._in_thread(call, self._service.begin_get, session, request)
+            self._limit(call, "get", nbytes)
+            await call.context.write(pb.GetFrame(begin=reply).SerializeToString())
+            for run in runs(pieces):
+                frame = chunk_frame(run)
+                await call.context.write(frame)
+                call.moved(len(frame))
+
+    async def _in_thread(self, call: Call, function: Any, session: Session, request: Any) -> Any:
+        """It may read pages from the disk, or wait until they are safe there."""
+        return await call.in_thread(self._transfer_threads, function, session, request)
+
+    def _limit(self, call: Call, op: str, nbytes: int) -> None:
+        seconds = nbytes / TRANSFER_NBYTES_PER_S_MIN + self._stall_s
+        call.limit(seconds, f"a {op} of {nbytes} bytes was not over after {seconds:.1f} s")
+        call.watch_stalls()
+
+    # ---- health and reflection -----------------------------------------------------------
+
+    async def _check(self, call: Call, messages: Messages) -> None:
+        name = (await call.request(messages)).service
+        try:
+            status = self._health.status(name)
+        except KeyError:
+            await call.context.abort(grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
+        await call.context.write(status)
+
+    async def _watch(self, call: Call, messages: Messages) -> None:
+        name = (await call.request(messages)).service
+        call.stay_idle()
+        call.limit(HEALTH_WATCH_S_MAX, f"a watch lasts at most {HEALTH_WATCH_S_MAX:g} s; watch again")
+        try:
+            async for status in self._health.watch(name):
+                await call.context.write(status)
+        except KeyError:
+            await call.context.abort(grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
+
+    async def _reflect(self, call: Call, messages: Messages) -> None:
+        call.stay_idle()
+        call.limit(REFLECTION_S_MAX, f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another")
+        async for message in messages:
+            for reply in self._reflection.ServerReflectionInfo(iter([message]), None):
+                await call.context.write(reply)
 
 
-class StallWatcher:
-    """One thread that looks at all running calls, so that a chunk costs a call no more than a clock."""
+def _part(frame: bytes | None, kind: str) -> Any:
+    """The message in a PutFrame of that kind. Raises InvalidRequest for another one."""
+    if frame is None:
+        raise InvalidRequest(f"the put ended where a {kind} frame was expected")
+    try:
+        message = pb.PutFrame.FromString(frame)
+    except DecodeError as error:
+        raise InvalidRequest("a frame that is no PutFrame message") from error
+    got = message.WhichOneof("frame")
+    if got != kind:
+        raise InvalidRequest(f"a {got} frame where a {kind} frame was expected")
+    return getattr(message, kind)
 
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
-        self._lock = threading.Lock()
-        self._running: set[StallWatch] = set()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="grpc-stalls", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def add(self, watch: StallWatch) -> None:
-        with self._lock:
-            self._running.add(watch)
-
-    def discard(self, watch: StallWatch) -> None:
-        with self._lock:
-            self._running.discard(watch)
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._stall_s / 4):
-            limit = time.monotonic() - self._stall_s
-            with self._lock:
-                stalled = [watch for watch in self._running if watch.moved_at < limit]
-            for watch in stalled:
-                log.info("grpc: a transfer moved nothing for %g s and is cancelled", self._stall_s)
-                watch.context.cancel()
-
-    def stop(self) -> None:
-        self._stopped.set()
+async def _fill(slots: list[memoryview], messages: Messages, call: Call) -> None:
+    """Copies chunks one after the other through the slots. Takes no chunk more than it needs."""
+    chunk = memoryview(b"")
+    for slot in slots:
+        while slot.nbytes:
+            if not chunk.nbytes:
+                frame = await anext(messages, None)
+                data = chunk_of(frame) if frame is not None else None
+                chunk = memoryview(_part(frame, "chunk").data) if data is None else data
+                call.moved(chunk.nbytes)
+                if not chunk.nbytes:
+                    raise InvalidRequest(f"page bytes ended early: {slot.nbytes} bytes of a page are missing")
+            count = min(chunk.nbytes, slot.nbytes)
+            slot[:count] = chunk[:count]
+            slot, chunk = slot[count:], chunk[count:]
+    if chunk.nbytes:
+        raise InvalidRequest(f"{chunk.nbytes} page bytes more than announced")

@@ -1,15 +1,14 @@
-"""Prometheus metrics over HTTP: read from the node's own counters at every scrape."""
+"""Prometheus metrics: read from the node's own counters at every scrape."""
 
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from kvstore.pb import kvstore_pb2 as pb
-from node.serve.service import Service
+from node.serve.service import THE_NODE, Service
 
 _MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 _PUTS = {
@@ -57,7 +56,7 @@ class NodeCollector:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest())
+        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
         yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
         yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
         yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
@@ -115,17 +114,13 @@ def _counter(
     return family
 
 
-class MetricsServer:
-    """HTTP server of /metrics in a thread of its own."""
+def metrics_text(service: Service) -> Callable[[str], tuple[str, Callable[[], bytes]]]:
+    """What tells the metrics: takes an Accept header, gives the content type and what makes the text."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(service))
 
-    def __init__(self, host: str, port: int, service: Service) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(NodeCollector(service))
-        started: tuple[WSGIServer, threading.Thread] = start_http_server(port, host, registry)
-        self._server, self._thread = started
-        self.port = self._server.server_port
+    def choose(accept: str) -> tuple[str, Callable[[], bytes]]:
+        encode, content_type = choose_encoder(accept)
+        return content_type, lambda: encode(registry)
 
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    return choose

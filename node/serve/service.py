@@ -1,14 +1,18 @@
 """What each request means, the same for all wires. Takes and returns the schema's messages;
 raises the errors of `kvstore.errors`."""
 
+import itertools
+import logging
 import os
-from collections.abc import Callable
-from typing import Any, cast
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import kvstore
 from kvstore.checksum import CHECKSUM_NBYTES, checksum, joined_checksum
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
-from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
@@ -21,12 +25,35 @@ from node.ram.inventory import Inventory, PageInfo
 from node.ram.page import Page
 from node.ram.reservation import Verdict
 from node.ram.tier import RamTier
+from node.serve.limits import (
+    DESCRIPTION_NBYTES_MAX,
+    LONG_CALLS,
+    REQUESTS_NBYTES_MAX,
+    SCRUB_NBYTES_MAX,
+    SCRUB_S_MAX,
+    Budget,
+    cap,
+)
+from node.serve.replies import in_range
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
 
 LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
-SCRUB_NBYTES = 256 << 20  # of one Scrub call that names no limit
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks: `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more."""
+
+    peer: str
+    gone: Callable[[], bool] = lambda: False
+
+
+THE_NODE = Caller("the node itself")
 
 
 class Service:
@@ -47,6 +74,12 @@ class Service:
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.draining = False
         self.durability = Durability(tier, disk, config.flush_s)
+        self.requests = Budget(
+            cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
+        )
+        self._long_calls = {
+            op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
+        }
         self._status = Status(config, tier, disk)
         self.limits = pb.Limits(
             batch_keys_max=config.batch_keys_max,
@@ -55,7 +88,7 @@ class Service:
             message_nbytes_max=MESSAGE_NBYTES_MAX,
             pin_ttl_ms_max=config.pin_ttl_ms_max,
         )
-        self._unary: dict[str, Callable[[Any], Any]] = {
+        self._unary: dict[str, Callable[[Any, Caller], Any]] = {
             "hello": self._hello,
             "open_namespace": self._open_namespace,
             "list_namespaces": self._list_namespaces,
@@ -73,14 +106,31 @@ class Service:
             "recover": self._recover,
         }
 
-    def call(self, op: str, request: Any) -> Any:
+    def call(self, op: str, request: Any, caller: Caller) -> Any:
         """The reply to a unary request; `op` is its field's name in BulkRequest."""
-        return self._unary[op](request)
+        return _guarded(op, self._call, op, request, caller)
+
+    def _call(self, op: str, request: Any, caller: Caller) -> Any:
+        budget = self._long_calls.get(op)
+        if budget is None:
+            return self._unary[op](request, caller)
+        with budget.lent(caller.peer):
+            return self._unary[op](request, caller)
+
+    def close(self) -> None:
+        self._status.memory.close()
 
     # ---- transfers -----------------------------------------------------------------------
 
     def begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
         """Reserves; returns verdicts and, for each WRITE, the memory that takes the page."""
+        try:
+            return _guarded("put", self._begin_put, session, request)
+        except KVStoreError:
+            session.abort()
+            raise
+
+    def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
         if self.draining:
             raise Unavailable("this node is draining and takes no new pages")
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -103,9 +153,15 @@ class Service:
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
         """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
+        try:
+            return _guarded("commit", self._commit_put, session, request)
+        except KVStoreError:
+            session.abort()
+            raise
+
+    def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
         wanted = len(session.reserved)
         if not wanted or len(request.checksums) != wanted or any(len(c) != CHECKSUM_NBYTES for c in request.checksums):
-            session.abort()
             raise InvalidRequest(
                 f"a commit of {len(request.checksums)} checksums for {wanted} written pages; "
                 f"send one checksum of {CHECKSUM_NBYTES} bytes for each"
@@ -116,41 +172,44 @@ class Service:
             self.durability.keep(put.namespace, session.promised)
         return pb.CommitReply(stored=stored)
 
-    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[pb.GetReply, list[memoryview]]:
-        """Holds the pages until `session.release`; returns hits and the memory to send."""
+    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
+        try:
+            return _guarded("get", self._begin_get, session, request)
+        except KVStoreError:
+            session.release()
+            raise
+
+    def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
-        index = self._tier.namespace(request.namespace)
+        page_nbytes = self._tier.namespace(request.namespace).page_nbytes
         ranges = [(part.offset, part.nbytes) for part in request.ranges]
         if len(request.prefix_hashes) * len(ranges) > GET_PIECES_MAX:
             raise InvalidRequest(
                 f"{len(ranges)} ranges of {len(request.prefix_hashes)} keys are more than {GET_PIECES_MAX} pieces; "
                 "split the batch"
             )
-        for offset, nbytes in ranges:
-            if not nbytes or offset + nbytes > index.page_nbytes:
-                raise InvalidRequest(
-                    f"range {offset}+{nbytes} is empty or leaves the page of {index.page_nbytes} bytes"
-                )
-        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else index.page_nbytes
+        check_ranges(ranges, page_nbytes)
+        wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
         self._check_nbytes(len(request.prefix_hashes) * wanted_nbytes)
         pages = session.acquire(request.namespace, list(request.prefix_hashes), request.prefix_only, wanted_nbytes)
         if ranges:  # the writer's checksum covers a whole page, so it is checked here
             pages = [page if page is not None and self._intact(page) else None for page in pages]
         found = [page for page in pages if page is not None]
-        checksums = self._part_sums(found, ranges) if ranges else [page.checksum for page in found]
+        checksums = [self._part_sum(page, ranges) for page in found] if ranges else [page.checksum for page in found]
         reply = pb.GetReply(hits=[page is not None for page in pages], checksums=checksums)
         if session.maps_arena:
             reply.offsets.extend([page.offset for page in found])
-            return reply, []
-        return reply, [part for page in found for part in self._parts(page, ranges)]
+            return 0, reply, iter(())
+        return len(found) * wanted_nbytes, reply, (part for page in found for part in self._parts(page, ranges))
 
-    def _parts(self, page: Page, ranges: list[tuple[int, int]]) -> list[memoryview]:
+    def _parts(self, page: Page, ranges: list[tuple[int, int]]) -> Iterator[memoryview]:
         whole = self._view(page)
-        return [whole[offset : offset + nbytes] for offset, nbytes in ranges] if ranges else [whole]
+        return (whole[offset : offset + nbytes] for offset, nbytes in ranges or [(0, whole.nbytes)])
 
-    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]]) -> list[bytes]:
-        """Parts of intact pages get checksums of their own for the way."""
-        return [joined_checksum(self._parts(page, ranges), page.namespace.seed(page.prefix_hash)) for page in pages]
+    def _part_sum(self, page: Page, ranges: list[tuple[int, int]]) -> bytes:
+        """Parts of intact pages get a checksum of their own for the way. Nothing is copied for it."""
+        return joined_checksum(self._parts(page, ranges), page.namespace.seed(page.prefix_hash))
 
     def _view(self, page: Page) -> memoryview:
         return self._arena.view(page.offset, page.namespace.page_nbytes)
@@ -170,7 +229,7 @@ class Service:
 
     # ---- unary ---------------------------------------------------------------------------
 
-    def _hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+    def _hello(self, request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
         if request.protocol_version not in (0, PROTOCOL_VERSION):
             raise ProtocolError(
                 f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
@@ -185,51 +244,73 @@ class Service:
             arena_nbytes=self._arena.nbytes if self.shm_status else 0,
         )
 
-    def _open_namespace(self, request: pb.OpenNamespaceRequest) -> pb.OpenNamespaceReply:
-        index, created = self._tier.open_namespace(namespace_value(request.namespace), request.digest)
+    def _open_namespace(self, request: pb.OpenNamespaceRequest, caller: Caller) -> pb.OpenNamespaceReply:
+        nbytes = request.namespace.ByteSize()
+        if nbytes > DESCRIPTION_NBYTES_MAX:  # before anything is computed from it
+            raise InvalidRequest(
+                f"the description of this namespace has {nbytes} bytes, allowed are {DESCRIPTION_NBYTES_MAX}; "
+                "shorten its names, or put layers of one shape into one group"
+            )
+        index, created = self._tier.open_namespace(namespace_value(request.namespace), request.digest, caller.peer)
         return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
 
-    def _list_namespaces(self, request: pb.ListNamespacesRequest) -> pb.ListNamespacesReply:
+    def _list_namespaces(self, request: pb.ListNamespacesRequest, caller: Caller) -> pb.ListNamespacesReply:
         return pb.ListNamespacesReply(namespaces=self._status.namespaces()[1])
 
-    def _lookup(self, request: pb.LookupRequest) -> pb.LookupReply:
+    def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
         return lookup_reply(self._tier.lookup(request.namespace, prefix_hashes, request.touch))
 
-    def _verify(self, request: pb.VerifyRequest) -> pb.VerifyReply:
-        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
-        with self.sessions.open() as session:
-            pages = session.inspect(request.namespace, list(request.prefix_hashes))
-            found = [page for page in pages if page is not None]
-            intact = sum(self._intact(page) for page in found)
-        return pb.VerifyReply(intact=intact, dropped=len(found) - intact, absent=len(pages) - len(found))
+    def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
+        """Reads what is in RAM where it is and what is on disk beside it: verifying evicts nobody. Says what
+        it knows; a page that could not be read is an error, not absent."""
+        hashes = list(request.prefix_hashes)
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
+        self._check_nbytes(len(hashes) * self._tier.namespace(request.namespace).page_nbytes)
+        good = []
+        for prefix_hash in hashes:
+            self._check_waiting(caller)
+            good.append(self._verified(request.namespace, prefix_hash))
+        return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None))
 
-    def _remove(self, request: pb.RemoveRequest) -> pb.RemoveReply:
+    def _verified(self, digest: bytes, prefix_hash: bytes) -> bool | None:
+        """Whether all copies of a page are intact; None if there is none. Bad ones are dropped."""
+        with self._tier.inspected(digest, prefix_hash) as page:
+            in_ram = self._intact(page) if page is not None else None
+        on_disk = self.durability.verify(digest, prefix_hash)
+        return on_disk if in_ram is None else in_ram and on_disk is not False
+
+    def _check_waiting(self, caller: Caller) -> None:
+        """Between the steps of a long call: nobody works for a caller who has left, or while the node stops."""
+        if caller.gone() or self.draining:
+            raise Unavailable("the caller is gone" if caller.gone() else "this node is draining")
+
+    def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         return pb.RemoveReply(removed=self._tier.remove(request.namespace, request.prefix_hashes))
 
-    def _pin(self, request: pb.PinRequest) -> pb.PinReply:
+    def _pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
             raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
         return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
 
-    def _unpin(self, request: pb.UnpinRequest) -> pb.UnpinReply:
+    def _unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
 
-    def _list(self, request: pb.ListRequest) -> pb.ListReply:
+    def _list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
         limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
         infos, rest_after = self._inventory.list_pages(request.namespace, request.key_prefix, request.page_token, limit)
         return pb.ListReply(pages=[_stat_message(info) for info in infos], next_page_token=rest_after)
 
-    def _stat(self, request: pb.StatRequest) -> pb.StatReply:
+    def _stat(self, request: pb.StatRequest, caller: Caller) -> pb.StatReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
         infos = self._inventory.stat(request.namespace, request.prefix_hashes)
         return pb.StatReply(pages=[_stat_message(info) for info in infos])
 
-    def _node_status(self, request: pb.NodeStatusRequest) -> pb.NodeStatusReply:
+    def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
         return self._status.node(
             instance_id=self.instance_id,
             draining=self.draining,
@@ -242,22 +323,29 @@ class Service:
 
     # ---- disk ----------------------------------------------------------------------------
 
-    def _remove_namespace(self, request: pb.RemoveNamespaceRequest) -> pb.RemoveNamespaceReply:
+    def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
         return pb.RemoveNamespaceReply(removed=self._tier.remove_namespace(request.namespace))
 
-    def _flush(self, request: pb.FlushRequest) -> pb.FlushReply:
+    def _flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushReply:
         self.durability.flush()
         return pb.FlushReply(pages_on_disk=self.durability.disk.records.count)
 
-    def _scrub(self, request: pb.ScrubRequest) -> pb.ScrubReply:
+    def _scrub(self, request: pb.ScrubRequest, caller: Caller) -> pb.ScrubReply:
+        """A stretch that is bounded in bytes and time; the caller goes on from the cursor."""
+        nbytes_max = min(request.nbytes_max or SCRUB_NBYTES_MAX, SCRUB_NBYTES_MAX)
+        end = time.monotonic() + SCRUB_S_MAX
+
+        def enough() -> bool:
+            return time.monotonic() >= end or caller.gone() or self.draining
+
         try:
-            result = scrub(self.durability.disk, request.cursor, request.nbytes_max or SCRUB_NBYTES)
+            result = scrub(self.durability.disk, request.cursor, nbytes_max, enough)
         except OSError as error:
             self.durability.disk.blame("scrubbing", error)
             raise Exhausted(f"not all pages were read: {error}") from error
         return pb.ScrubReply(**result._asdict())
 
-    def _recover(self, request: pb.RecoverRequest) -> pb.RecoverReply:
+    def _recover(self, request: pb.RecoverRequest, caller: Caller) -> pb.RecoverReply:
         try:
             self.durability.disk.recover()
         except OSError as error:
@@ -265,5 +353,33 @@ class Service:
         return pb.RecoverReply()
 
 
+def check_ranges(ranges: list[tuple[int, int]], page_nbytes: int) -> None:
+    """Raises InvalidRequest. In any order, but each byte once: what a get returns is bounded by its pages."""
+    end = 0
+    ordered = True
+    for offset, nbytes in ranges:
+        if not nbytes or offset + nbytes > page_nbytes:
+            raise InvalidRequest(f"range {offset}+{nbytes} is empty or leaves the page of {page_nbytes} bytes")
+        ordered = ordered and offset >= end
+        end = offset + nbytes
+    if not ordered:
+        in_order = sorted(ranges)
+        for (offset, nbytes), (following, _) in itertools.pairwise(in_order):
+            if offset + nbytes > following:
+                raise InvalidRequest(f"range {offset}+{nbytes} overlaps the one at {following}; ask for a byte once")
+
+
+def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """The edge of every request, on every wire: what nobody expected is logged here and answered INTERNAL.
+    It ends the request; the connection stays."""
+    try:
+        return function(*arguments)
+    except KVStoreError:
+        raise
+    except Exception as error:
+        log.exception("%s failed", op)
+        raise KVStoreError(f"{op} failed inside the node ({type(error).__name__}); its log says more") from error
+
+
 def _stat_message(info: PageInfo) -> pb.PageStat:
-    return pb.PageStat(**info._asdict())
+    return in_range(pb.PageStat, **info._asdict())

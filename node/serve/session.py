@@ -4,15 +4,19 @@ import threading
 from collections.abc import Sequence
 
 from kvstore.errors import Exhausted
+from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
 from node.ram.page import Page
 from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
+from node.serve.limits import Budget, cap
 
 # How long a reader waits for a page that another session is loading from disk.
 LOAD_S_MAX = 10.0
 # Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
 TTL_S_MAX = 10 * 366 * 24 * 3600
+# Processes may hold the same pages, so that all together may count more than there is.
+HOLDERS_MAX = 64
 
 
 class Session:
@@ -22,21 +26,44 @@ class Session:
     gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
     """
 
-    def __init__(self, tier: RamTier, sessions: "Sessions", maps_arena: bool) -> None:
+    def __init__(self, tier: RamTier, sessions: "Sessions", peer: str, maps_arena: bool) -> None:
+        self.peer = peer
         self.maps_arena = maps_arena
         self._tier = tier
         self._sessions = sessions
         self._reservation: Reservation | None = None
         self._held: list[Page] = []
+        self._reserved_nbytes = 0  # taken from the budgets
+        self._held_nbytes = 0
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
+        """Raises Exhausted if this peer, or all of them, have reserved too much that is not committed yet."""
         assert self._reservation is None, "a session writes one batch at a time"
-        reservation = self._tier.reserve(digest, prefix_hashes, page_nbytes)
+        slot = self._tier.namespace(digest).slot_nbytes
+        self._reserved_nbytes = self._take_reserved(digest, prefix_hashes, slot)
+        reservation = None
+        try:
+            reservation = self._tier.reserve(digest, prefix_hashes, page_nbytes)
+        finally:
+            wanted = len(reservation.pages) * slot if reservation else 0
+            self._sessions.reserved.give(self.peer, self._reserved_nbytes - wanted)
+            self._reserved_nbytes = wanted
         if reservation.pages:
             self._reservation = reservation
         return reservation
+
+    def _take_reserved(self, digest: bytes, prefix_hashes: Sequence[bytes], slot_nbytes: int) -> int:
+        """Before the tier evicts anybody for it: for all keys, or if that is too much, for the new ones."""
+        nbytes = len(prefix_hashes) * slot_nbytes
+        try:
+            self._sessions.reserved.take(self.peer, nbytes)
+        except Exhausted:
+            present = self._tier.lookup(digest, prefix_hashes, touch=True)
+            nbytes = present.count(False) * slot_nbytes
+            self._sessions.reserved.take(self.peer, nbytes)
+        return nbytes
 
     @property
     def reserved(self) -> list[Page]:
@@ -50,26 +77,36 @@ class Session:
 
     def commit(self, checksums: Sequence[bytes], ttl_s: int) -> int:
         assert self._reservation is not None
-        reservation, self._reservation = self._reservation, None
-        return self._tier.commit(reservation, checksums, min(ttl_s, TTL_S_MAX))
+        stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
+        self._take_reservation()  # only now: if that broke, `abort` still knows what there is to give back
+        return stored
 
     def abort(self) -> None:
         if self._reservation is not None:
-            reservation, self._reservation = self._reservation, None
-            self._tier.abort(reservation)
+            self._tier.abort(self._take_reservation())
+
+    def _take_reservation(self) -> Reservation:
+        assert self._reservation is not None
+        reservation, self._reservation = self._reservation, None
+        nbytes, self._reserved_nbytes = self._reserved_nbytes, 0
+        self._sessions.reserved.give(self.peer, nbytes)
+        return reservation
 
     def acquire(
         self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int
     ) -> list[Page | None]:
+        """Raises Exhausted if this process holds too much: where clients map the arena, a hold has no limit
+        of time."""
+        if self.maps_arena:
+            nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
+            self._sessions.held.take(self.peer, nbytes)
+            self._held_nbytes = nbytes
         acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes)
         pages = self._keep(acquired)
         lost_count = pages.count(None) - acquired.pages.count(None)
         if lost_count:
             self._tier.count_lost(digest, lost_count, wanted_nbytes)
         return pages
-
-    def inspect(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[Page | None]:
-        return self._keep(self._tier.inspect(digest, prefix_hashes))
 
     def _keep(self, acquired: Acquired) -> list[Page | None]:
         """Loads what is on disk only, tail first so that the head ends up newest, and waits for what
@@ -99,6 +136,8 @@ class Session:
     def release(self) -> None:
         held, self._held = self._held, []
         self._tier.release(held)
+        nbytes, self._held_nbytes = self._held_nbytes, 0
+        self._sessions.held.give(self.peer, nbytes)
 
     def close(self) -> None:
         self.abort()
@@ -113,23 +152,40 @@ class Session:
 
 
 class Sessions:
-    """The live sessions; at most `count_max`. Thread-safe."""
+    """The live sessions, and what all of them together may have. Their number is bounded by that of the
+    connections and transfers. Thread-safe."""
 
-    def __init__(self, tier: RamTier, count_max: int) -> None:
+    def __init__(self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int) -> None:
         self._tier = tier
-        self._count_max = count_max
         self._lock = threading.Lock()
         self._live: set[Session] = set()
+        ram_nbytes = tier.slots.region_nbytes
+        # The largest batch can always be had, also by one peer alone: its pages, rounded up to slots.
+        batch = min(ram_nbytes, batch_nbytes_max + batch_keys_max * SLOT_ALIGN_NBYTES)
+        self.reserved = Budget(
+            cap(
+                "bytes reserved by puts that are not committed",
+                max(ram_nbytes // 2, batch),
+                "put smaller batches, or fewer at a time",
+                max(ram_nbytes // 4, batch),
+            )
+        )
+        self.held = Budget(
+            cap(
+                "bytes held by reads in shared memory",
+                max(ram_nbytes // 2, batch) * HOLDERS_MAX,
+                "release what was read",
+                max(ram_nbytes // 2, batch),
+            )
+        )
 
     @property
     def count(self) -> int:
         return len(self._live)
 
-    def open(self, maps_arena: bool = False) -> Session:
-        session = Session(self._tier, self, maps_arena)
+    def open(self, peer: str, maps_arena: bool = False) -> Session:
+        session = Session(self._tier, self, peer, maps_arena)
         with self._lock:
-            if len(self._live) >= self._count_max:
-                raise Exhausted(f"{self._count_max} sessions are open (sessions_max); use fewer connections per client")
             self._live.add(session)
         return session
 

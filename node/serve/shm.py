@@ -23,6 +23,8 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.unix_sockets import DescriptorSocket
 from node.ram.arena import Arena
 from node.serve.connections import BACKLOG, Connection, ConnectionServer
+from node.serve.limits import cap
+from node.serve.replies import in_range
 from node.serve.service import Service
 from node.serve.session import Session
 from node.serve.socket_file import listen_on
@@ -31,8 +33,9 @@ from node.serve.socket_file import listen_on
 class ShmServer(ConnectionServer):
     """Listens from the constructor on; `start` begins to serve."""
 
-    def __init__(self, path: str, arena: Arena, service: Service, stall_s: float) -> None:
-        super().__init__("shm", listen_on(path, BACKLOG), stall_s)
+    def __init__(self, path: str, arena: Arena, service: Service, stall_s: float, connections_max: int) -> None:
+        what = cap("shared-memory connections", connections_max, "use fewer per process, or raise sessions_max")
+        super().__init__("shm", listen_on(path, BACKLOG), stall_s, what)
         self.path = path
         self.arena_fd = arena.fd
         self._service = service
@@ -46,7 +49,8 @@ class ShmServer(ConnectionServer):
     def status(self) -> pb.ShmStatus:
         with self._lock:
             orphans = list(self._orphan_pages.values())
-        return pb.ShmStatus(
+        return in_range(
+            pb.ShmStatus,
             socket=self.path,
             client_count=self.count - len(orphans),
             orphan_count=len(orphans),
@@ -83,13 +87,13 @@ class ShmConnection(Connection):
     socket: DescriptorSocket
 
     def __init__(self, sock: DescriptorSocket, service: Service, stall_s: float, server: ShmServer) -> None:
-        super().__init__(sock, f"pid {sock.peer.pid}", service, stall_s)
+        name = f"pid {sock.peer.pid}"  # pid 0: of all the containers whose processes can not be seen from here
+        super().__init__(sock, name, name, service, stall_s)
         self._server = server
         self._process_fd: int | None = None
 
     def greet(self) -> tuple[bytes, int]:
         """The first request brings a pidfd along."""
-        self.socket.arm(self.stall_s)
         header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(MESSAGE_NBYTES_MAX)
         peer = self.socket.peer
         if peer.uid not in (os.geteuid(), 0):
@@ -101,7 +105,7 @@ class ShmConnection(Connection):
     def transfer(self, session: Session, op: str, request: Any) -> bool:
         if op == "hello":
             self.socket.arm(self.stall_s)
-            hello = pb.BulkReply(hello=self.service.call(op, request))
+            hello = pb.BulkReply(hello=self.service.call(op, request, self.caller))
             self.socket.send_frame_with(self._server.arena_fd, hello.SerializeToString())
         elif op == "put":
             self._put(session, request)
@@ -131,7 +135,7 @@ class ShmConnection(Connection):
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         if session.held:
             raise ProtocolError("a get before the one before it was released")
-        reply, _ = self.service.begin_get(session, request)
+        _, reply, _ = self.service.begin_get(session, request)
         try:
             self.send("get", reply)
         except OSError:

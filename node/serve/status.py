@@ -12,6 +12,7 @@ from node.config import NodeConfig
 from node.disk.tier import DiskTier
 from node.ram.inventory import Inventory
 from node.ram.tier import RamTier
+from node.serve.replies import in_range
 
 
 class Status:
@@ -23,17 +24,19 @@ class Status:
         self._inventory = Inventory(tier)
         self._disk = disk
         self._started = time.monotonic()
+        self.memory = PrivateMemory()
 
     def node(self, draining: bool, **facts: Any) -> pb.NodeStatusReply:
         """`facts`: fields of the reply that the service knows."""
         totals, namespaces = self.namespaces()
         degraded = self._disk is not None and bool(self._disk.poisoned)
-        return pb.NodeStatusReply(
+        return in_range(
+            pb.NodeStatusReply,
             version=kvstore.__version__,
             state="DRAINING" if draining else "DEGRADED" if degraded else "SERVING",
             uptime_ms=int((time.monotonic() - self._started) * 1000),
             pid=os.getpid(),
-            rss_nbytes=private_nbytes(),
+            rss_nbytes=self.memory.nbytes(),
             ram=self._ram(),
             disk=None if self._disk is None else self._disk_status(self._disk),
             namespaces=namespaces,
@@ -45,25 +48,27 @@ class Status:
         """Counters of all namespaces together, and each namespace."""
         totals, each = self._inventory.counters()
         infos = [
-            pb.NamespaceInfo(
+            in_range(
+                pb.NamespaceInfo,
                 digest=index.digest,
                 namespace=namespace_message(index.value),
                 page_nbytes=index.page_nbytes,
                 page_count=page_count,
-                counters=pb.Counters(**counters.as_dict()),
+                counters=in_range(pb.Counters, **counters.as_dict()),
                 disk_page_count=self._disk.page_count(index.digest) if self._disk else 0,
             )
             for index, counters, page_count in each
         ]
-        return pb.Counters(**totals.as_dict()), infos
+        return in_range(pb.Counters, **totals.as_dict()), infos
 
     def _ram(self) -> pb.RamStatus:
         tier, slots = self._tier, self._tier.slots
         classes = [
-            pb.SizeClass(slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
+            in_range(pb.SizeClass, slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
             for size, extents, count, used in self._inventory.size_classes()
         ]
-        return pb.RamStatus(
+        return in_range(
+            pb.RamStatus,
             capacity_nbytes=slots.region_nbytes,
             used_nbytes=slots.used_nbytes,
             extent_nbytes=slots.extent_nbytes,
@@ -78,7 +83,8 @@ class Status:
 
     def _disk_status(self, disk: DiskTier) -> pb.DiskStatus:
         slots = disk.records.slots
-        return pb.DiskStatus(
+        return in_range(
+            pb.DiskStatus,
             state="POISONED" if disk.poisoned else "SERVING",
             reason=disk.poisoned,
             data_dir=self._config.data_dir,
@@ -94,10 +100,18 @@ class Status:
         )
 
 
-def private_nbytes() -> int:
-    """Resident bytes of this process outside shared memory, that is outside the arena."""
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("RssAnon:"):
+class PrivateMemory:
+    """Resident bytes of this process outside shared memory, that is outside the arena. Reads a file that
+    stays open: the status must be told even when no descriptor is left."""
+
+    def __init__(self) -> None:
+        self._fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+
+    def nbytes(self) -> int:
+        for line in os.pread(self._fd, 1 << 14, 0).splitlines():
+            if line.startswith(b"RssAnon:"):
                 return int(line.split()[1]) * 1024
-    return 0
+        return 0
+
+    def close(self) -> None:
+        os.close(self._fd)

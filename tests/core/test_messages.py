@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore import InvalidRequest, LayerGroup, Namespace, PageLayout, Plane
-from kvstore.messages import namespace_message, namespace_value
+from kvstore.messages import chunk_frame, chunk_of, namespace_message, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 
 LAYOUT = PageLayout(
@@ -42,3 +42,30 @@ def test_an_empty_layout_is_refused() -> None:
     message.layout.SetInParent()
     with pytest.raises(InvalidRequest, match="layout: page_tokens 0"):
         namespace_value(message)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 127, 128, 16_380, 1 << 20])
+def test_chunks_are_framed_as_protobuf_does_it(nbytes: int) -> None:
+    data = bytes(range(256)) * (nbytes // 256 + 1)
+    pieces = [memoryview(data)[: nbytes // 3], memoryview(data)[nbytes // 3 : nbytes]]
+    for frame in (pb.GetFrame, pb.PutFrame):
+        expected = frame(chunk=pb.PageChunk(data=data[:nbytes])).SerializeToString()
+        assert chunk_frame(pieces) == expected
+        assert chunk_of(expected) == data[:nbytes]
+
+
+def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
+    whole = pb.PutFrame(chunk=pb.PageChunk(data=b"page bytes")).SerializeToString()
+    begin = pb.PutFrame(begin=pb.PutRequest(namespace=b"n" * 16)).SerializeToString()
+    empty = pb.PutFrame(chunk=pb.PageChunk()).SerializeToString()
+    for frame in (
+        b"",
+        begin,
+        empty,
+        whole[:-1],
+        whole + b"\x00",
+        whole + whole,
+        b"\x12",
+        b"\x12\xff\xff\xff\xff\xff\xff",
+    ):
+        assert chunk_of(frame) is None

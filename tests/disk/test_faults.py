@@ -263,7 +263,7 @@ def test_a_ranged_read_of_a_damaged_page_is_a_miss(nodes: Any, layer: Any, pages
     assert client.node_status().disk.pages_corrupt == 1
 
 
-def test_verify_of_a_damaged_page_counts_it_as_absent_and_the_status_survives(
+def test_verify_of_a_page_that_is_damaged_on_disk_drops_it_and_the_status_survives(
     nodes: Any, layer: Any, pages: Any
 ) -> None:
     node = nodes.start()
@@ -272,6 +272,7 @@ def test_verify_of_a_damaged_page_counts_it_as_absent_and_the_status_survives(
     pages.put(client, keys, durable=True)
     pages.drop_from_ram(node)
     layer.flip = True
+    assert client.verify(pages.namespace, keys) == (0, 2, 0)
     assert client.verify(pages.namespace, keys) == (0, 0, 2)
     status = client.node_status()
     assert (status.totals.pages_got, status.disk.pages_corrupt) == (0, 2)

@@ -53,7 +53,7 @@ def stored(node: Node, space: Any) -> int:
 
 
 BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
-    "no frame": (lambda space: [], "ended where a begin frame was expected"),
+    "no frame": (lambda space: [], "ended where a request was expected"),
     "empty frame": (lambda space: [pb.PutFrame()], "a None frame where a begin frame"),
     "chunk first": (lambda space: [chunk(5)], "a chunk frame where a begin frame"),
     "commit first": (lambda space: [commit()], "a commit frame where a begin frame"),
@@ -127,12 +127,11 @@ class Held:
         return iter(self._queue.get, None)
 
 
-@pytest.mark.parametrize("stage", ["nothing sent", "after begin", "within the data", "before the commit"])
+@pytest.mark.parametrize("stage", ["after begin", "within the data", "before the commit"])
 def test_a_put_that_stalls_is_cancelled(
     node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str
 ) -> None:
     frames = {
-        "nothing sent": [],
         "after begin": [begin(space, 100, 101)],
         "within the data": [begin(space, 100, 101), chunk(1000)],
         "before the commit": [begin(space, 100, 101), chunk(2 * PAGE)],
@@ -141,7 +140,8 @@ def test_a_put_that_stalls_is_cancelled(
     with bystander(node), pytest.raises(grpc.RpcError) as caught:
         list(stub.Put(iter(held), timeout=30.0))
     held.end()
-    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "(stall_s)" in caught.value.details()
     assert stored(node, space) == 8
     settle(node, sessions=1)
 
@@ -162,7 +162,7 @@ def test_a_put_that_trickles_is_cancelled(node: Node, stub: Any, settle: Callabl
     stop.set()
     thread.join()
     held.end()
-    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     settle(node, sessions=1)
 
 
@@ -206,25 +206,27 @@ def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
 
 
 def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
-    start_node: Callable[..., Node], make_pages: Any, settle: Callable[..., None]
+    start_node: Callable[..., Node], make_pages: Any, connect: Any, settle: Callable[..., None]
 ) -> None:
     node = start_node(grpc_threads=4, stall_s=30.0)
+    space = make_pages("transfers", PAGE)
+    connect(node).open(space.namespace)
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         stub = KVStoreStub(channel)
-        stalled = [Held() for _ in range(3)]  # three quarters of the threads
+        stalled = [Held(begin(space, number)) for number in range(2)]  # half of three
         calls = [stub.Put(iter(held), timeout=30.0) for held in stalled]
-        while node.sessions.count < 3:
-            threading.Event().wait(0.01)
+        assert all(next(call).begin.verdicts == [pb.WRITE] for call in calls)
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Put(iter([]), timeout=5.0))
+            list(stub.Put(iter([begin(space, 9)]), timeout=5.0))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "gRPC transfers" in caught.value.details()
         assert "grpc_threads" in caught.value.details()
         assert stub.Hello(pb.HelloRequest(), timeout=5.0).protocol_version == 1
         for held, call in zip(stalled, calls, strict=True):
             held.end()
             with pytest.raises(grpc.RpcError):
                 next(call)
-    settle(node)
+    settle(node, sessions=1)
 
 
 def test_bytes_that_are_no_message_are_refused(node: Node, bystander: Any, settle: Callable[..., None]) -> None:

@@ -201,7 +201,7 @@ def test_a_stopped_process_keeps_what_it_reads(small: Node, connect: Any, pages:
     child.process.send_signal(signal.SIGSTOP)
     client.remove(pages.namespace, pages.keys(0, 1, 2, 3))
     refill(client, pages)
-    threading.Event().wait(0.5)  # longer than stall_s
+    threading.Event().wait(1.0)  # longer than stall_s
     for number, offset in enumerate(child.offsets):
         assert small.arena.view(offset, PAGE) == pages.content(pages.keys(number)[0])
     child.kill()

@@ -12,10 +12,9 @@ from node.server import Node
 
 def page_of(node: Node, chain: Any, key: bytes) -> Page:
     """The page's record, with which its bytes in the arena can be found."""
-    (page,) = node.tier.inspect(chain.namespace.digest, [key]).pages
-    assert page is not None
-    node.tier.release([page])
-    return page
+    with node.tier.inspected(chain.namespace.digest, key) as page:
+        assert page is not None
+        return page
 
 
 def flip_one(node: Node, chain: Any, keys: list[bytes]) -> None:

@@ -57,7 +57,7 @@ def test_r15_removed(client: Client, chain: Any) -> None:
 
 
 def test_r15_writing(node: Node, client: Client, chain: Any) -> None:
-    with node.sessions.open() as session:
+    with node.sessions.open("test") as session:
         session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
         assert miss(client, chain, chain.keys(1)) == {"writing": 1}
     assert miss(client, chain, chain.keys(1)) == {"absent": 1}
@@ -109,7 +109,7 @@ def test_r15_pages_that_were_not_stored_are_counted_by_reason(
         chain.put(client, chain.keys(0, 100, 101))
         assert counters(client, chain).pages_put_full == 2
     else:
-        with node.sessions.open() as session:
+        with node.sessions.open("test") as session:
             session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
             chain.put(client, chain.keys(1))
         assert counters(client, chain).pages_put_busy == 1

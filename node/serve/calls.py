@@ -1,0 +1,120 @@
+"""One gRPC call: whose share it counts to, how long it may take, and how it is ended when it must go.
+
+A call costs no thread. It begins as soon as its headers are there, waits for its request no longer than
+`REQUEST_S_MAX`, and while it waits it may be asked to leave for one that comes.
+"""
+
+import asyncio
+import logging
+import urllib.parse
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from kvstore.checksum import CHUNK_NBYTES
+from kvstore.errors import InvalidRequest
+from node.serve.limits import REQUEST_S_MAX, Places, peer_of
+from node.serve.service import Caller
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Call:
+    """Belongs to the event loop's thread. A context: leaving it gives back its place and its timers."""
+
+    def __init__(self, context: Any, places: Places, stall_s: float) -> None:
+        self.context = context
+        self.peer = _peer(context.peer())
+        self.ended_because = ""
+        self._places = places
+        self._stall_s = stall_s
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._gone = False
+        self._moved_nbytes = 0
+        self._stall: asyncio.TimerHandle | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self.caller = Caller(self.peer, lambda: self._gone)
+
+    def __enter__(self) -> "Call":
+        """Raises Exhausted if there is no place."""
+        self._place = self._places.enter(self.peer, lambda: self._end("it made room for another call of its peer"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._place.close()
+        self._gone = True
+        self.untimed()
+
+    # ---- time ----------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        """The call's coroutine is cancelled and finds the reason."""
+        if self._task is not None and not self.ended_because:
+            self.ended_because = reason
+            self._gone = True
+            self._task.cancel()
+
+    def limit(self, seconds: float, reason: str) -> None:
+        """All of the call must be over by then."""
+        self._limit = self._loop.call_later(seconds, self._end, reason)
+
+    def untimed(self) -> None:
+        """What follows has a limit of its own."""
+        for timer in (self._stall, self._limit):
+            if timer is not None:
+                timer.cancel()
+
+    def watch_stalls(self) -> None:
+        """From now on each 256 KiB must be `moved` within `stall_s`: one byte now and then is no progress."""
+        self._moved_nbytes = 0
+        if self._stall is not None:
+            self._stall.cancel()
+        reason = f"it moved no {CHUNK_NBYTES >> 10} KiB in {self._stall_s:g} s (stall_s)"
+        self._stall = self._loop.call_later(self._stall_s, self._end, reason)
+
+    def moved(self, nbytes: int) -> None:
+        self._moved_nbytes += nbytes
+        if self._moved_nbytes >= CHUNK_NBYTES:
+            self.watch_stalls()
+
+    # ---- requests ------------------------------------------------------------------------
+
+    async def request(self, messages: AsyncIterator[Any]) -> Any:
+        """The first message. While it has not come, the call may be asked to leave."""
+        waiting = self._loop.call_later(REQUEST_S_MAX, self._end, f"no request came in {REQUEST_S_MAX:g} s")
+        self._place.idle()
+        try:
+            message = await anext(messages, None)
+        finally:
+            waiting.cancel()
+        if not self._place.busy():
+            await asyncio.sleep(REQUEST_S_MAX)  # the cancellation is on its way
+        if message is None:
+            raise InvalidRequest("the call ended where a request was expected")
+        return message
+
+    def stay_idle(self) -> None:
+        """It may be asked to leave all along."""
+        self._place.idle()
+
+    async def in_thread(self, threads: Executor, function: Callable[..., Result], *arguments: Any) -> Result:
+        """What may take long runs beside the loop. A call that is cancelled waits for it, because what it has
+        in hand is in use there; `caller.gone` tells it."""
+        running = self._loop.run_in_executor(threads, function, *arguments)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._gone = True
+            while not running.done():
+                await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # seen
+            raise
+
+
+def _peer(name: str) -> str:
+    """Of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'."""
+    kind, _, address = urllib.parse.unquote(name).partition(":")
+    return peer_of(address.rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else name

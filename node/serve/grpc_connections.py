@@ -1,0 +1,123 @@
+"""Keeps one peer from having all gRPC connections. gRPC accepts by itself and has no cap for a peer, so this
+looks at the sockets that it has open and shuts down those that are too many, who never asked
+for anything first, then who has been idle for longest; a client's channel connects again at its next call.
+"""
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+import threading
+from collections import Counter
+from typing import NamedTuple
+
+from node.serve.descriptors import SpareDescriptor
+from node.serve.limits import Cap, peer_of
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+DESCRIPTORS_LEFT_MIN = 16  # with fewer, idle connections leave although there is room
+_ASKED_NBYTES = 200  # received of who has sent more than HTTP/2's greeting
+# Of Linux's tcp_info: milliseconds since the last data sent and received, all bytes received.
+_TCP_INFO = struct.Struct("=44xI4xI72xQ")
+
+
+class _Connection(NamedTuple):
+    fd: int
+    peer: str
+
+
+class GrpcConnections:
+    """A thread of its own. The sockets stay gRPC's: each is looked at and shut down through a duplicate, which
+    is asked again whether it is the one that was meant."""
+
+    def __init__(self, port: int, cap: Cap) -> None:
+        self._port = port
+        self._cap = cap
+        self._known: dict[int, _Connection | None] = {}  # by inode; None for what is no connection of gRPC
+        self._spare = SpareDescriptor()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="grpc-connections", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._spare.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                self.look()
+            except OSError as error:
+                log.warning("grpc: can not look at the open connections: %s", error)
+
+    def look(self) -> None:
+        with self._spare.lent():
+            fds = [int(name) for name in os.listdir("/proc/self/fd")]
+            self._learn(fds)
+            for connection in self._leaving(len(fds)):
+                log.info("grpc: a connection of %s is one too many", connection.peer)
+                with contextlib.suppress(OSError), _duplicate(connection.fd) as sock:
+                    if self._identified(connection.fd, sock) == connection:
+                        sock.shutdown(socket.SHUT_RDWR)
+
+    def _learn(self, fds: list[int]) -> None:
+        known: dict[int, _Connection | None] = {}
+        for fd in fds:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                status = os.fstat(fd)
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                there = self._known.get(status.st_ino)
+                if status.st_ino not in self._known or (there is not None and there.fd != fd):
+                    with _duplicate(fd) as sock:
+                        there = self._identified(fd, sock)
+                known[status.st_ino] = there
+        self._known = known
+
+    def _identified(self, fd: int, sock: socket.socket) -> _Connection | None:
+        """Whether this is a connection that gRPC has accepted."""
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            return None
+        if sock.getsockname()[1] != self._port or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        return _Connection(fd, peer_of(sock.getpeername()[0]))
+
+    def _leaving(self, open_count: int) -> list[_Connection]:
+        there = [connection for connection in self._known.values() if connection is not None]
+        counts = Counter(connection.peer for connection in there)
+        short = DESCRIPTORS_LEFT_MIN - (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - open_count)
+        excess = max(len(there) - self._cap.total, short, 0)
+        if not excess and max(counts.values(), default=0) <= self._cap.per_peer:
+            return []
+        leaving = []
+        for connection in sorted(there, key=lambda connection: _importance(connection.fd)):
+            greediest = counts[connection.peer] == max(counts.values())
+            if counts[connection.peer] > self._cap.per_peer or (excess > 0 and greediest):
+                counts[connection.peer] -= 1
+                excess -= 1
+                leaving.append(connection)
+        return leaving
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))
+
+
+def _importance(fd: int) -> tuple[bool, int]:
+    """Who never asked for anything comes before who did, who has been idle for longer before who has not."""
+    try:
+        with _duplicate(fd) as sock:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return True, 0  # it is none any more
+    sent_ms, received_ms, received_nbytes = _TCP_INFO.unpack(info)
+    return received_nbytes > _ASKED_NBYTES, -min(sent_ms, received_ms)

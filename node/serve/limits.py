@@ -1,0 +1,236 @@
+"""What nobody may have too much of: connections, calls, bytes on their way. Each has a cap in all and a
+share for one peer, half of it, so that no peer takes the last of anything (docs/operations.md, "Limits").
+
+    Budget   amounts: taken at once or refused at once, by name
+    Places   a connection or a call each: full means that whoever has been idle for longest leaves
+"""
+
+import ipaddress
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvstore.errors import Exhausted
+
+# A transfer must be over after its bytes at this rate and `stall_s`, however steadily it trickles.
+TRANSFER_NBYTES_PER_S_MIN = 1 << 20
+
+# A connection, or a call over gRPC, that has not sent all of its first request by then is ended.
+REQUEST_S_MAX = 10.0
+
+# Requests on their way and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python objects
+# take up to eight times what they have on the wire: 16 of the largest messages (2 MiB) at a time.
+REQUEST_NBYTES_FREE = 64 << 10
+REQUEST_NBYTES_FACTOR = 8
+REQUESTS_NBYTES_MAX = 256 << 20
+
+# Calls that work on many pages or wait for the disk: how many at a time, each at most the half for one peer.
+# What is left out needs microseconds, or is bounded by its connection.
+LONG_CALLS = {"list": 8, "verify": 4, "flush": 8, "scrub": 1, "recover": 1, "remove_namespace": 2}
+SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
+SCRUB_S_MAX = 5.0
+
+# Of one namespace; of all together node.ram.namespace says. Some 100 bytes for each plane of each group of
+# layers, so 128 layers that all differ fit.
+DESCRIPTION_NBYTES_MAX = 32 << 10
+
+REFLECTION_STREAMS_MAX = 8
+REFLECTION_S_MAX = 30.0
+HEALTH_CALLS_MAX = 64
+HEALTH_WATCH_S_MAX = 3600.0
+SCRAPES_MAX = 16
+SCRAPE_S_MAX = 5.0
+
+
+def peer_of(host: str) -> str:
+    """Who counts as one peer: an IPv4 address, or the /64 network that one IPv6 host has for itself."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+@dataclass(frozen=True)
+class Cap:
+    """`what` and `remedy` are for the message of a refusal."""
+
+    what: str
+    total: int
+    per_peer: int
+    remedy: str
+
+    def refusal(self, peer: str, used: int, used_by_peer: int) -> Exhausted:
+        return Exhausted(
+            f"{self.what}: {used_by_peer} of {peer} and {used} in all; allowed are {self.per_peer} for one peer "
+            f"and {self.total} in all; {self.remedy}"
+        )
+
+
+def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Cap:
+    """One peer gets half, unless told otherwise."""
+    return Cap(what, total, per_peer or max(1, -(-total // 2)), remedy)
+
+
+class Budget:
+    """So much of something. Thread-safe; remembers only peers that have some."""
+
+    def __init__(self, cap: Cap) -> None:
+        self.cap = cap
+        self._lock = threading.Lock()
+        self._by_peer: dict[str, int] = {}
+        self.used = 0
+
+    def take(self, peer: str, amount: int = 1) -> None:
+        """Raises Exhausted, and takes nothing, if that would be too much. Nothing can always be had."""
+        with self._lock:
+            used_by_peer = self._by_peer.get(peer, 0)
+            over = self.used + amount > self.cap.total or used_by_peer + amount > self.cap.per_peer
+            if over and amount:
+                raise self.cap.refusal(peer, self.used, used_by_peer)
+            if amount:
+                self.used += amount
+                self._by_peer[peer] = used_by_peer + amount
+
+    def give(self, peer: str, amount: int = 1) -> None:
+        with self._lock:
+            if amount:
+                self.used -= amount
+                left = self._by_peer[peer] - amount
+                assert left >= 0
+                if left:
+                    self._by_peer[peer] = left
+                else:
+                    del self._by_peer[peer]
+
+    @contextmanager
+    def lent(self, peer: str, amount: int = 1) -> Iterator[None]:
+        self.take(peer, amount)
+        try:
+            yield
+        finally:
+            self.give(peer, amount)
+
+
+class Place:
+    """Of one connection or call. An idle one may be taken away: `leave` is called then, once, and what
+    had the place must end."""
+
+    def __init__(self, places: "Places", peer: str, leave: Callable[[], None]) -> None:
+        self._places = places
+        self.peer = peer
+        self.leave = leave
+        self.taken_away = False
+        self.known = False  # whether it has asked for anything yet
+
+    def idle(self) -> None:
+        """From now on this one may be asked to leave: first who has never asked for anything, then who has
+        been idle for longer."""
+        self._places.set_idle(self)
+
+    def busy(self) -> bool:
+        """From now on it stays. False: it had to leave meanwhile."""
+        return self._places.set_busy(self)
+
+    def close(self) -> None:
+        self._places.remove(self)
+
+
+class Places:
+    """At most so many in all and of one peer. Thread-safe; everything but a full house is O(1)."""
+
+    def __init__(self, cap: Cap) -> None:
+        self.cap = cap
+        self._lock = threading.Lock()
+        self._count = 0
+        self._counts: dict[str, int] = {}
+        # Of each peer, longest idle first: those that never asked for anything, and the others.
+        self._idle: dict[str, tuple[OrderedDict[Place, None], OrderedDict[Place, None]]] = {}
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def enter(self, peer: str, leave: Callable[[], None]) -> Place:
+        """A busy place. Raises Exhausted if it is full of busy ones."""
+        with self._lock:
+            goes = None
+            if self._counts.get(peer, 0) >= self.cap.per_peer:
+                goes = self._longest_idle(peer)
+            elif self._count >= self.cap.total:
+                goes = self._longest_idle(self._greediest())
+            else:
+                return self._add(peer, leave)
+            if goes is None:
+                raise self.cap.refusal(peer, self._count, self._counts.get(peer, 0))
+            self._take_away(goes)
+            place = self._add(peer, leave)
+        goes.leave()
+        return place
+
+    def drop_idle(self) -> bool:
+        """Makes one leave, as if the house were full; False if nobody is idle."""
+        with self._lock:
+            goes = self._longest_idle(self._greediest())
+            if goes is not None:
+                self._take_away(goes)
+        if goes is not None:
+            goes.leave()
+        return goes is not None
+
+    def _greediest(self) -> str:
+        """Of the peers that have idle places, the one with the most places."""
+        idle = (peer for peer, (new, known) in self._idle.items() if new or known)
+        return max(idle, key=lambda peer: self._counts[peer], default="")
+
+    def _longest_idle(self, peer: str) -> Place | None:
+        new, known = self._idle.get(peer, ({}, {}))
+        return next(iter(new or known), None)
+
+    def _add(self, peer: str, leave: Callable[[], None]) -> Place:
+        self._count += 1
+        self._counts[peer] = self._counts.get(peer, 0) + 1
+        return Place(self, peer, leave)
+
+    def _take_away(self, place: Place) -> None:
+        place.taken_away = True
+        self._not_idle(place)
+        self._subtract(place.peer)
+
+    def _subtract(self, peer: str) -> None:
+        self._count -= 1
+        self._counts[peer] -= 1
+        if not self._counts[peer]:
+            del self._counts[peer]
+            self._idle.pop(peer, None)
+
+    def _not_idle(self, place: Place) -> None:
+        idle = self._idle.get(place.peer)
+        if idle is not None:
+            idle[place.known].pop(place, None)
+
+    def set_idle(self, place: Place) -> None:
+        with self._lock:
+            if not place.taken_away:
+                idle = self._idle.get(place.peer)
+                if idle is None:
+                    idle = self._idle[place.peer] = (OrderedDict(), OrderedDict())
+                idle[place.known][place] = None
+
+    def set_busy(self, place: Place) -> bool:
+        with self._lock:
+            self._not_idle(place)
+            place.known = True
+            return not place.taken_away
+
+    def remove(self, place: Place) -> None:
+        """Its end; may be called twice."""
+        with self._lock:
+            if not place.taken_away:
+                self._take_away(place)

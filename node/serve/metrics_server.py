@@ -1,0 +1,179 @@
+"""HTTP server of /metrics: one thread that waits for nobody, a few connections, each with its time.
+
+Scrapes answer from one text, made anew when it is older than ten times what making it took: however often
+somebody asks, the node spends no more than a tenth of one core on it.
+"""
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor
+from node.serve.limits import SCRAPE_S_MAX, SCRAPES_MAX, Place, Places, cap, peer_of
+
+log = logging.getLogger(__name__)
+
+_HEAD_NBYTES_MAX = 8 << 10
+_AGE_FACTOR = 10
+# From an Accept header: the content type that it asks for, and what makes the body.
+Choose = Callable[[str], tuple[str, Callable[[], bytes]]]
+
+
+class _Scrape:
+    """One connection: reads a head, writes one answer, closes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.head = b""
+        self.answer = memoryview(b"")
+        self.end = time.monotonic() + SCRAPE_S_MAX
+        self.over = False
+        self.place: Place | None = None
+
+    def leave(self) -> None:
+        self.over = True
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.place is not None:
+            self.place.close()
+
+
+class MetricsServer:
+    """Binds in the constructor and serves from then on."""
+
+    def __init__(self, host: str, port: int, choose: Choose) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=SCRAPES_MAX)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._choose = choose
+        self._cached: dict[str, tuple[float, bytes]] = {}  # by content type: good until, answer
+        self._places = Places(cap("scrapes", SCRAPES_MAX, "scrape less often"))
+        self._spare = SpareDescriptor()
+        self._poll = select.poll()  # which needs no descriptor
+        self._poll.register(self._listener, select.POLLIN)
+        self._scrapes: dict[int, _Scrape] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for scrape in self._scrapes.values():
+            scrape.close()
+        self._listener.close()
+        self._spare.close()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception:
+                log.exception("metrics: serving failed")
+                threading.Event().wait(0.1)
+
+    def _turn(self) -> None:
+        first = min((scrape.end for scrape in self._scrapes.values()), default=None)
+        wait_s = None if first is None else max(0.0, first - time.monotonic())
+        for fd, _ in self._poll.poll(None if wait_s is None else wait_s * 1000 + 1):
+            if fd == self._listener.fileno():
+                self._accept()
+            elif fd in self._scrapes:
+                self._step(self._scrapes[fd], self._poll)
+        now = time.monotonic()
+        for fd, scrape in list(self._scrapes.items()):
+            if scrape.over or scrape.end <= now:
+                self._poll.unregister(fd)
+                del self._scrapes[fd]
+                scrape.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS:
+                self._serve_at_once()
+            return
+        self._admit(sock, address[0])
+
+    def _serve_at_once(self) -> None:
+        """When there is no descriptor left this is what somebody wants to see: the one in reserve is used, for
+        one connection that gets a moment."""
+        with self._spare.lent(), contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            scrape = _Scrape(sock)
+            end = time.monotonic() + 0.25
+            waiting = select.poll()
+            waiting.register(sock, select.POLLIN)
+            sock.setblocking(False)
+            while not scrape.over and (left_s := end - time.monotonic()) > 0:
+                if waiting.poll(left_s * 1000):
+                    self._step(scrape, waiting)
+            sock.close()
+
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        sock.setblocking(False)
+        scrape = _Scrape(sock)
+        scrape.place = self._places.enter(peer_of(host), scrape.leave)
+        scrape.place.idle()  # all of them may be asked to leave: the oldest does if too many come
+        self._scrapes[sock.fileno()] = scrape
+        self._poll.register(sock, select.POLLIN)
+
+    def _step(self, scrape: _Scrape, poll: "select.poll") -> None:
+        """What can be done without waiting."""
+        try:
+            if not scrape.answer.nbytes:
+                self._read(scrape)
+            if scrape.answer.nbytes:
+                poll.modify(scrape.sock, select.POLLOUT)
+                self._write(scrape)
+        except BlockingIOError:
+            return
+        except OSError:
+            scrape.over = True
+
+    def _read(self, scrape: _Scrape) -> None:
+        data = scrape.sock.recv(_HEAD_NBYTES_MAX)
+        scrape.head += data
+        if b"\r\n\r\n" in scrape.head:
+            scrape.answer = memoryview(self._answer(scrape.head))
+        elif not data or len(scrape.head) > _HEAD_NBYTES_MAX:
+            scrape.over = True
+
+    def _write(self, scrape: _Scrape) -> None:
+        scrape.answer = scrape.answer[scrape.sock.send(scrape.answer) :]
+        scrape.over = not scrape.answer.nbytes
+
+    def _answer(self, head: bytes) -> bytes:
+        lines = head.decode("latin-1").split("\r\n")
+        method = lines[0].partition(" ")[0]
+        if method not in ("GET", "HEAD"):
+            return _http("405 Method Not Allowed", "text/plain", b"GET or HEAD\n")
+        accept = next((line[7:].strip() for line in lines[1:] if line.lower().startswith("accept:")), "")
+        text = self._text(accept)
+        return text[: text.index(b"\r\n\r\n") + 4] if method == "HEAD" else text
+
+    def _text(self, accept: str) -> bytes:
+        content_type, body = self._choose(accept)
+        good_until, text = self._cached.get(content_type, (0.0, b""))
+        began = time.monotonic()
+        if began >= good_until:
+            text = _http("200 OK", content_type, body())
+            now = time.monotonic()
+            self._cached[content_type] = (now + _AGE_FACTOR * (now - began), text)
+        return text
+
+
+def _http(status: str, content_type: str, body: bytes) -> bytes:
+    head = f"HTTP/1.0 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body

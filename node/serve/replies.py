@@ -1,0 +1,25 @@
+"""Messages made of numbers that other threads change meanwhile, or that come from clocks: each number is
+brought into its field's range, because a message refuses one that is not."""
+
+from typing import Any, TypeVar
+
+Message = TypeVar("Message")
+
+_LIMITS: dict[type, dict[str, int]] = {}
+
+
+def in_range(kind: type[Message], **fields: Any) -> Message:
+    """A message; an age that would be negative is 0."""
+    limits = _LIMITS.get(kind) or _LIMITS.setdefault(kind, _unsigned(kind))
+    for name in limits.keys() & fields.keys():
+        fields[name] = min(max(0, fields[name]), limits[name])
+    return kind(**fields)
+
+
+def _unsigned(kind: Any) -> dict[str, int]:
+    """The largest value of each unsigned field that is not repeated."""
+    return {
+        field.name: (1 << 32 if field.cpp_type == field.CPPTYPE_UINT32 else 1 << 64) - 1
+        for field in kind.DESCRIPTOR.fields
+        if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) and field.label != field.LABEL_REPEATED
+    }

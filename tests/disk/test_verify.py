@@ -1,0 +1,48 @@
+"""Verifying pages: on disk beside the arena, so that it needs no room there and nobody goes for it."""
+
+from typing import Any
+
+import pytest
+
+from kvstore import Exhausted
+
+
+def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Any, pages: Any) -> None:
+    """Pages of the disk took slots of RAM to be verified; those for which there was no room counted as absent."""
+    node = nodes.start(disk_nbytes=4 << 20)
+    client = nodes.connect(node)
+    keys = pages.keys(*range(300))
+    for first in range(0, 300, 20):
+        pages.put(client, keys[first : first + 20])
+        client.flush()
+    stored = [page.prefix_hash for page in client.stat(pages.namespace, keys) if page.on_disk]
+    assert len(stored) == 300, "of 8 KiB, more than twice the RAM"
+    in_ram = {page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram}
+    assert client.pin(pages.namespace, list(in_ram), 60.0) == [True] * len(in_ram), "so nothing has room"
+    before = client.node_status().totals
+    assert client.verify(pages.namespace, stored) == (len(stored), 0, 0)
+    after = client.node_status().totals
+    assert (after.pages_evicted, after.pages_got) == (before.pages_evicted, before.pages_got)
+    assert {page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram} == in_ram
+
+
+def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1, 2)
+    pages.put(client, keys, durable=True)
+    layer.flip = True
+    assert client.verify(pages.namespace, keys) == (0, 2, 0)
+    layer.flip = False
+    assert pages.get(client, keys) == [True, True], "the copies in RAM were intact"
+    assert not any(page.on_disk for page in client.stat(pages.namespace, keys))
+
+
+def test_what_can_not_be_read_is_not_said_to_be_absent(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    pages.drop_from_ram(node)
+    layer.fail["read"] = 5
+    with pytest.raises(Exhausted, match="not verified, a page can not be read"):
+        client.verify(pages.namespace, pages.keys(1))

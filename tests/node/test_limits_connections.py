@@ -1,0 +1,259 @@
+"""Connections, descriptors and slow transfers: whatever one peer does with them, the others are served."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import Client, ClientConfig, Exhausted, PutOutcome
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import pack_fixed
+from node.server import Node
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+PAGE = 1 << 20
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[..., socket.socket]]:
+    """Connects to a port or a path and says what it is told to, or nothing."""
+    sockets: list[socket.socket] = []
+
+    def to(where: int | str, say: bytes = b"") -> socket.socket:
+        if isinstance(where, str):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(where)
+        else:
+            sock = socket.create_connection(("127.0.0.1", where))
+        sockets.append(sock)
+        sock.settimeout(20.0)
+        sock.sendall(say)
+        return sock
+
+    yield to
+    for sock in sockets:
+        sock.close()
+
+
+def is_closed(sock: socket.socket, within_s: float) -> bool:
+    """Whether the other side hangs up."""
+    end = time.monotonic() + within_s
+    try:
+        while (left_s := end - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            if not sock.recv(4096):
+                return True
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return False
+
+
+def works(node: Node, pages: Any, wire: str) -> None:
+    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire=wire)) as client:
+        key = pages.keys(time.monotonic_ns())
+        assert pages.put(client, key) == [PutOutcome.STORED]
+        assert pages.get(client, key) == [True]
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_silent_connections_keep_nobody_out_on_any_wire(
+    start_node: Callable[..., Node], dial: Any, pages: Any, wire: str
+) -> None:
+    node = start_node(sessions_max=8, stall_s=30.0)
+    assert node.shm is not None
+    for where in (node.bulk.port, node.shm.path, node.grpc.port):
+        for _ in range(24):
+            dial(where)
+    works(node, pages, wire)
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_connections_that_said_hello_and_nothing_more_keep_nobody_out(
+    start_node: Callable[..., Node], dial: Any, pages: Any, wire: str
+) -> None:
+    node = start_node(sessions_max=8, stall_s=30.0)
+    header = pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString()
+    for _ in range(24):
+        dial(node.bulk.port, pack_fixed(len(header), 0) + header).recv(1)
+    works(node, pages, wire)
+
+
+def test_a_connection_has_no_session_before_its_first_valid_frame(
+    start_node: Callable[..., Node], raw: Any, settle: Any
+) -> None:
+    node = start_node(stall_s=30.0)
+    silent, nonsense, good = raw(node), raw(node), raw(node)
+    nonsense.send(pack_fixed(4, 0) + b"\xff\xff\xff\xff")
+    assert nonsense.ending().code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+    assert node.sessions.count == 0
+    assert good.ask(hello=pb.HelloRequest()).hello.bulk_port
+    assert node.sessions.count == 1
+    assert silent.ask(hello=pb.HelloRequest()).hello.bulk_port
+
+
+def test_the_first_frame_must_be_complete_in_time(
+    start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("connections", "grpc", "calls"):
+        monkeypatch.setattr(f"node.serve.{module}.REQUEST_S_MAX", 0.5)
+    node = start_node(stall_s=30.0)
+    assert node.shm is not None
+    silent = [dial(where) for where in (node.bulk.port, node.shm.path, node.grpc.port)]
+    assert [is_closed(sock, 10.0) for sock in silent] == [True] * 3
+    slow = dial(node.bulk.port)
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        for byte in pack_fixed(300, 0) + bytes(300):  # 15 s
+            slow.sendall(bytes([byte]))
+            threading.Event().wait(0.05)
+    assert time.monotonic() - began < 9.0
+
+
+def test_the_longest_idle_connection_leaves_first(start_node: Callable[..., Node], raw: Any) -> None:
+    node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
+    first, second = raw(node), raw(node)
+    for connection in (first, second, first):
+        assert connection.ask(hello=pb.HelloRequest()).hello.bulk_port
+        while any(connection.busy for connection in node.bulk._connections):
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.05)
+    third = raw(node)
+    assert third.ask(hello=pb.HelloRequest()).hello.bulk_port
+    assert first.ask(hello=pb.HelloRequest()).hello.bulk_port
+    with pytest.raises(ConnectionError):
+        second.ask(hello=pb.HelloRequest())
+    assert node.bulk.count == 2
+
+
+def test_busy_connections_stay_and_one_more_is_refused_by_name(
+    start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
+) -> None:
+    node = start_node(sessions_max=2, stall_s=30.0)
+    pages = make_pages("busy")
+    connect(node, "grpc").open(pages.namespace)
+    writer = raw(node)
+    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=4096)
+    assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
+    error = raw(node).ending()
+    assert (error.code, node.bulk.count) == (EXHAUSTED, 1)
+    assert "bulk connections: 1 of 127.0.0.1 and 1 in all; allowed are 1 for one peer and 2 in all" in error.message
+    assert "sessions_max" in error.message
+    client = connect(node, "bulk")
+    with pytest.raises(Exhausted, match="bulk connections"):
+        client.lookup(pages.namespace, pages.keys(1))
+    writer.send(pack_fixed(0, 4096) + bytes(4096))
+    assert writer.ask(commit=pb.CommitRequest(checksums=[b"c" * 16])).commit.stored == 1
+    assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1  # no pause: it was no failure of the node
+
+
+def test_grpc_connections_over_a_peers_share_are_closed(start_node: Callable[..., Node], dial: Any, pages: Any) -> None:
+    node = start_node(sessions_max=8, stall_s=30.0)
+    many = [dial(node.grpc.port, HTTP2_GREETING) for _ in range(12)]
+    deadline = time.monotonic() + 15.0
+    closed: set[int] = set()
+    while len(closed) < 8 and time.monotonic() < deadline:
+        closed |= {i for i, sock in enumerate(many) if i not in closed and is_closed(sock, 0.1)}
+    assert len(closed) >= 8
+    works(node, pages, "grpc")
+
+
+def trickle(writer: Any, nbytes: int) -> None:
+    """320 KiB a second: more than 256 KiB each second, less than 1 MiB. Then the commit."""
+    for _ in range(0, nbytes, 16 << 10):
+        writer.send(bytes(16 << 10))
+        threading.Event().wait(0.05)
+    assert not writer.ask(commit=pb.CommitRequest(checksums=[b"c" * 16])).commit.stored
+
+
+def test_a_put_that_trickles_is_ended_however_steady_it_is(
+    start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
+) -> None:
+    node = start_node(stall_s=1.0, batch_nbytes_max=4 << 20)
+    pages = make_pages("trickle", PAGE)
+    connect(node, "grpc").open(pages.namespace)
+    writer = raw(node)
+    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=PAGE)
+    assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
+    writer.send(pack_fixed(0, PAGE))
+    with pytest.raises(ConnectionError):
+        trickle(writer, PAGE)
+    settle(node, sessions=0)
+    assert node.tier.visible_count == 0
+
+
+def test_writers_that_do_not_commit_leave_room_for_others(
+    start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any
+) -> None:
+    """5 writers each with a quarter of the RAM."""
+    node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16, stall_s=30.0)
+    pages = make_pages("reserved", PAGE)
+    client = connect(node, "shm")  # a peer of its own
+    pages.put(client, pages.keys(0, 1))
+
+    def put(connection: Any, *numbers: int) -> pb.BulkReply:
+        keys = pages.keys(*numbers)
+        request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=PAGE)
+        reply: pb.BulkReply = connection.ask(put=request)
+        return reply
+
+    writers = [raw(node) for _ in range(5)]
+    assert list(put(writers[0], 10, 11, 12, 13).put.verdicts) == [pb.WRITE] * 4
+    for number, writer in enumerate(writers[1:], start=2):
+        error = put(writer, *range(number * 10, number * 10 + 4)).error
+        assert error.code == EXHAUSTED
+        assert "bytes reserved by puts that are not committed: 4194304 of 127.0.0.1" in error.message
+    assert list(put(writers[1], 0, 1).put.verdicts) == [pb.EXISTS] * 2, "what is there reserves nothing"
+    assert pages.put(client, pages.keys(*range(50, 54))) == [PutOutcome.STORED] * 4
+    assert all(pages.get(client, pages.keys(0, 1, 50, 51, 52, 53)))
+    writers[0].close()
+    while node.tier.writing_count:
+        threading.Event().wait(0.01)
+    assert list(put(writers[2], 30, 31, 32, 33).put.verdicts) == [pb.WRITE] * 4
+
+
+def test_a_process_that_holds_half_of_the_ram_gets_no_more(
+    start_node: Callable[..., Node], connect: Any, make_pages: Any
+) -> None:
+    node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
+    pages = make_pages("held", PAGE)
+    client = connect(node, "shm")
+    for first in (0, 4, 8):
+        pages.put(client, pages.keys(*range(first, first + 4)))
+    with (
+        client.open_get(pages.namespace, pages.keys(*range(4))),
+        client.open_get(pages.namespace, pages.keys(*range(4, 8))),
+    ):
+        with pytest.raises(Exhausted, match="bytes held by reads in shared memory: 8388608 of pid"):
+            client.open_get(pages.namespace, pages.keys(8)).__enter__()
+        assert pages.get(connect(node, "bulk"), pages.keys(8)) == [True]
+    assert pages.get(client, pages.keys(8)) == [True]
+
+
+def test_large_requests_are_refused_before_they_are_received(
+    start_node: Callable[..., Node], raw: Any, settle: Any
+) -> None:
+    node = start_node(stall_s=30.0)
+    writers = [raw(node) for _ in range(9)]
+    for writer in writers[:8]:
+        writer.send(pack_fixed(2 << 20, 0) + b"x")  # and nothing more
+    while node.service.requests.used < 128 << 20:
+        threading.Event().wait(0.01)
+    writers[8].send(pack_fixed(2 << 20, 0) + b"x")
+    reply, _ = writers[8].reply()
+    assert reply.error.code == EXHAUSTED
+    assert "bytes of large requests: 134217728 of 127.0.0.1" in reply.error.message
+    small = raw(node)
+    assert small.ask(hello=pb.HelloRequest()).hello.bulk_port
+    for writer in (small, *writers):
+        writer.close()
+    settle(node)
+    while node.service.requests.used:
+        threading.Event().wait(0.01)

@@ -1,0 +1,270 @@
+"""Calls over gRPC that say nothing, go on for ever, or are many: they cost no thread, end after a time, and small
+calls and health checks are answered beside them."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.config import NodeConfig
+from node.server import Node
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+SERVING = health_pb2.HealthCheckResponse.SERVING
+PAGE = 1 << 20
+
+
+class Silence:
+    """A stream of requests without any, until `end`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def say(self, message: Any) -> None:
+        self._queue.put(message)
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._queue.get, None)
+
+
+@pytest.fixture
+def silence() -> Iterator[Callable[[], Silence]]:
+    made: list[Silence] = []
+
+    def one() -> Silence:
+        made.append(Silence())
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.end()
+
+
+def channel_to(node: Node) -> grpc.Channel:
+    """Of its own, so that one of them is not full of the other's calls."""
+    return grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}", [("grpc.use_local_subchannel_pool", 1)])
+
+
+@pytest.fixture
+def channels(node: Node) -> Iterator[Callable[[], grpc.Channel]]:
+    made: list[grpc.Channel] = []
+
+    def one() -> grpc.Channel:
+        made.append(channel_to(node))
+        return made[-1]
+
+    yield one
+    for channel in made:
+        channel.close()
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node(grpc_threads=4, stall_s=30.0)
+
+
+def answers(node: Node) -> None:
+    """A new client is served at once."""
+    with channel_to(node) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        assert check(health_pb2.HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status == SERVING
+        assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0).protocol_version == 1
+
+
+def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
+    """Any client can open a unary call as a stream that says nothing: 32 of them ended gRPC's service."""
+    calls = []
+    for _ in range(2):
+        channel = channels()
+        methods = ["/kvstore.KVStore/Lookup", "/kvstore.KVStore/Put", "/grpc.health.v1.Health/Check"]
+        for method in methods * 10:
+            calls.append(channel.stream_unary(method).future(iter(silence()), timeout=60.0, wait_for_ready=True))
+    for _ in range(3):
+        answers(node)
+    assert len(calls) == 60
+    for call in calls:
+        call.cancel()
+
+
+def test_a_call_that_sends_no_request_is_ended(node: Node, silence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serve.calls.REQUEST_S_MAX", 0.2)
+    with channel_to(node) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.stream_unary("/kvstore.KVStore/Lookup")(iter(silence()), timeout=30.0)
+    assert caught.value.code() is EXHAUSTED
+    assert "no request came in 0.2 s" in caught.value.details()
+
+
+def test_silent_reflection_streams_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
+    streams = []
+    for _ in range(4):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channels())
+        streams += [stub.ServerReflectionInfo(iter(silence()), timeout=60.0, wait_for_ready=True) for _ in range(8)]
+    answers(node)
+    with channel_to(node) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (reply,) = list(stub.ServerReflectionInfo(iter([request]), timeout=5.0))
+        assert len(reply.list_services_response.service) == 3
+    for stream in streams:
+        stream.cancel()
+
+
+def test_a_reflection_stream_ends_however_much_it_says(
+    node: Node, channels: Any, silence: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.serve.grpc.REFLECTION_S_MAX", 0.5)
+    said = silence()
+    stream = reflection_pb2_grpc.ServerReflectionStub(channels()).ServerReflectionInfo(iter(said), timeout=30.0)
+
+    def talk() -> None:
+        for _ in range(600):
+            said.say(reflection_pb2.ServerReflectionRequest(list_services=""))
+            next(stream)
+            threading.Event().wait(0.05)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        talk()
+    assert caught.value.code() is EXHAUSTED
+    assert "a reflection stream lasts at most 0.5 s" in caught.value.details()
+
+
+def test_a_watch_of_an_unknown_name_is_refused_and_keeps_nothing(node: Node, channels: Any) -> None:
+    """2 MB of a name that nobody has stayed in memory for each call."""
+    stub = health_pb2_grpc.HealthStub(channels())
+    for name in ("nobody", "n" * 2_000_000):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=10.0))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(node: Node, channels: Any) -> None:
+    request = health_pb2.HealthCheckRequest(service="kvstore.KVStore")
+    first = health_pb2_grpc.HealthStub(channels()).Watch(request, timeout=300.0)
+    assert next(first).status == SERVING
+    node.grpc.set_serving(False)
+    assert next(first).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    node.grpc.set_serving(True)
+    assert next(first).status == SERVING
+    for _ in range(2):
+        stub = health_pb2_grpc.HealthStub(channels())
+        for other in [stub.Watch(request, timeout=60.0) for _ in range(20)]:
+            assert next(other).status == SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        next(first)
+    assert caught.value.code() is EXHAUSTED
+    answers(node)
+
+
+def test_calls_that_wait_do_not_delay_a_stop(silence: Any) -> None:
+    ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+    node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=60.0, **ports))
+    node.start()
+    with channel_to(node) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120.0)
+        assert next(watch).status == SERVING
+        channel.stream_unary("/kvstore.KVStore/Lookup").future(iter(silence()), timeout=120.0)
+        began = time.monotonic()
+        node.stop()
+        assert time.monotonic() - began < 30.0
+
+
+def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serve.grpc.HEALTH_WATCH_S_MAX", 0.3)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(health_pb2_grpc.HealthStub(channels()).Watch(health_pb2.HealthCheckRequest(), timeout=30.0))
+    assert caught.value.code() is EXHAUSTED
+    assert "watch again" in caught.value.details()
+
+
+def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
+    start_node: Callable[..., Node], connect: Any, make_pages: Any, silence: Any, settle: Any
+) -> None:
+    node = start_node(stall_s=1.0, batch_nbytes_max=4 << 20)
+    pages = make_pages("trickle", PAGE)
+    connect(node, "grpc").open(pages.namespace)
+    frames = silence()
+    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=PAGE)
+    frames.say(pb.PutFrame(begin=put))
+    stop = threading.Event()
+
+    def trickle() -> None:  # 320 KiB a second: no stall, but less than 1 MiB
+        for _ in range(64):
+            frames.say(pb.PutFrame(chunk=pb.PageChunk(data=bytes(16 << 10))))
+            if stop.wait(0.05):
+                return
+        frames.say(pb.PutFrame(commit=pb.CommitRequest(checksums=[b"c" * 16])))
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with channel_to(node) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(KVStoreStub(channel).Put(iter(frames), timeout=30.0))
+    stop.set()
+    thread.join()
+    assert caught.value.code() is EXHAUSTED
+    settle(node)
+    assert node.tier.visible_count == 0
+
+
+def test_long_metadata_is_refused(node: Node, channels: Any) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        KVStoreStub(channels()).Hello(pb.HelloRequest(), timeout=10.0, metadata=[("name", "x" * 20_000)])
+    assert caught.value.code() is EXHAUSTED
+    answers(node)
+
+
+def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
+    connect: Any, make_pages: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 of them without a limit kept all threads, and SIGTERM waited for 25 s."""
+    settings = {"port": 0, "bulk_port": 0, "metrics_port": 0, "ram_nbytes": 16 << 20, "drain_s": 0.1}
+    disk = {"data_dir": str(tmp_path), "disk_nbytes": 64 << 20, "scrub_nbytes_per_s": 0}
+    node = Node(NodeConfig(host="127.0.0.1", grpc_threads=4, **settings, **disk))
+    node.start()
+    pages = make_pages("scrub")
+    client = connect(node, timeout_s=30.0)
+    for first in range(0, 400, 50):
+        pages.put(client, [number.to_bytes(2, "big") * 16 for number in range(first, first + 50)])
+    client.flush(timeout_s=30.0)
+    assert node.disk is not None
+    verify, verified = node.disk.verify, []
+
+    def slowly(*arguments: Any) -> bool:
+        threading.Event().wait(0.05)
+        verified.append(1)
+        good: bool = verify(*arguments)
+        return good
+
+    def until_more_than(count: int) -> None:
+        while len(verified) <= count:
+            threading.Event().wait(0.01)
+
+    monkeypatch.setattr(node.disk, "verify", slowly)
+    with channel_to(node) as channel:
+        stub = KVStoreStub(channel)
+        calls = [stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)]
+        until_more_than(0)
+        for call in calls:
+            call.cancel()
+        answers(node)
+        threading.Event().wait(0.5)  # the one that ran notices between two pages
+        count = len(verified)
+        threading.Event().wait(0.5)
+        assert len(verified) <= count + 1 < 400
+        again = [stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)]
+        until_more_than(count + 1)
+        began = time.monotonic()
+        node.stop()
+        assert time.monotonic() - began < 10.0
+        for call in again:
+            call.cancel()

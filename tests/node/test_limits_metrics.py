@@ -1,0 +1,142 @@
+"""The metrics server: one thread, few connections, a time for each; and what still works without descriptors."""
+
+import http.client
+import os
+import pathlib
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore import Client, ClientConfig
+from kvstore.measure.node_process import NodeProcess
+from node.server import Node
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[[int], socket.socket]]:
+    sockets: list[socket.socket] = []
+
+    def to(port: int) -> socket.socket:
+        sockets.append(socket.create_connection(("127.0.0.1", port)))
+        sockets[-1].settimeout(20.0)
+        return sockets[-1]
+
+    yield to
+    for sock in sockets:
+        sock.close()
+
+
+def scrape(port: int, method: str = "GET") -> tuple[int, str, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
+    try:
+        connection.request(method, "/metrics")
+        reply = connection.getresponse()
+        return reply.status, reply.getheader("Content-Type") or "", reply.read()
+    finally:
+        connection.close()
+
+
+def trickle(sock: socket.socket, data: bytes, pause_s: float) -> None:
+    for _ in range(400):
+        sock.sendall(data)
+        threading.Event().wait(pause_s)
+
+
+def test_silent_scrapes_take_no_threads_and_keep_nobody_out(node: Node, dial: Any) -> None:
+    before = threading.active_count()
+    for _ in range(60):
+        dial(node.metrics.port).sendall(b"GET /metrics HT")
+    status, content_type, text = scrape(node.metrics.port)
+    assert (status, content_type.partition(";")[0]) == (200, "text/plain")
+    assert b"kvstore_serving 1.0" in text
+    assert threading.active_count() <= before + 1
+
+
+def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serve.metrics_server.SCRAPE_S_MAX", 0.3)
+    silent, trickling = dial(node.metrics.port), dial(node.metrics.port)
+    assert silent.recv(1) == b""
+    with pytest.raises(ConnectionError):
+        trickle(trickling, b"x", 0.05)
+
+
+def test_a_head_that_is_too_long_or_not_a_get_is_refused(node: Node, dial: Any) -> None:
+    long = dial(node.metrics.port)
+    with pytest.raises(ConnectionError):
+        trickle(long, b"x" * 1000, 0.01)
+    assert scrape(node.metrics.port, "POST")[0] == 405
+    status, _, text = scrape(node.metrics.port, "HEAD")
+    assert (status, text) == (200, b"")
+
+
+def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making the text of many namespaces takes tens of milliseconds in which nobody else runs Python."""
+    made = []
+    choose = node.metrics._choose
+
+    def slowly(accept: str) -> Any:
+        def body() -> bytes:
+            made.append(1)
+            threading.Event().wait(0.2)
+            return b"text\n"
+
+        return choose(accept)[0], body
+
+    monkeypatch.setattr(node.metrics, "_choose", slowly)
+    node.metrics._cached.clear()
+    began = time.monotonic()
+    while time.monotonic() < began + 1.0:
+        assert scrape(node.metrics.port)[2] == b"text\n"
+    assert len(made) <= 1 + (time.monotonic() - began) / 2.0
+
+
+@pytest.fixture
+def starved() -> Iterator[NodeProcess]:
+    """A node that may open 60 descriptors more than it has."""
+    process = NodeProcess("--ram-bytes", "64MiB", "--stall-s", "5", "--log-level", "ERROR")
+    with Client(ClientConfig(address=process.address)) as client:
+        client.node_status()
+    allowed = max(int(name) for name in os.listdir(f"/proc/{process.pid}/fd")) + 60
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (allowed, allowed))
+    yield process
+    process.kill()
+
+
+def cpu_s(pid: int) -> float:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_node_without_descriptors_sheds_connections_and_serves(starved: NodeProcess, dial: Any, pages: Any) -> None:
+    """It did not even refuse: connections waited, the acceptors spun, metrics and health did not answer."""
+    with Client(ClientConfig(address=starved.address, wire="bulk")) as known:
+        assert pages.put(known, pages.keys(1))
+        host, _, port = starved.address.rpartition(":")
+        for where in [starved.bulk_port, int(port)] * 100:
+            dial(where)
+        before, began = cpu_s(starved.pid), time.monotonic()
+        status = known.node_status(timeout_s=10.0)
+        assert status.state == "SERVING"
+        assert pages.get(known, pages.keys(1)) == [True]
+        assert scrape(status.metrics_port)[0] == 200
+        with grpc.insecure_channel(f"{host}:{port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            assert check(health_pb2.HealthCheckRequest(), timeout=15.0, wait_for_ready=True).status
+        threading.Event().wait(2.0)
+        assert cpu_s(starved.pid) - before < 0.5 * (time.monotonic() - began)
+    end = time.monotonic() + 20.0
+    while True:  # until the silent ones had to leave
+        try:
+            with Client(ClientConfig(address=starved.address, wire="bulk")) as late:
+                assert pages.get(late, pages.keys(1)) == [True]
+                return
+        except Exception:  # noqa: BLE001 whatever it is, it must be over soon
+            assert time.monotonic() < end
+            threading.Event().wait(0.2)

@@ -1,0 +1,269 @@
+"""What one request may cost: memory, time, and how many of a kind run; and what is answered when the node itself
+fails at one."""
+
+import logging
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome
+from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.serve import limits
+from node.serve.pace import Pace
+from node.server import Node
+
+WIRES = ["shm", "bulk", "grpc"]
+PAGE = 1 << 20
+
+
+class Blocked:
+    """A kind of request that does not end before it is told to."""
+
+    def __init__(self, node: Node, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.running = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        answer = {"flush": pb.FlushReply(), "scrub": pb.ScrubReply(), "recover": pb.RecoverReply()}.get(op)
+
+        def wait(*_: Any) -> Any:
+            self.running.release()
+            assert self.go_on.wait(20.0)
+            return answer or getattr(pb, "".join(word.capitalize() for word in op.split("_")) + "Reply")()
+
+        monkeypatch.setitem(node.service._unary, op, wait)
+
+
+LONG = {
+    "list": lambda client, pages: list(client.list_pages(pages.namespace)),
+    "verify": lambda client, pages: client.verify(pages.namespace, pages.keys(1)),
+    "remove_namespace": lambda client, pages: client.remove_namespace(pages.namespace),
+    "flush": lambda client, pages: client.flush(),
+    "scrub": lambda client, pages: client.scrub(),
+    "recover": lambda client, pages: client.recover(),
+}
+
+
+@pytest.mark.parametrize("op", LONG)
+def test_long_calls_of_a_kind_are_few_and_one_more_is_refused_by_name(
+    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    client = connect(node, timeout_s=30.0, connections_max=16)
+    client.open(pages.namespace)
+    blocked = Blocked(node, op, monkeypatch)
+    allowed = -(-limits.LONG_CALLS[op] // 2)
+    threads = [threading.Thread(target=LONG[op], args=(client, pages)) for _ in range(allowed)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            assert blocked.running.acquire(timeout=20.0)
+        for wire in ("bulk", "grpc"):
+            with pytest.raises(Exhausted, match=rf"{op} calls: {allowed} of 127\.0\.0\.1"):
+                LONG[op](connect(node, wire), pages)
+        assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0
+    finally:
+        blocked.go_on.set()
+        for thread in threads:
+            thread.join()
+    LONG[op](client, pages)
+
+
+def test_every_long_call_is_tried() -> None:
+    assert set(LONG) == set(limits.LONG_CALLS)
+
+
+def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor(
+    start_node: Callable[..., Node], connect: Any, make_pages: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start_node(data_dir=str(tmp_path), disk_nbytes=64 << 20)
+    pages = make_pages("scrub")
+    client = connect(node, timeout_s=30.0)
+    pages.put(client, [bytes([number]) * 32 for number in range(16)])
+    client.flush()
+    monkeypatch.setattr("node.serve.service.SCRUB_NBYTES_MAX", 16 << 10)
+    first = client.scrub(nbytes_max=1 << 60)
+    assert (first.intact, first.nbytes) == (4, 16 << 10)
+    intact, cursor = first.intact, first.next_cursor
+    while cursor:
+        reply = client.scrub(cursor, 1 << 60)
+        intact, cursor = intact + reply.intact, reply.next_cursor
+    assert intact == 16
+    monkeypatch.setattr("node.serve.service.SCRUB_S_MAX", 0.0)
+    assert client.scrub().next_cursor
+
+
+def test_ranges_of_a_get_are_not_gathered_in_memory(
+    start_node: Callable[..., Node], connect: Any, make_pages: Any
+) -> None:
+    """16 gets of overlapping ranges of small pages took 1 GiB."""
+    node = start_node(batch_nbytes_max=8 << 20)
+    pages = make_pages("ranges", PAGE)
+    pages.put(connect(node), pages.keys(*range(8)))
+    half = PAGE // 2
+    request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(8)))
+    request.ranges.extend([pb.ByteRange(offset=half, nbytes=half), pb.ByteRange(offset=0, nbytes=half)])
+    with node.sessions.open("test") as session:
+        tracemalloc.start()
+        try:
+            nbytes, _, pieces = node.service.begin_get(session, request)
+            assert nbytes == sum(piece.nbytes for piece in pieces) == 8 << 20
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_ranges_may_come_in_any_order_but_no_byte_twice(node: Node, connect: Any, pages: Any, wire: str) -> None:
+    client = connect(node, wire)
+    (key,) = pages.keys(1)
+    pages.put(client, [key])
+    content, buffer = pages.content(key), bytearray(300)
+    ranges = [ByteRange(1000, 100), ByteRange(0, 100), ByteRange(100, 100)]
+    assert client.get_ranges(pages.namespace, [key], ranges, [buffer]) == [True]
+    assert buffer == content[1000:1100] + content[:200]
+    with pytest.raises(InvalidRequest, match=r"range 1000\+100 overlaps the one at 1099"):
+        client.get_ranges(pages.namespace, [key], [ByteRange(1099, 1), *ranges], [bytearray(301)])
+    assert client.stats.connects == 1
+
+
+def test_a_huge_description_is_refused_and_blocks_nobody(node: Node, connect: Any, make_pages: Any) -> None:
+    """Two of half a MiB each, with a page, blocked all others."""
+    client = connect(node)
+    layout = PageLayout(1, (LayerGroup("all", tuple(range(1 << 15)), (Plane("k", "uint8", (1,)),)),))
+    huge = Namespace(model="huge", layout=layout)
+    with pytest.raises(InvalidRequest, match=r"the description of this namespace has \d{5} bytes, allowed are 32768"):
+        client.put(huge, [bytes(32)], [bytes(1 << 15)])
+    others = make_pages("others")
+    assert others.put(client, others.keys(1)) == [PutOutcome.STORED]
+
+
+def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
+    start_node: Callable[..., Node], connect: Any, make_pages: Any
+) -> None:
+    node = start_node(batch_nbytes_max=2 << 20)
+    pages = make_pages("verify", PAGE)
+    client = connect(node)
+    pages.put(client, pages.keys(*range(8)))
+    request = pb.VerifyRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0, 1, 2))
+    with pytest.raises(InvalidRequest, match="batch_nbytes_max"):
+        client._call("verify", request, None, None)
+    assert client.verify(pages.namespace, pages.keys(*range(9))) == (8, 0, 1)
+
+
+def test_a_transfer_has_a_limit_that_does_not_renew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("node.serve.pace.time.monotonic", lambda: now[0])
+    pace = Pace(10 << 20, stall_s=5.0)
+    assert pace.limit_s == 15.0
+    for second in range(0, 15, 3):
+        now[0] = second
+        assert pace.next_s() == min(5.0, 15.0 - second)
+    now[0] = 15.0
+    with pytest.raises(TimeoutError, match=r"not over after 15\.0 s"):
+        pace.next_s()
+
+
+# ---- when the node itself fails --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_stat_and_list_bear_a_clock_that_was_set_back(
+    start_node: Callable[..., Node], connect: Any, make_pages: Any, tmp_path: Any, wire: str
+) -> None:
+    """A negative age in an unsigned field raised, which closed the connection."""
+    node = start_node(data_dir=str(tmp_path), disk_nbytes=64 << 20)
+    pages = make_pages(f"clock {wire}")
+    client = connect(node, wire, timeout_s=30.0)
+    keys = [b"1" * 32, b"2" * 32]
+    pages.put(client, keys)
+    client.flush()
+    client.pin(pages.namespace, keys[:1], 60.0)
+    with node.tier.lock:
+        for page in node.tier.namespaces.find(pages.namespace.digest).pages.values():
+            page.used_ms = page.stored_ms = node.tier.clock_ms() + 1_000_000
+    clock = node.disk._clock_s
+    node.disk._clock_s = lambda: clock() - 100_000
+    try:
+        for stat in (*client.stat(pages.namespace, keys), *client.list_pages(pages.namespace)):
+            assert (stat.present, stat.age_ms, stat.idle_ms) == (True, 0, 0)
+        for page in list(node.tier.namespaces.find(pages.namespace.digest).pages.values()):
+            with node.tier.lock:
+                node.tier._forget(page, "evicted")
+        (first, second) = client.stat(pages.namespace, keys)
+        assert (first.on_disk, first.in_ram, first.idle_ms, second.idle_ms) == (True, False, 0, 0)
+    finally:
+        node.disk._clock_s = clock
+    assert client.stats.connects == 1
+
+
+@pytest.mark.parametrize("op", ["stat", "put", "commit", "get"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_unexpected_exception_is_answered_logged_and_drops_no_link(
+    node: Node, connect: Any, pages: Any, settle: Any, caplog: Any, wire: str, op: str, monkeypatch: Any
+) -> None:
+    client = connect(node, wire)
+    pages.put(client, pages.keys(1))
+    calls = {
+        "stat": lambda: client.stat(pages.namespace, pages.keys(1)),
+        "put": lambda: pages.put(client, pages.keys(2)),
+        "commit": lambda: pages.put(client, pages.keys(2)),
+        "get": lambda: pages.get(client, pages.keys(1)),
+    }
+    name = {"stat": "_inventory.stat", "put": "_tier.reserve", "commit": "_tier.commit", "get": "_tier.acquire"}[op]
+    owner = getattr(node.service, name.partition(".")[0])
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+        patched.setattr(owner, name.partition(".")[2], fail)
+        for _ in range(3):
+            with pytest.raises(KVStoreError, match=rf"{op} failed inside the node \(ZeroDivisionError\)") as caught:
+                calls[op]()
+            assert type(caught.value) is KVStoreError
+    assert "a bug" in caplog.text
+    assert pages.put(client, pages.keys(3)) == [PutOutcome.STORED]
+    assert pages.get(client, pages.keys(1)) == [True]
+    assert client.stats.connects == 1
+    settle(node, sessions=None)
+
+
+# ---- start -----------------------------------------------------------------------------------
+
+
+def test_a_start_can_be_ended_while_memory_is_touched() -> None:
+    pulses = []
+
+    def pulse() -> None:
+        pulses.append(1)
+        if len(pulses) == 3:
+            raise SystemExit(0)
+
+    ports = {"port": 0, "bulk_port": 0, "metrics_port": 0}
+    node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=256 << 20, **ports), pulse)
+    assert node.shm is not None
+    with pytest.raises(SystemExit):
+        node.start()
+    assert len(pulses) == 3
+    assert not node.grpc._thread.is_alive()
+
+
+def test_sigterm_before_the_start_is_over_ends_it_with_status_0() -> None:
+    """It was blocked until all of the RAM was touched, minutes on some machines."""
+    code = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM});"
+        "os.kill(os.getpid(), signal.SIGTERM);"
+        "os.execv(sys.executable, [sys.executable, '-m', 'node.main', *sys.argv[1:]])"
+    )
+    flags = ("--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "64MiB", "--host", "127.0.0.1")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags], check=False, capture_output=True, text=True, timeout=60.0
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ready" not in done.stdout
