@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
 from node.disk.directory import Directory
-from node.disk.index import Borrowed, DiskIndex
+from node.disk.index import AGAIN, Borrowed, DiskIndex
 from node.disk.records import Records
 from node.disk.rows import PageRow, page_key, parse_page_row
 from node.disk.shortage import Shortages, is_shortage
@@ -239,8 +239,10 @@ class DiskTier:
             # One may have been offered twice.
             visible = {(p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE}
             for page in visible.values():
-                with self._lock:
-                    record = self._index.reserve(page, now_s)
+                record = AGAIN
+                while record == AGAIN:  # others have their turn meanwhile
+                    with self._lock:
+                        record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
             self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])

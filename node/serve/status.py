@@ -60,8 +60,8 @@ class Status:
     def _ram(self) -> pb.RamStatus:
         tier, slots = self._tier, self._tier.slots
         classes = [
-            pb.SizeClass(slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
-            for size, extents, count, used in self._inventory.size_classes()
+            pb.SizeClass(slot_nbytes=size, block_count=blocks, slot_count=count, used_count=used)
+            for size, blocks, count, used in self._inventory.size_classes()
         ]
         return pb.RamStatus(
             capacity_nbytes=slots.region_nbytes,
