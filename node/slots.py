@@ -28,12 +28,13 @@ NO_SLOTS = array("I")  # the free slots of a full block: one array for them all
 class SizeClass:
     """A slot size in use: its blocks, in sums, and those of them that have a free slot."""
 
-    __slots__ = ("block_count", "level", "partial", "per_block", "slot_nbytes", "used_count")
+    __slots__ = ("all_free", "block_count", "level", "partial", "per_block", "slot_nbytes", "used_count")
 
     def __init__(self, slot_nbytes: int, level: int, per_block: int) -> None:
         self.slot_nbytes = slot_nbytes
         self.level = level
         self.per_block = per_block
+        self.all_free = array("I", range(per_block - 1, -1, -1))
         self.block_count = 0
         self.used_count = 0
         # New slots come from the oldest of them, so that the others may run empty. (A plain dict would
@@ -59,7 +60,7 @@ class Block:
         self.offset = offset
         self.kind = kind
         self.owners = owners
-        self.free = array("I", range(len(owners) - 1, -1, -1))  # a stack: lowest slot first
+        self.free = kind.all_free[:]  # a stack: lowest slot first
         self.used_sum = 0
         self.closed = False
 
@@ -105,7 +106,9 @@ class SlotAllocator:
     def allocate(self, slot_nbytes: int, owner: Any) -> int | None:
         """Offset of a free slot, or None if there is none."""
         kind = self._kinds.get(slot_nbytes)
-        block = next(iter(kind.partial.values())) if kind is not None and kind.partial else self._open(slot_nbytes)
+        block = next(iter(kind.partial.values()), None) if kind is not None else None
+        if block is None:
+            block = self._open(slot_nbytes, kind)
         if block is None:
             return None
         slot = block.free.pop()
@@ -125,8 +128,8 @@ class SlotAllocator:
             return True
         return slot_nbytes <= self.extent_nbytes and any(self._free[self.level(slot_nbytes) :])
 
-    def free(self, offset: int) -> None:
-        """Gives a slot back; a block whose last slot is freed serves any size again."""
+    def free(self, offset: int) -> Block:
+        """Gives a slot back; a block whose last slot is freed serves any size again. The block it was in."""
         block = self.block_of(offset)
         kind = block.kind
         slot = (offset - block.offset) // kind.slot_nbytes
@@ -142,13 +145,15 @@ class SlotAllocator:
             self._retire(block)
         elif not block.closed:
             kind.partial[block.start] = block
+        return block
 
-    def hand_over(self, offset: int, owner: Any) -> None:
-        """Another owner for a slot that is in use."""
+    def hand_over(self, offset: int, owner: Any) -> Block:
+        """Another owner for a slot that is in use. The block it is in."""
         block = self.block_of(offset)
         slot = (offset - block.offset) // block.kind.slot_nbytes
         assert block.owners[slot], f"slot at {offset} is free"
         block.owners[slot] = owner
+        return block
 
     def block_of(self, offset: int) -> Block:
         block = self._blocks[offset // self.unit_nbytes]
@@ -172,9 +177,11 @@ class SlotAllocator:
             kind = SizeClass(slot_nbytes, level, (self.unit_nbytes << level) // slot_nbytes)
         return kind
 
-    def _open(self, slot_nbytes: int) -> Block | None:
+    def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
         """A free block for this slot size, the smallest that is large enough, cut down to what is needed."""
-        kind = self._kind(slot_nbytes)
+        if not any(self._free):
+            return None
+        kind = kind or self._kind(slot_nbytes)
         if kind is None:
             return None
         for level in range(kind.level, self.level_max + 1):

@@ -36,8 +36,6 @@ class Ages:
         """Other sizes whose oldest page is older (than None: any), that with the oldest first. A size whose
         pages may not go is forgotten; whoever returns one of them adds it."""
         found: list[tuple[int, int]] = []
-        if len(self._ages) == 1 and but in self._ages:
-            return []
         for _ in range(LOOKED_AT):
             first = self._ages.first(LOOKED_AT)
             if first is None or (than is not None and first[0] >= than) or len(found) > count:

@@ -19,7 +19,7 @@ from node.slots import Block, SlotAllocator
 
 
 class Clearing:
-    """Part of eviction. `forget(page, reason)` takes a page out of its namespace, `hold(page)` keeps it until
+    """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(page)` keeps it until
     it is moved, `make_place(size)` frees a slot of this size elsewhere without moving anything, at the cost
     of other sizes."""
 
@@ -28,7 +28,7 @@ class Clearing:
         slots: SlotAllocator,
         order: UseOrder,
         turn: Turn,
-        forget: Callable[[Page, str], None],
+        forget: Callable[[Page, str, Page | None], None],
         hold: Callable[[Page], None],
         make_place: Callable[[int], Work[bool]],
     ) -> None:
@@ -115,7 +115,7 @@ class Clearing:
         oldest = self._order.oldest(page.namespace.slot_nbytes)
         if oldest is None:
             return None
-        self._forget(oldest, "evicted")
+        self._forget(oldest, "evicted", None)
         return self._target(page)
 
     def _evict(self, blocks: list[Block]) -> Work[bool]:
@@ -129,7 +129,7 @@ class Clearing:
                     continue
                 if not _may_go(page):
                     return False
-                self._forget(page, "evicted")
+                self._forget(page, "evicted", None)
                 self._turn.left -= 1
         return True
 
@@ -145,8 +145,7 @@ class Clearing:
             if not _may_go(page):
                 return False
             target = targets.pop(page)
-            self._slots.block_of(page.offset).used_sum -= page.used_ms
-            self._slots.free(page.offset)
+            self._slots.free(page.offset).used_sum -= page.used_ms
             self._slots.hand_over(target, page)
             self._slots.block_of(target).used_sum += page.used_ms
             page.offset = target

@@ -25,10 +25,12 @@ PAGES_LOOKED_AT = 16  # in search of them
 
 
 class Eviction:
-    """`forget(page, reason)` takes a page out of its namespace and calls back `release`, and its order's
-    `withdraw`; `hold(page)` keeps it where it is."""
+    """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`, and its
+    order's `withdraw`; `hold(page)` keeps it where it is."""
 
-    def __init__(self, slots: SlotAllocator, forget: Callable[[Page, str], None], hold: Callable[[Page], None]) -> None:
+    def __init__(
+        self, slots: SlotAllocator, forget: Callable[[Page, str, Page | None], None], hold: Callable[[Page], None]
+    ) -> None:
         self._slots = slots
         self._forget = forget
         self.turn = Turn()
@@ -46,29 +48,31 @@ class Eviction:
         False: `make_room` may help."""
         size = page.namespace.slot_nbytes
         offset = self._slots.allocate(size, page)
-        if offset is None and self._give_up_oldest(size):
-            offset = self._slots.allocate(size, page)
-        if offset is None:
+        if offset is not None:
+            page.offset = offset
+            self._slots.block_of(offset).used_sum += page.used_ms
+        elif not self._succeed_oldest(page, size):
             return False
-        page.offset = offset
-        self._slots.block_of(offset).used_sum += page.used_ms
         self.placed_nbytes += size
         return True
 
-    def release(self, page: Page) -> None:
-        """Frees the slot of a page that is neither visible nor held."""
-        self._slots.block_of(page.offset).used_sum -= page.used_ms
-        self._slots.free(page.offset)
-        page.offset = -1
+    def release(self, page: Page, successor: Page | None = None) -> None:
+        """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
+        offset, page.offset = page.offset, -1
+        if successor is None:
+            self._slots.free(offset).used_sum -= page.used_ms
+        else:
+            successor.offset = offset
+            self._slots.hand_over(offset, successor).used_sum += successor.used_ms - page.used_ms
 
-    def _give_up_oldest(self, size: int) -> bool:
+    def _succeed_oldest(self, page: Page, size: int) -> bool:
         ours = self.order.oldest(size)
-        if ours is None or self.order.pins or self.order.older_sizes(ours.used_ms, but=size, count=1):
+        if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
             return False
-        if self.turn.over:
+        if self._slots.block_of(ours.offset).closed or self.order.older_sizes(ours.used_ms, but=size, count=1):
             return False
         self.turn.left -= 1
-        self._forget(ours, "evicted")
+        self._forget(ours, "evicted", page)
         return True
 
     def make_room(self, size: int, now_ms: int) -> Work[bool]:
@@ -86,7 +90,7 @@ class Eviction:
                     return True
         ours = yield from self._oldest(size)
         if ours is not None:
-            self._forget(ours, "evicted")
+            self._forget(ours, "evicted", None)
             return True
         return self.order.expire_pins(now_ms) > 0
 
@@ -123,7 +127,7 @@ class Eviction:
     def _loose_areas(self, size: int) -> Iterator[range]:
         """Places that hold nothing but a few pinned pages, perhaps: these can lie closer together, which
         costs nobody anything."""
-        if not self.order.pins:
+        if not self.order.pins.nbytes:
             return
         level = self._slots.level(size)
         yield from self._slots.loose_areas(level, AREAS_TRIED)

@@ -47,17 +47,18 @@ class LruList:
 
     def oldest(self, turn: Turn) -> Page | None:
         """The oldest page that nobody holds. None: there is none, or the turn is over."""
-        page = self._aside.oldest(_may_go, turn.take)
+        if self._aside and (page := self._aside.oldest(_may_go, turn.take)) is not None:
+            return page
         root = self._root
-        while page is None and not turn.over and (first := root.newer) is not root:
+        while turn.left > 0 and (first := root.newer) is not root:
             assert first is not None
             if not first.holds:
                 return first
-            turn.take()
+            turn.left -= 1
             self.unlink(first)
             self.count += 1
             self._aside.put(first)
-        return page
+        return None
 
     def give_back(self, page: Page) -> bool:
         """The last reader of a page is done. Whether it was aside, and may be the oldest now."""

@@ -61,7 +61,7 @@ class UseOrder:
 
     def withdraw(self, page: Page) -> None:
         """A page is not visible any more: it is in no list and has no pin."""
-        if not self.pins.discard(page):
+        if page.newer is not None or not self.pins.discard(page):
             self._unlink(page)
 
     def _unlink(self, page: Page) -> None:
@@ -128,6 +128,8 @@ class UseOrder:
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
         """Other slot sizes that have a page that may go and is older (None: any), that with the oldest first.
         May be short if the turn is over."""
+        if len(self._lists) == 1 and but in self._lists:
+            return []
         return self._ages.older(than_ms, but, count)
 
     # ---- check ---------------------------------------------------------------------------

@@ -359,8 +359,8 @@ class RamTier:
             if page.state is State.VISIBLE:
                 self._forget(page, "corrupt")
 
-    def _forget(self, page: Page, reason: str) -> None:
-        """Takes a visible page out; its slot follows at once or with its last reader."""
+    def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
+        """Takes a visible page out; its slot follows, or goes to its successor, at once or with its last reader."""
         index = page.namespace
         index.drop(page)
         self._ghosts.remember(index.digest, page.prefix_hash, reason)
@@ -370,7 +370,7 @@ class RamTier:
         page.state = State.DOOMED
         self._order.withdraw(page)
         if page.holds == 0:
-            self.eviction.release(page)
+            self.eviction.release(page, successor)
 
     # ---- check ---------------------------------------------------------------------------
 
