@@ -15,7 +15,7 @@ from node.ram.page import Page
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
 SHRUNK = 8  # a namespace of an eighth of the pages that it had gives memory back
-PAGES_SMALL = 512  # not worth it
+PAGES_SMALL = 512  # not worth it, until it is empty
 
 
 class NamespaceIndex:
@@ -39,7 +39,7 @@ class NamespaceIndex:
     def drop(self, page: Page) -> None:
         """A dict never gets smaller by itself, so what has become small gets a new one."""
         del self.pages[page.prefix_hash]
-        if len(self.pages) * SHRUNK < self._peak_count > PAGES_SMALL:
+        if len(self.pages) * SHRUNK < self._peak_count and (not self.pages or self._peak_count > PAGES_SMALL):
             self.pages = dict(self.pages)
             self._peak_count = len(self.pages)
 
