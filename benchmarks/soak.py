@@ -3,7 +3,7 @@
 Each round fills a namespace of its own with pages of 4 KiB and empties it again: by removing it, or, with
 `--evict`, by what comes after. The node's private resident memory (RssAnon, as NodeStatus tells it; the
 arena is not in it) is printed after each round. What one round needs is there after the first few; from
-then on it may not grow: aim at most 64 KiB a round.
+then on it may not grow: aim at most 128 KiB a round.
 
     python benchmarks/soak.py [--rounds 16] [--pages 16384] [--evict] [--disk] [--json]
 """
@@ -22,7 +22,7 @@ from kvstore.measure.node_process import NodeProcess
 
 PAGE_NBYTES = 4096
 BATCH = 256
-AIM_NBYTES = 64 << 10
+AIM_NBYTES = 128 << 10
 
 
 def fill(client: Client, namespace: Namespace, pages: int) -> None:

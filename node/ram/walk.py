@@ -2,11 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from node.ram.eviction import Eviction
-from node.ram.page import Page, Space
+from node.ram.page import Page, Space, State
 from node.slots import SlotAllocator
 
 SLOTS = 256  # looked at under one lock
@@ -42,7 +42,7 @@ def walk(tier: Pages, space: Space | None, visit: Callable[[list[Page]], None]) 
             tier.eviction.watchers.remove(moved)
     for start in range(0, len(moved), SLOTS):  # pages that may have moved to where we had been
         with tier.lock:
-            visit([page for page in moved[start : start + SLOTS] if _wanted(page, space)])
+            visit(_found(moved[start : start + SLOTS], space))
 
 
 def _some(slots: SlotAllocator, unit: int, slot: int, space: Space | None) -> tuple[int, int, list[Page]]:
@@ -54,7 +54,7 @@ def _some(slots: SlotAllocator, unit: int, slot: int, space: Space | None) -> tu
         units_left -= 1
         if block is not None and (space is None or block.kind.slot_nbytes == space.slot_nbytes):
             owners = block.owners[slot : slot + slots_left]
-            pages += [page for page in owners if page is not None and _wanted(page, space)]
+            pages += _found(owners, space)
             slots_left -= len(owners)
             slot += len(owners)
             if slot < len(block.owners):
@@ -63,6 +63,13 @@ def _some(slots: SlotAllocator, unit: int, slot: int, space: Space | None) -> tu
     return unit, slot, pages
 
 
-def _wanted(page: Page, space: Space | None) -> bool:
-    """Whether it can be found by its key."""
-    return (space is None or page.namespace is space) and page.namespace.pages.get(page.prefix_hash) is page
+def _found(owners: Sequence[Page | None], space: Space | None) -> list[Page]:
+    """Those that can be found by their keys: not forgotten, not aborted, no place for a page that moves."""
+    return [
+        page
+        for page in owners
+        if page is not None
+        and (space is None or page.namespace is space)
+        and page.state is not State.DOOMED
+        and page.offset >= 0
+    ]
