@@ -10,7 +10,7 @@ RUNS ?= 50
 # A file's tests stay together in one worker: they share their node.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-crash test-power dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench clean
+.PHONY: help setup demo test test-crash test-power dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -25,6 +25,7 @@ help:
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
+	@echo "make soak         a node's private memory while namespaces come and go (a minute; ARGS=--disk, --evict, --rounds)"
 	@echo "make bench        all benchmarks; TRACE=path adds the hit rates, DIR=path puts the data on another disk"
 	@echo "                  (13 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
@@ -128,6 +129,9 @@ format: $(READY)
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto
+
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'

@@ -82,10 +82,10 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
     out.print()
     if ram.size_classes:
         rows = [
-            (human_nbytes(size.slot_nbytes), size.extent_count, size.slot_count, size.used_count)
+            (human_nbytes(size.slot_nbytes), size.block_count, size.slot_count, size.used_count)
             for size in ram.size_classes
         ]
-        show((">SLOT", ">EXTENTS", ">SLOTS", ">USED"), rows)
+        show((">SLOT", ">BLOCKS", ">SLOTS", ">USED"), rows)
         out.print()
 
 

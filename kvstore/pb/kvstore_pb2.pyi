@@ -442,16 +442,16 @@ class NodeStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SizeClass(_message.Message):
-    __slots__ = ("slot_nbytes", "extent_count", "slot_count", "used_count")
+    __slots__ = ("slot_nbytes", "block_count", "slot_count", "used_count")
     SLOT_NBYTES_FIELD_NUMBER: _ClassVar[int]
-    EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
     USED_COUNT_FIELD_NUMBER: _ClassVar[int]
     slot_nbytes: int
-    extent_count: int
+    block_count: int
     slot_count: int
     used_count: int
-    def __init__(self, slot_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, slot_nbytes: _Optional[int] = ..., block_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
 
 class RamStatus(_message.Message):
     __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes")

@@ -52,7 +52,7 @@ class Durability:
         not delay it, and those that go meanwhile need not be there."""
         end = time.monotonic() + self._flush_s
         self._barrier(end)
-        self._save(self._inventory.unsaved(LOCKED_PAGES), end, self._unsafe_in_ram)
+        self._save(self._inventory.unsaved(), end, self._unsafe_in_ram)
         if self.disk.unsafe_count:  # another may have stored a page that has left RAM before we looked
             self._barrier(end)
 

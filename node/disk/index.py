@@ -22,6 +22,8 @@ from node.disk.rows import PageRow, namespace_key, page_key, parse_page_row
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
+AGAIN = -1  # no record number
+
 
 class RowBatch(NamedTuple):
     """What one batch of rows is made of: new namespaces, new pages, keys to delete."""
@@ -162,22 +164,21 @@ class DiskIndex:
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(self, page: Page, now_s: int) -> int:
-        """A slot for the page, evicting what must go; 0 if the page is on disk or nothing may go."""
+        """A slot for the page; 0 if the page is on disk or nothing may go. AGAIN: some others went for it,
+        perhaps not all that must."""
         number = self.spaces.number(page.namespace.value)
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
             return 0
         size = page.namespace.slot_nbytes
         record = self.records.reserve(number, page.prefix_hash, size)
-        while not record:
-            victims = self.records.victims(size, now_s)
-            if not victims:
-                self.counters.pages_refused += 1
-                return 0
-            for victim in victims:
-                self.forget(victim)
-                self.counters.pages_evicted += 1
-            record = self.records.reserve(number, page.prefix_hash, size)
-        return record
+        if record:
+            return record
+        victims = self.records.victims(size, now_s)
+        for victim in victims:
+            self.forget(victim)
+        self.counters.pages_evicted += len(victims)
+        self.counters.pages_refused += not victims
+        return AGAIN if victims else 0
 
     def take_batch(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> RowBatch:
         gone, self.gone = self.gone, []

@@ -8,7 +8,7 @@ from kvstore.messages import namespace_message
 
 # Numbers have 16 bits, and a salt per request makes many namespaces: beyond this many, the numbers
 # of those without pages are used again.
-KEPT = 1 << 15
+KEPT = 1 << 12
 
 
 class NumberedSpaces:

@@ -16,28 +16,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.hashes import BLOCK_COUNT, Hashes
-from node.slots import Extent, SlotAllocator
+from node.disk.record_order import RecordOrder
+from node.slots import SlotAllocator
 
 if TYPE_CHECKING:
     from node.disk.rows import PageRow
 
 _MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
 _MARK_MASK = (1 << 32) - 1
-
-
-@dataclass
-class _Ends:
-    """Both ends of the LRU list of one slot size."""
-
-    oldest: int = 0
-    newest: int = 0
-    count: int = 0
 
 
 def _table_places(count: int) -> int:
@@ -57,18 +48,15 @@ class Records:
         self._mark = array("I", [0])
         self._namespace = array("H", [0])
         self._offset = array("I", [0])
-        self._older = array("I", [0])
-        self._newer = array("I", [0])
         self._used_s = array("I", [0])
         self._expiry_s = array("I", [0])
         self._checksum = array("Q", bytes(CHECKSUM_NBYTES))
         self._free = array("I")
         self._table = array("I", bytes(4 * 1024))
         self._mask = len(self._table) - 1
-        self._ends: dict[int, _Ends] = {}
         self._busy: dict[int, int] = {}  # records that are being read or written -> how often
         self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
-        self._pinned: dict[int, int] = {}  # record -> expiry of its pin, s
+        self._order = RecordOrder(self.slots, self._offset, self._used_s, lambda record: record not in self._busy)
         self.count = 0
 
     # ---- find ----------------------------------------------------------------------------
@@ -141,15 +129,14 @@ class Records:
         self._table = array("I", bytes(4 * _table_places(self.count)))
         self._mask = len(self._table) - 1
         by_size: dict[int, array[int]] = {}
-        for extent in self.slots.extents():
-            records = [record for record in extent.owners if record]
-            by_size.setdefault(extent.slot_nbytes, array("I")).extend(array("I", records))
-            extent.used_sum = sum(self._used_s[record] for record in records)
-        for size, numbers in by_size.items():
-            ends = self._ends[size] = _Ends()
+        for block in self.slots.blocks():
+            records = [record for record in block.owners if record]
+            by_size.setdefault(block.kind.slot_nbytes, array("I")).extend(array("I", records))
+            block.used_sum = sum(self._used_s[record] for record in records)
+        for numbers in by_size.values():
             for record in sorted(numbers, key=self._used_s.__getitem__):
                 self._insert(record)
-                self._push(ends, record)
+                self._order.push_newest(record)
 
     def _new(self, namespace: int, prefix_hash: bytes) -> int:
         if not self._free:
@@ -158,8 +145,7 @@ class Records:
                 self._mark,
                 self._namespace,
                 self._offset,
-                self._older,
-                self._newer,
+                *self._order.links,
                 self._used_s,
                 self._expiry_s,
             ):
@@ -179,9 +165,9 @@ class Records:
         self._checksum[2 * record : 2 * record + 2] = array("Q", checksum)
         self._expiry_s[record] = expiry_s
         self._used_s[record] = used_s
-        self.extent_of(record).used_sum += used_s
+        self._order.block_of(record).used_sum += used_s
         self._insert(record)
-        self._push_newest(record)
+        self._order.push_newest(record)
         self.count += 1
         self.end_use(record)
 
@@ -192,9 +178,8 @@ class Records:
 
     def remove(self, record: int) -> None:
         """Forgets a published record. Its slot is free at once, or when the last use of it ends."""
-        self._pinned.pop(record, None)
-        self.extent_of(record).used_sum -= self._used_s[record]
-        self._unlink(record)
+        self._order.block_of(record).used_sum -= self._used_s[record]
+        self._order.withdraw(record)
         self._delete(record)
         self.count -= 1
         if record in self._busy:
@@ -227,6 +212,8 @@ class Records:
         if record in self._doomed:
             self._doomed.discard(record)
             self._release(record)
+            return
+        self._order.give_back(record)
 
     def is_published(self, record: int, namespace: int) -> bool:
         """Whether a record number is a page of this namespace that can be found."""
@@ -248,80 +235,18 @@ class Records:
         return record in self._busy
 
     def touch(self, record: int, now_s: int) -> None:
-        self.extent_of(record).used_sum += now_s - self._used_s[record]
-        self._used_s[record] = now_s
-        self._unlink(record)
-        self._push_newest(record)
+        self._order.touch(record, now_s)
 
     def pin(self, record: int, until_s: int) -> None:
-        """`until_s` 0 ends the pin."""
-        if until_s:
-            self._pinned[record] = until_s
-        else:
-            self._pinned.pop(record, None)
-
-    def _ends_of(self, record: int) -> _Ends:
-        return self._ends.setdefault(self.extent_of(record).slot_nbytes, _Ends())
-
-    def _push_newest(self, record: int) -> None:
-        self._push(self._ends_of(record), record)
-
-    def _push(self, ends: _Ends, record: int) -> None:
-        self._older[record], self._newer[record] = ends.newest, 0
-        if ends.newest:
-            self._newer[ends.newest] = record
-        else:
-            ends.oldest = record
-        ends.newest = record
-        ends.count += 1
-
-    def _unlink(self, record: int) -> None:
-        ends, older, newer = self._ends_of(record), self._older[record], self._newer[record]
-        if older:
-            self._newer[older] = newer
-        else:
-            ends.oldest = newer
-        if newer:
-            self._older[newer] = older
-        else:
-            ends.newest = older
-        ends.count -= 1
-
-    # ---- who goes next -------------------------------------------------------------------
+        """A pinned record can not go; when its pin ends it is the newest. `until_s` 0 ends the pin."""
+        self._order.pin(record, until_s)
 
     def victims(self, slot_nbytes: int, now_s: int) -> list[int]:
-        """Records whose removal frees a slot of this size; empty if nothing may go.
-
-        The oldest of the same size, or, if another size's oldest is older, all of that size's
-        coldest extent. Busy and pinned records stay.
-        """
-        ours = self._oldest(slot_nbytes, now_s)
-        best = self._used_s[ours] if ours else 1 << 32
-        others = [(self._used_s[record], size) for size in self._ends if (record := self._oldest(size, now_s))]
-        for used_s, size in sorted(others):
-            if size == slot_nbytes or used_s >= best:
-                break
-            extents = [extent for extent in self.slots.extents() if extent.slot_nbytes == size]
-            for extent in sorted(extents, key=lambda extent: extent.used_sum / extent.used_count):
-                records = [record for record in extent.owners if record]
-                if all(self._may_go(record, now_s) for record in records):
-                    return records
-        return [ours] if ours else []
-
-    def _oldest(self, slot_nbytes: int, now_s: int) -> int:
-        ends = self._ends.get(slot_nbytes)
-        record = ends.oldest if ends else 0
-        while record and not self._may_go(record, now_s):
-            record = self._newer[record]
-        return record
-
-    def _may_go(self, record: int, now_s: int) -> bool:
-        return record not in self._busy and self._pinned.get(record, 0) <= now_s
+        """Records whose removal helps to free a slot of this size: if none is free then, ask again. Empty
+        if nothing may go."""
+        return self._order.victims(slot_nbytes, now_s)
 
     # ---- tell ----------------------------------------------------------------------------
-
-    def extent_of(self, record: int) -> Extent:
-        return self.slots.extent_of(self.offset(record))
 
     def offset(self, record: int) -> int:
         return self._offset[record] * SLOT_ALIGN_NBYTES
@@ -341,22 +266,17 @@ class Records:
         return self._expiry_s[record]
 
     def pinned_until_s(self, record: int) -> int:
-        return self._pinned.get(record, 0)
+        return self._order.pinned_until_s(record)
 
     def records(self) -> Iterator[int]:
-        """Published records of every size, oldest first within a size."""
-        for ends in self._ends.values():
-            record = ends.oldest
-            while record:
-                following = self._newer[record]
-                yield record
-                record = following
+        """Published records: those that can not go now, then those of every size, oldest first within a size."""
+        return self._order.records()
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
         wrong = self.slots.check()
         published = list(self.records())
-        if len(published) != self.count or sum(ends.count for ends in self._ends.values()) != self.count:
+        if len(published) != self.count or self._order.count != self.count:
             wrong.append(f"{len(published)} records are linked, {self.count} counted")
         if sum(1 for record in self._table if record) != self.count:
             wrong.append(f"{sum(1 for record in self._table if record)} records in the table, {self.count} counted")
@@ -367,11 +287,11 @@ class Records:
             if not self._table[place]:
                 wrong.append(f"record {record} is linked but can not be found")
         reserved = set(self._busy) - set(published)
-        owned = [record for extent in self.slots.extents() for record in extent.owners if record]
+        owned = [record for block in self.slots.blocks() for record in block.owners if record]
         if sorted(owned) != sorted([*published, *reserved]):
             wrong.append(f"{len(owned)} slots are owned, {len(published)} records published, {len(reserved)} reserved")
-        for extent in self.slots.extents():
-            total = sum(self._used_s[record] for record in extent.owners if record and record not in reserved)
-            if total != extent.used_sum:
-                wrong.append(f"disk extent {extent.number}: last uses sum to {total}, recorded {extent.used_sum}")
+        for block in self.slots.blocks():
+            total = sum(self._used_s[record] for record in block.owners if record and record not in reserved)
+            if total != block.used_sum:
+                wrong.append(f"disk block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
         return wrong

@@ -19,7 +19,7 @@ from kvstore.checksum import checksum, key_seed
 from kvstore.keys import Namespace
 from kvstore.layout import slot_nbytes
 from node.disk.directory import Directory
-from node.disk.index import Borrowed, DiskIndex
+from node.disk.index import AGAIN, Borrowed, DiskIndex
 from node.disk.records import Records
 from node.disk.rows import PageRow, hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
@@ -115,9 +115,7 @@ class DiskTier:
             return
         pages = self._pages(page_key(number, max(key_prefix, after)))
         for prefix_hash in hashes_of(pages, number, key_prefix, after):
-            with self._lock:
-                known = self._find(digest, prefix_hash) > 0
-            if known:
+            if self.present(digest, [prefix_hash])[0]:
                 yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -174,8 +172,7 @@ class DiskTier:
             self.end_read(record)
 
     def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
-        whole = self.files.read(offset, slot)
-        return whole and checksum(slot[:page_nbytes], seed) == expected
+        return self.files.read(offset, slot) and checksum(slot[:page_nbytes], seed) == expected
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
@@ -241,8 +238,10 @@ class DiskTier:
             # One may have been offered twice.
             visible = {(p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE}
             for page in visible.values():
-                with self._lock:
-                    record = self._index.reserve(page, now_s)
+                record = AGAIN
+                while record == AGAIN:  # others have their turn meanwhile
+                    with self._lock:
+                        record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
             self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])
@@ -342,7 +341,6 @@ class DiskTier:
     def _recover(self) -> int:
         """How many pages were forgotten, because they may not have reached the disk."""
         if self._directory.trouble():
-            self.tend()
             with self._lock:
                 self._index.medium.fail_sync()  # who would have synced is gone
         self._directory.revive()

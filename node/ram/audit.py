@@ -19,7 +19,7 @@ class Counted(NamedTuple):
 def violations(namespaces: Sequence[NamespaceIndex], slots: SlotAllocator, counted: Counted) -> list[str]:
     """What disagrees; empty if all is well. The caller has the tier's lock."""
     pages = [page for index in namespaces for page in index.pages.values()]
-    owned = [page for extent in slots.extents() for page in extent.owners if page is not None]
+    owned = [page for block in slots.blocks() for page in block.owners if page is not None]
     doomed = [page for page in owned if page.state is State.DOOMED]
     writing = sum(page.state in (State.WRITING, State.LOADING) for page in pages)
     found = Counted(writing, len(pages) - writing, sum(page.holds > 0 for page in owned))

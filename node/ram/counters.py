@@ -33,3 +33,15 @@ class Counters:
     def add(self, other: "Counters") -> None:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def count_put(self, exists: int, busy: int, full: int) -> None:
+        """Pages of a put that are not to be written."""
+        self.pages_put_exists += exists
+        self.pages_put_busy += busy
+        self.pages_put_full += full
+
+    def count_get(self, hits: int, misses: int, wanted_nbytes: int) -> None:
+        """Pages of a get; `wanted_nbytes` of each hit."""
+        self.pages_got += hits
+        self.nbytes_got += hits * wanted_nbytes
+        self.pages_get_missed += misses

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 # Pages remembered, in two generations of this many; about 80 bytes each, so 10 MB when full.
 GENERATION_COUNT_MAX = 65_536
+FREED = 2  # entries of an older generation, with each page remembered
 
 
 class Ghosts:
@@ -13,11 +14,14 @@ class Ghosts:
         self._count_max = count_max
         self._new: dict[int, str] = {}
         self._old: dict[int, str] = {}
+        self._gone: dict[int, str] = {}  # a generation on its way out: freed bit by bit, not at once
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
         """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
         if len(self._new) >= self._count_max:
-            self._new, self._old = {}, self._new
+            self._new, self._old, self._gone = {}, self._new, self._old
+        for _ in range(min(FREED, len(self._gone))):
+            self._gone.popitem()
         self._new[hash(digest) ^ hash(prefix_hash)] = reason
 
     def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:

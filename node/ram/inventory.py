@@ -10,6 +10,9 @@ from node.ram.counters import Counters
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
 from node.ram.tier import RamTier
+from node.ram.walk import walk
+
+SPACES = 64  # namespaces whose counters are copied under one lock
 
 
 class PageInfo(NamedTuple):
@@ -40,7 +43,7 @@ class Inventory:
         with tier.lock:
             now_ms = tier.clock_ms()  # not before: others use pages while this one waits for the lock
             index = tier.namespaces.find(digest)
-            tier.eviction.expire_pins(now_ms)
+            tier.eviction.order.expire_pins(now_ms)
             return [self._info(index, prefix_hash, now_ms) for prefix_hash in prefix_hashes]
 
     def _info(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> PageInfo:
@@ -80,49 +83,56 @@ class Inventory:
     def list_pages(self, digest: bytes, key_prefix: bytes, after: bytes, limit: int) -> tuple[list[PageInfo], bytes]:
         """Up to `limit` pages whose hash starts with `key_prefix` and is above `after`, and the `after`
         of the rest; empty if that was all."""
-        with self._tier.lock:
-            hashes = list(self._tier.namespaces.find(digest).pages)
+        hashes: list[bytes] = []
+
+        def collect(pages: list[Page]) -> None:
+            found = (page.prefix_hash for page in pages)
+            hashes.extend(h for h in found if h > after and h.startswith(key_prefix))
+
+        walk(self._tier, self._tier.namespace(digest), collect)
         # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed yet, is
         # left out below. It still counts here, or the reply would look like the last one.
-        in_ram = heapq.nsmallest(limit + 1, (h for h in hashes if h > after and h.startswith(key_prefix)))
+        in_ram = heapq.nsmallest(limit + 1, set(hashes))
         on_disk = islice(self._tier.below.list_hashes(digest, key_prefix, after), limit + 1)
         chosen = sorted({*in_ram, *on_disk})[: limit + 1]
         rest_after = chosen[limit - 1] if len(chosen) > limit else b""
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
-    def unsaved(self, locked_pages: int) -> list[tuple[bytes, list[bytes]]]:
-        """Pages in RAM that are not safe below: (namespace digest, prefix hashes). Looks at `locked_pages`
-        under one lock."""
-        tier = self._tier
-        with tier.lock:
-            known = [(index, list(index.pages)) for index in tier.namespaces.all()]
-        found: list[tuple[bytes, list[bytes]]] = []
-        for index, hashes in known:
-            missing: list[bytes] = []
-            for start in range(0, len(hashes), locked_pages):
-                some = hashes[start : start + locked_pages]
-                with tier.lock:
-                    pages = map(index.pages.get, some)
-                    visible = [page.prefix_hash for page in pages if page is not None and page.state is State.VISIBLE]
-                    safe = tier.below.safe(index.digest, visible)
-                missing += [h for h, is_safe in zip(visible, safe, strict=True) if not is_safe]
-            if missing:
-                found.append((index.digest, missing))
-        return found
+    def unsaved(self) -> list[tuple[bytes, list[bytes]]]:
+        """Pages in RAM that are not safe below: (namespace digest, prefix hashes)."""
+        found: dict[bytes, list[bytes]] = {}
+
+        def collect(pages: list[Page]) -> None:
+            hashes: dict[bytes, list[bytes]] = {}
+            for page in pages:
+                if page.state is State.VISIBLE:
+                    hashes.setdefault(page.namespace.digest, []).append(page.prefix_hash)
+            for digest, visible in hashes.items():
+                safe = self._tier.below.safe(digest, visible)
+                missing = [h for h, is_safe in zip(visible, safe, strict=True) if not is_safe]
+                if missing:
+                    found.setdefault(digest, []).extend(missing)
+
+        walk(self._tier, None, collect)
+        return list(found.items())
 
     def size_classes(self) -> list[tuple[int, int, int, int]]:
-        """(slot_nbytes, extents, slots, slots in use) of each slot size that has extents."""
-        classes: dict[int, list[int]] = {}
+        """(slot_nbytes, blocks, slots, slots in use) of each slot size that has blocks."""
         with self._tier.lock:
-            self._tier.eviction.expire_pins(self._tier.clock_ms())
-            for extent in self._tier.slots.extents():
-                sums = classes.setdefault(extent.slot_nbytes, [0, 0, 0])
-                for i, value in enumerate((1, len(extent.owners), extent.used_count)):
-                    sums[i] += value
-        return [(size, extents, slots, used) for size, (extents, slots, used) in sorted(classes.items())]
+            self._tier.eviction.order.expire_pins(self._tier.clock_ms())
+            kinds = self._tier.slots.kinds()
+            return sorted((kind.slot_nbytes, kind.block_count, kind.slot_count, kind.used_count) for kind in kinds)
 
     def counters(self) -> tuple[Counters, list[tuple[NamespaceIndex, Counters, int]]]:
         """Copies: totals, and (namespace, counters, pages) of each."""
         with self._tier.lock:
-            each = [(index, replace(index.counters), len(index.pages)) for index in self._tier.namespaces.all()]
-            return self._tier.namespaces.totals(), each
+            spaces = self._tier.namespaces.all()
+            totals = replace(self._tier.namespaces.forgotten)
+        each: list[tuple[NamespaceIndex, Counters, int]] = []
+        for start in range(0, len(spaces), SPACES):
+            with self._tier.lock:
+                some = spaces[start : start + SPACES]
+                each += [(index, replace(index.counters), len(index.pages)) for index in some]
+        for _, counters, _ in each:
+            totals.add(counters)
+        return totals, each

@@ -28,19 +28,19 @@ class Loads:
 
     def begin(
         self, below: Below, index: NamespaceIndex, prefix_hash: bytes, loads: list[tuple[Page, int]]
-    ) -> Page | None:
+    ) -> tuple[Page | None, bool]:
         """A slot for a page of the tier below, added to `loads`; the caller reads it and calls `end`.
-        None if it is not there or RAM has no room for it."""
+        (None, True) if RAM has no room for it, (None, False) if it is not there."""
         record = below.begin_read(index.digest, prefix_hash)
         if not record:
-            return None
+            return None, False
         page = self._place(index, prefix_hash)
         if page is None:
             below.end_read(record)
-            return None
+            return None, True
         page.state = State.LOADING
         loads.append((page, record))
-        return page
+        return page, False
 
     def forget(self, page: Page) -> None:
         """The page was removed meanwhile: its bytes go only to those who wait for it already."""

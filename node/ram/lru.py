@@ -5,18 +5,22 @@ oldest -> ... -> newest          (a batch is touched tail -> head: its head ends
 
 from collections.abc import Iterator
 
+from node.ram.aside import Aside
 from node.ram.page import Page
+from node.ram.turn import Turn
 
 
 class LruList:
-    """Pages of one slot size that may be evicted. A page is in at most one list."""
+    """Pages of one slot size that may be evicted once nobody holds them. A page is in at most one list."""
 
-    __slots__ = ("_root", "count")
+    __slots__ = ("_aside", "_root", "count", "is_known")
 
     def __init__(self) -> None:
         self._root = root = Page.__new__(Page)  # sentinel: root.newer is the oldest page
         root.newer = root.older = root
-        self.count = 0
+        self._aside: Aside[Page] = Aside()  # held pages that would be in the way of who looks for the oldest
+        self.is_known = False  # to those who compare lists
+        self.count = 0  # those aside included
 
     def push_newest(self, page: Page) -> None:
         assert page.newer is None
@@ -28,21 +32,60 @@ class LruList:
 
     def unlink(self, page: Page) -> None:
         older, newer = page.older, page.newer
-        assert older is not None
-        assert newer is not None
-        older.newer, newer.older = newer, older
-        page.older = page.newer = None
+        if newer is None:
+            was_aside = self._aside.discard(page)
+            assert was_aside
+        else:
+            assert older is not None
+            older.newer, newer.older = newer, older
+            page.older = page.newer = None
         self.count -= 1
 
     def move_newest(self, page: Page) -> None:
         self.unlink(page)
         self.push_newest(page)
 
+    def oldest(self, turn: Turn) -> Page | None:
+        """The oldest page that nobody holds. None: there is none, or the turn is over."""
+        if self._aside and (page := self._aside.oldest(_may_go, turn.take)) is not None:
+            return page
+        root = self._root
+        while turn.left > 0 and (first := root.newer) is not root:
+            assert first is not None
+            if not first.holds:
+                return first
+            turn.left -= 1
+            self.unlink(first)
+            self.count += 1
+            self._aside.put(first)
+        return None
+
+    def give_back(self, page: Page) -> bool:
+        """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        return self._aside.give_back(page)
+
     def oldest_first(self) -> Iterator[Page]:
-        """The page being visited may be unlinked; no other change is allowed meanwhile."""
+        """All but those aside. The page being visited may be unlinked; no other change is allowed meanwhile."""
         page = self._root.newer
         while page is not self._root:
             assert page is not None
             following = page.newer
             yield page
             page = following
+
+    def pages(self) -> list[Page]:
+        """All of them; those aside first, in no order."""
+        return [*self._aside, *self.oldest_first()]
+
+    def __contains__(self, page: Page) -> bool:
+        return page.newer is not None or page in self._aside
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold; empty if all is well."""
+        pages = self.pages()
+        wrong = [] if len(pages) == self.count else [f"{len(pages)} pages, {self.count} counted"]
+        return wrong + self._aside.check(_may_go)
+
+
+def _may_go(page: Page) -> bool:
+    return not page.holds

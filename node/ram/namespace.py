@@ -14,6 +14,8 @@ from node.ram.page import Page
 # All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
+SHRUNK = 8  # a namespace of an eighth of the pages that it had gives memory back
+PAGES_SMALL = 512  # not worth it, until it is empty
 
 
 class NamespaceIndex:
@@ -26,8 +28,21 @@ class NamespaceIndex:
         self.page_nbytes = value.layout.page_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
         self.pages: dict[bytes, Page] = {}
+        self._peak_count = 0
+        self.busy = 0  # batches at work on it, which let others have their turn: it can not be forgotten
         self.counters = Counters()
         self.described_nbytes: int = namespace_message(value).ByteSize()
+
+    def add(self, page: Page) -> None:
+        self.pages[page.prefix_hash] = page
+        self._peak_count = max(self._peak_count, len(self.pages))
+
+    def drop(self, page: Page) -> None:
+        """A dict never gets smaller by itself, so what has become small gets a new one."""
+        del self.pages[page.prefix_hash]
+        if len(self.pages) * SHRUNK < self._peak_count and (not self.pages or self._peak_count > PAGES_SMALL):
+            self.pages = dict(self.pages)
+            self._peak_count = len(self.pages)
 
     def seed(self, prefix_hash: bytes) -> int:
         """Seed of the page's checksum."""
@@ -99,7 +114,7 @@ class Namespaces:
         for index in there:
             if count <= count_max and described <= nbytes_max:
                 return
-            if not index.pages and not self.below_count(index.digest):
+            if not (index.pages or index.busy or self.below_count(index.digest)):
                 self.forgotten.add(index.counters)
                 del self._by_digest[index.digest]
                 count, described = count - 1, described - index.described_nbytes
@@ -118,10 +133,3 @@ class Namespaces:
 
     def all(self) -> list[NamespaceIndex]:
         return list(self._by_digest.values())
-
-    def totals(self) -> Counters:
-        total = Counters()
-        total.add(self.forgotten)
-        for index in self.all():
-            total.add(index.counters)
-        return total

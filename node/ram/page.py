@@ -21,6 +21,8 @@ class Space(Protocol):
 
     def seed(self, prefix_hash: bytes) -> int: ...
 
+    def drop(self, page: Page) -> None: ...
+
 
 class State(enum.IntEnum):
     """reserve            commit              remove, while held

@@ -1,45 +1,109 @@
-"""When pins end. Pure: no clock of its own."""
+"""When pins end, and how much RAM they may keep from others. Pure: no clock of its own."""
 
-import heapq
+from collections.abc import Sequence
+from itertools import islice
 
+from kvstore.errors import Exhausted
+from node.ram.agenda import Agenda
 from node.ram.page import Page
+from node.slots import SlotAllocator
+
+# Of the RAM, what pinned pages take when they lie together. The rest follows the traffic.
+PINNED_SHARE = 0.5
+
+
+class _Size:
+    """Pinned pages of one slot size."""
+
+    __slots__ = ("block_nbytes", "count", "per_block")
+
+    def __init__(self, block_nbytes: int, per_block: int) -> None:
+        self.block_nbytes = block_nbytes
+        self.per_block = per_block
+        self.count = 0
+
+    def need(self, count: int) -> int:
+        """Bytes of the blocks that so many take when they lie together."""
+        return -(-count // self.per_block) * self.block_nbytes
 
 
 class Pins:
     """Pages with the time until which they may not be evicted. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._expiry_ms: dict[Page, int] = {}
-        self._heap: list[tuple[int, int, Page]] = []  # (expiry, number, page); may be outdated
-        self._number = 0
+    def __init__(self, slots: SlotAllocator) -> None:
+        self._slots = slots
+        self._ends: Agenda[Page] = Agenda()
+        self._sizes: dict[int, _Size] = {}
+        self.nbytes = 0  # of the blocks that they need
+        self.nbytes_max = int(slots.region_nbytes * PINNED_SHARE)
 
     def __contains__(self, page: Page) -> bool:
-        return page in self._expiry_ms
+        return page in self._ends
 
     def __len__(self) -> int:
-        return len(self._expiry_ms)
+        return len(self._ends)
 
     def expiry_ms(self, page: Page) -> int | None:
-        return self._expiry_ms.get(page)
+        return self._ends.key(page)
+
+    def check_room(self, pages: Sequence[Page]) -> None:
+        """Raises Exhausted if these, all of one size, can not be pinned too."""
+        more_count = sum(page not in self._ends for page in pages)
+        if not more_count:
+            return
+        nbytes = self._nbytes_with(pages[0].namespace.slot_nbytes, more_count)
+        if nbytes > self.nbytes_max:
+            raise Exhausted(
+                f"with {more_count} more, pinned pages would keep {nbytes} bytes of RAM from others, at most "
+                f"{self.nbytes_max} may be kept (half of ram_nbytes); unpin some, or wait until their pins end"
+            )
+
+    def _nbytes_with(self, slot_nbytes: int, more_count: int) -> int:
+        """`nbytes` if so many more pages of this size were pinned."""
+        size = self._sizes.get(slot_nbytes) or self._new(slot_nbytes)
+        return self.nbytes - size.need(size.count) + size.need(size.count + more_count)
+
+    def _new(self, slot_nbytes: int) -> "_Size":
+        block_nbytes = self._slots.unit_nbytes << self._slots.level(slot_nbytes)
+        return _Size(block_nbytes, block_nbytes // slot_nbytes)
+
+    def some_sizes(self, count: int) -> list[int]:
+        """Slot sizes of pinned pages: others with each call."""
+        sizes = list(islice(self._sizes, count))
+        for size in sizes:
+            self._sizes[size] = self._sizes.pop(size)
+        return sizes
 
     def add(self, page: Page, expiry_ms: int) -> None:
         """A new pin replaces the old one."""
-        self._expiry_ms[page] = expiry_ms
-        self._number += 1
-        heapq.heappush(self._heap, (expiry_ms, self._number, page))
-        if len(self._heap) > 2 * len(self._expiry_ms) + 64:  # mostly renewed or removed ones
-            self._heap = [pin for pin in self._heap if self._expiry_ms.get(pin[2]) == pin[0]]
-            heapq.heapify(self._heap)
+        if page not in self._ends:
+            self._count(page.namespace.slot_nbytes, 1)
+        self._ends.put(page, expiry_ms)
 
     def discard(self, page: Page) -> bool:
         """False if it was not pinned."""
-        return self._expiry_ms.pop(page, None) is not None
+        if not self._ends.discard(page):
+            return False
+        self._count(page.namespace.slot_nbytes, -1)
+        return True
 
-    def ended(self, now_ms: int) -> list[Page]:
-        """Pages whose pin is over by now; still pinned until discarded."""
-        pages = []
-        while self._heap and self._heap[0][0] <= now_ms:
-            expiry_ms, _, page = heapq.heappop(self._heap)
-            if self._expiry_ms.get(page) == expiry_ms:  # else: unpinned, renewed or gone
-                pages.append(page)
+    def _count(self, slot_nbytes: int, more_count: int) -> None:
+        self.nbytes = self._nbytes_with(slot_nbytes, more_count)
+        size = self._sizes.get(slot_nbytes)
+        if size is None:
+            size = self._sizes[slot_nbytes] = self._new(slot_nbytes)
+        size.count += more_count
+        if not size.count:
+            del self._sizes[slot_nbytes]
+
+    def ended(self, now_ms: int, entries_max: int) -> list[Page]:
+        """Pages whose pin is over by now, not pinned any more. So many are looked at; another call goes on."""
+        pages = self._ends.take(now_ms, entries_max)
+        for page in pages:
+            self._count(page.namespace.slot_nbytes, -1)
         return pages
+
+    @property
+    def entry_count(self) -> int:
+        """Entries kept for them, outdated ones included."""
+        return self._ends.entry_count

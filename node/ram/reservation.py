@@ -1,11 +1,11 @@
 """What a writer has between asking and committing, and a reader until it releases."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from node.ram.namespace import NamespaceIndex
-from node.ram.page import Page
+from node.ram.page import Page, State
 
 
 class Verdict(enum.IntEnum):
@@ -23,9 +23,30 @@ class Reservation:
 
     namespace: NamespaceIndex
     prefix_hashes: list[bytes]
-    verdicts: list[int]
-    pages: list[Page]
-    chain: list[Page]
+    verdicts: list[int] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+    chain: list[Page] = field(default_factory=list)
+
+    def write(self, page: Page) -> None:
+        """The next key is that of a new page."""
+        self.verdicts.append(Verdict.WRITE)
+        self.pages.append(page)
+        self.chain.append(page)
+
+    def refuse(self, page: Page | None, is_below: bool) -> None:
+        """The next key is stored already, in RAM or only below, is being written, or has no room."""
+        if page is None:
+            self.verdicts.append(Verdict.EXISTS if is_below else Verdict.FULL)
+        elif page.state is State.VISIBLE:
+            self.verdicts.append(Verdict.EXISTS)
+            self.chain.append(page)
+        else:
+            self.verdicts.append(Verdict.BUSY)
+
+    def count(self) -> None:
+        """Tells the namespace's counters what is not to be written."""
+        refused = map(self.verdicts.count, (Verdict.EXISTS, Verdict.BUSY, Verdict.FULL))
+        self.namespace.counters.count_put(*refused)
 
 
 class Acquired(NamedTuple):

@@ -4,12 +4,15 @@ It deals in offsets, never in bytes (`copy` moves a slot for it) and takes its c
 so the same code runs in a simulation. One lock, held for the length of a batch's bookkeeping and
 never for a transfer: between `reserve` and `commit` the writer alone may touch a slot, between
 `acquire` and `release` the slot can not change or go, whatever is removed or evicted meanwhile.
+What may take long (making room, going through all pages) is done in turns (`turn.py`): docs/decisions/0015
+says what each takes at most.
 """
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.errors import Exhausted, LayoutMismatch
 from kvstore.keys import Namespace
@@ -21,7 +24,11 @@ from node.ram.loads import Loads
 from node.ram.namespace import NamespaceIndex, Namespaces
 from node.ram.page import Page, State
 from node.ram.reservation import Acquired, Reservation, Verdict
+from node.ram.turn import STEPS, Move, Work, in_turns
+from node.ram.walk import walk
 from node.slots import SlotAllocator
+
+T = TypeVar("T")
 
 
 class RamTier:
@@ -42,18 +49,27 @@ class RamTier:
         self.namespaces = namespaces
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
+        self._copy = copy
         self.loads = Loads(
             self.lock, lambda index, prefix_hash: self._place(index, prefix_hash, clock_ms()), self._settle
         )
         self._ghosts = Ghosts()
-        self.eviction = Eviction(slots, copy, self._forget)
+        self.eviction = Eviction(slots, self._forget, self._hold_page)
+        self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         self.writing_count = 0
         self.held_count = 0
         self.visible_count = 0
 
     @property
     def pinned_count(self) -> int:
-        return len(self.eviction.pins)
+        return len(self._order.pins)
+
+    def _in_turns(self, work: Work[T]) -> T:
+        return in_turns(self.lock, self.eviction.turn, work, self._move)
+
+    def _move(self, move: Move) -> None:
+        self._copy(move.page.offset, move.target, move.page.namespace.page_nbytes)
+        self.release([move.page])
 
     # ---- namespaces ----------------------------------------------------------------------
 
@@ -112,71 +128,58 @@ class RamTier:
 
     def _touch_chain(self, chain: Sequence[Page | None]) -> None:
         """Tail first, so that the head of a chain is its newest page and the last to go."""
-        now_ms = self.clock_ms()
-        for page in reversed(chain):
-            if page is not None and page.state is State.VISIBLE:
-                self.eviction.touch(page, now_ms)
+        self._order.touch(reversed(chain), self.clock_ms())
 
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
         """Slots for the pages that are not here. Raises Exhausted if there is space for none."""
-        now_ms = self.clock_ms()
-        with self.lock:
-            index = self.namespaces.find(digest)
-            if page_nbytes != index.page_nbytes:
-                raise LayoutMismatch(f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}")
-            self.eviction.expire_pins(now_ms)
-            known = [page for h in prefix_hashes if (page := self.live(index, h)) is not None]
-            self._touch_chain(known)
-            below = self.below.present(digest, prefix_hashes)
-            for page in known:  # making room for the batch must not evict the batch
-                page.holds += 1
-            try:
-                return self._reserve(index, prefix_hashes, below, now_ms)
-            finally:
-                for page in known:
-                    page.holds -= 1
+        return self._in_turns(self._reserve(digest, prefix_hashes, page_nbytes))
 
-    def _reserve(
-        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], below: list[bool], now_ms: int
-    ) -> Reservation:
-        result = Reservation(index, list(prefix_hashes), [], [], [])
-        full = False
-        for prefix_hash, is_below in zip(prefix_hashes, below, strict=True):
-            page = index.pages.get(prefix_hash)
-            if page is None and is_below:
-                result.verdicts.append(Verdict.EXISTS)
-            elif page is None:
-                page = None if full else self._place(index, prefix_hash, now_ms)
-                full = page is None
-                result.verdicts.append(Verdict.FULL if page is None else Verdict.WRITE)
-                if page is not None:
-                    result.pages.append(page)
-                    result.chain.append(page)
-            elif page.state is State.VISIBLE:
-                result.verdicts.append(Verdict.EXISTS)
-                result.chain.append(page)
-            else:
-                result.verdicts.append(Verdict.BUSY)
-        counters = index.counters
-        counters.pages_put_exists += result.verdicts.count(Verdict.EXISTS)
-        counters.pages_put_busy += result.verdicts.count(Verdict.BUSY)
-        counters.pages_put_full += result.verdicts.count(Verdict.FULL)
-        if not result.pages:
-            self.below.touch(index.digest, prefix_hashes)
-        if result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
-            raise Exhausted(
-                f"no slot of {index.slot_nbytes} bytes can be freed: all pages are pinned or in use "
-                f"({self.pinned_count} pinned, {self.held_count} being read, {self.writing_count} being written)"
-            )
-        return result
+    def _reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Work[Reservation]:
+        now_ms = self.clock_ms()
+        index = self.namespaces.find(digest)
+        if page_nbytes != index.page_nbytes:
+            raise LayoutMismatch(f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}")
+        self._order.expire_pins(now_ms)
+        known = [page for h in prefix_hashes if (page := self.live(index, h)) is not None]
+        self._touch_chain(known)
+        for page in known:  # making room for the batch must not evict the batch
+            self._hold_page(page)
+        index.busy += 1
+        try:
+            below = self.below.present(digest, prefix_hashes)
+            result = Reservation(index, list(prefix_hashes))
+            full = False
+            for prefix_hash, is_below in zip(prefix_hashes, below, strict=True):
+                page, new = index.pages.get(prefix_hash), None
+                while page is None and new is None and not (is_below or full):
+                    new = self._place(index, prefix_hash, now_ms)
+                    if new is None:
+                        full = not (yield from self.eviction.make_room(index.slot_nbytes, now_ms))
+                        page = index.pages.get(prefix_hash)  # others had their turn
+                if new is not None:
+                    result.write(new)
+                else:
+                    result.refuse(page, is_below)
+            result.count()
+            if not result.pages:
+                self.below.touch(digest, prefix_hashes)
+            if result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
+                raise Exhausted(
+                    f"no slot of {index.slot_nbytes} bytes can be freed: all pages are pinned or in use "
+                    f"({self.pinned_count} pinned, {self.held_count} being read, {self.writing_count} being written)"
+                )
+            return result
+        finally:
+            index.busy -= 1
+            self._let_go(known)
 
     def _place(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> Page | None:
         page = Page(index, prefix_hash, now_ms)
         if not self.eviction.place(page):
             return None
-        index.pages[prefix_hash] = page
+        index.add(page)
         self.writing_count += 1
         return page
 
@@ -186,10 +189,10 @@ class RamTier:
         if visible:
             page.state = State.VISIBLE
             self.visible_count += 1
-            self.eviction.admit(page)
+            self._order.admit(page)
         else:
             page.state = State.DOOMED
-            del page.namespace.pages[page.prefix_hash]
+            page.namespace.drop(page)
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
         """Makes the reserved pages visible; the whole chain becomes the newest, head last.
@@ -204,7 +207,7 @@ class RamTier:
                 page.expiry_s = self.clock_s() + ttl_s if ttl_s else 0
                 page.state = State.VISIBLE
                 page.stored_ms = now_ms
-                self.eviction.admit(page)
+                self._order.admit(page)
             stored = len(reservation.pages)
             self.writing_count -= stored
             self.visible_count += stored
@@ -244,7 +247,7 @@ class RamTier:
         with self.lock:
             for page in reservation.pages:
                 assert page.state is State.WRITING
-                del page.namespace.pages[page.prefix_hash]
+                page.namespace.drop(page)
                 self.eviction.release(page)
             self.writing_count -= len(reservation.pages)
             reservation.namespace.counters.pages_put_aborted += len(reservation.pages)
@@ -256,25 +259,23 @@ class RamTier:
 
         `wanted_nbytes`: bytes of each page that the caller is going to read, for the counters.
         """
-        with self.lock:
-            index = self.namespaces.find(digest)
-            acquired = self._acquire(index, prefix_hashes, prefix_only)
-            self._touch_chain(acquired.pages)
-            self.below.touch(digest, prefix_hashes)
-            misses = acquired.pages.count(None)
-            hits = len(prefix_hashes) - misses
-            index.counters.pages_got += hits
-            index.counters.nbytes_got += hits * wanted_nbytes
-            index.counters.pages_get_missed += misses
-            return acquired
+        return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes))
+
+    def _acquire(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int
+    ) -> Work[Acquired]:
+        index = self.namespaces.find(digest)
+        acquired = yield from self._hold_all(index, prefix_hashes, prefix_only)
+        self._touch_chain(acquired.pages)
+        self.below.touch(digest, prefix_hashes)
+        misses = acquired.pages.count(None)
+        index.counters.count_get(len(prefix_hashes) - misses, misses, wanted_nbytes)
+        return acquired
 
     def count_lost(self, digest: bytes, count: int, wanted_nbytes: int) -> None:
         """Of the pages that were acquired, `count` could not be read from the tier below after all."""
         with self.lock:
-            counters = self.namespaces.find(digest).counters
-            counters.pages_got -= count
-            counters.nbytes_got -= count * wanted_nbytes
-            counters.pages_get_missed += count
+            self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
     @contextlib.contextmanager
     def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
@@ -289,21 +290,27 @@ class RamTier:
             if page is not None:
                 self.release([page])
 
-    def _acquire(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], prefix_only: bool) -> Acquired:
+    def _hold_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], prefix_only: bool) -> Work[Acquired]:
         acquired = Acquired([None] * len(prefix_hashes), [])
-        for position, prefix_hash in enumerate(prefix_hashes):
-            page = self.live(index, prefix_hash)
-            if page is None:
-                page = index.pages.get(prefix_hash)
-                if page is None:
-                    page = self.loads.begin(self.below, index, prefix_hash, acquired.loads)
-                elif page.state is not State.LOADING:
-                    page = None
-            if page is not None:
-                self._hold_page(page)
-                acquired.pages[position] = page
-            elif prefix_only:
-                break
+        index.busy += 1
+        try:
+            for position, prefix_hash in enumerate(prefix_hashes):
+                page = self.live(index, prefix_hash)
+                while page is None:
+                    page = index.pages.get(prefix_hash)
+                    if page is not None:
+                        page = page if page.state in (State.VISIBLE, State.LOADING) else None
+                        break
+                    page, is_full = self.loads.begin(self.below, index, prefix_hash, acquired.loads)
+                    if not is_full or not (yield from self.eviction.make_room(index.slot_nbytes, self.clock_ms())):
+                        break
+                if page is not None:
+                    self._hold_page(page)
+                    acquired.pages[position] = page
+                elif prefix_only:
+                    break
+        finally:
+            index.busy -= 1
         return acquired
 
     def _hold_page(self, page: Page) -> None:
@@ -312,38 +319,49 @@ class RamTier:
 
     def release(self, pages: Sequence[Page]) -> None:
         with self.lock:
-            for page in pages:
-                assert page.holds > 0
-                page.holds -= 1
-                if page.holds == 0:
-                    self.held_count -= 1
-                    if page.state is State.DOOMED:
-                        self.eviction.release(page)
+            self._let_go(pages)
+
+    def _let_go(self, pages: Sequence[Page]) -> None:
+        for page in pages:
+            assert page.holds > 0
+            page.holds -= 1
+            if page.holds == 0:
+                self.held_count -= 1
+                if page.state is State.DOOMED:
+                    self.eviction.release(page)
+                elif page.newer is None:
+                    self._order.give_back(page)
 
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Forgets pages, pinned ones too. True for each that was visible."""
-        with self.lock:
-            index = self.namespaces.find(digest)
-            removed = []
-            for prefix_hash in prefix_hashes:
-                page = self.live(index, prefix_hash) or index.pages.get(prefix_hash)
-                if page is not None and page.state is State.LOADING:
-                    self.loads.forget(page)
-                removed.append(page is not None and page.state is State.VISIBLE)
-                if removed[-1] and page is not None:
-                    self._forget(page, "removed")
-            below = self.below.remove(digest, prefix_hashes)
-            return [here or there for here, there in zip(removed, below, strict=True)]
+        removed: list[bool] = []
+        for start in range(0, len(prefix_hashes), STEPS):
+            with self.lock:
+                removed += self.remove_some(self.namespaces.find(digest), prefix_hashes[start : start + STEPS])
+        return removed
+
+    def remove_some(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """The same for a few; the caller has the lock."""
+        removed = []
+        for prefix_hash in prefix_hashes:
+            page = self.live(index, prefix_hash) or index.pages.get(prefix_hash)
+            if page is not None and page.state is State.LOADING:
+                self.loads.forget(page)
+            removed.append(page is not None and page.state is State.VISIBLE)
+            if removed[-1] and page is not None:
+                self._forget(page, "removed")
+        below = self.below.remove(index.digest, prefix_hashes)
+        return [here or there for here, there in zip(removed, below, strict=True)]
 
     def remove_namespace(self, digest: bytes) -> int:
-        """Forgets all visible pages of a namespace in every tier; how many there were, a page that
-        was in RAM and below counting once for each."""
-        with self.lock:
-            hashes = list(self.namespaces.find(digest).pages)
-        removed = sum(self.remove(digest, hashes)) if hashes else 0
-        return removed + self.below.remove_namespace(digest)
+        """Forgets all pages of a namespace in every tier; how many there were, a page that was in RAM and
+        below counting once. Pages that are put meanwhile may stay."""
+        index = self.namespace(digest)
+        counts: list[int] = []
+        walk(self, index, lambda pages: counts.append(sum(self.remove_some(index, [p.prefix_hash for p in pages]))))
+        return sum(counts) + self.below.remove_namespace(digest)
 
     def drop_corrupt(self, page: Page) -> None:
         """Forgets a page whose bytes do not match its checksum (the caller holds it)."""
@@ -351,43 +369,18 @@ class RamTier:
             if page.state is State.VISIBLE:
                 self._forget(page, "corrupt")
 
-    def _forget(self, page: Page, reason: str) -> None:
-        """Takes a visible page out; its slot follows at once or with its last reader."""
+    def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
+        """Takes a visible page out; its slot follows, or goes to its successor, at once or with its last reader."""
         index = page.namespace
-        del index.pages[page.prefix_hash]
+        index.drop(page)
         self._ghosts.remember(index.digest, page.prefix_hash, reason)
         if reason == "evicted":
             index.counters.pages_evicted += 1
         self.visible_count -= 1
         page.state = State.DOOMED
-        self.eviction.withdraw(page)
+        self._order.withdraw(page)
         if page.holds == 0:
-            self.eviction.release(page)
-
-    # ---- pins ----------------------------------------------------------------------------
-
-    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_ms: int) -> list[bool]:
-        """Keeps visible pages from eviction for `ttl_ms`; a new pin replaces the old one."""
-        now_ms = self.clock_ms()
-        with self.lock:
-            index = self.namespaces.find(digest)
-            self.eviction.expire_pins(now_ms)
-            pinned = []
-            for prefix_hash in prefix_hashes:
-                page = self.live(index, prefix_hash)
-                pinned.append(page is not None)
-                if page is not None:
-                    self.eviction.pin(page, now_ms + ttl_ms)
-            below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))
-            return [here or there for here, there in zip(pinned, below, strict=True)]
-
-    def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        with self.lock:
-            index = self.namespaces.find(digest)
-            pages = [index.pages.get(prefix_hash) for prefix_hash in prefix_hashes]
-            unpinned = [page is not None and self.eviction.unpin(page) for page in pages]
-            below = self.below.pin(digest, prefix_hashes, 0)
-            return [here or there for here, there in zip(unpinned, below, strict=True)]
+            self.eviction.release(page, successor)
 
     # ---- check ---------------------------------------------------------------------------
 

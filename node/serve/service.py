@@ -23,6 +23,7 @@ from node.disk.tier import DiskTier
 from node.ram.arena import Arena
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.page import Page
+from node.ram.pinning import Pinning
 from node.ram.reservation import Verdict
 from node.ram.tier import RamTier
 from node.serve.limits import (
@@ -67,6 +68,7 @@ class Service:
         self._arena = arena
         self._tier = tier
         self._inventory = Inventory(tier)
+        self._pinning = Pinning(tier)
         self.sessions = sessions
         self.instance_id = os.urandom(8)
         self.bulk_port = 0
@@ -294,11 +296,11 @@ class Service:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         if not 1 <= request.ttl_ms <= self._config.pin_ttl_ms_max:
             raise InvalidRequest(f"ttl_ms {request.ttl_ms} is not in 1..{self._config.pin_ttl_ms_max} (pin_ttl_ms_max)")
-        return pb.PinReply(pinned=self._tier.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
+        return pb.PinReply(pinned=self._pinning.pin(request.namespace, request.prefix_hashes, request.ttl_ms))
 
     def _unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
-        return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
+        return pb.UnpinReply(unpinned=self._pinning.unpin(request.namespace, request.prefix_hashes))
 
     def _list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
         limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)

@@ -64,8 +64,8 @@ class Status:
     def _ram(self) -> pb.RamStatus:
         tier, slots = self._tier, self._tier.slots
         classes = [
-            in_range(pb.SizeClass, slot_nbytes=size, extent_count=extents, slot_count=count, used_count=used)
-            for size, extents, count, used in self._inventory.size_classes()
+            in_range(pb.SizeClass, slot_nbytes=size, block_count=blocks, slot_count=count, used_count=used)
+            for size, blocks, count, used in self._inventory.size_classes()
         ]
         return in_range(
             pb.RamStatus,

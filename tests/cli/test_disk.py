@@ -78,11 +78,11 @@ def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None
 
 
 def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, data_dir: Path, tmp_path: Path) -> None:
-    """The extents' directory is gone: a page of a new size needs an extent that can not be made."""
+    """The extents' directory is gone: a page for which no block is left needs an extent that can not be made."""
     extents = data_dir / "extents"
     extents.rename(data_dir / "taken away")
     page = tmp_path / "larger"
-    page.write_bytes(bytes(64 << 10))
+    page.write_bytes(bytes(9 << 20))
     ran = on_disk("put", str(page), "--create-opaque", "larger", "--tokens", "1", "--durable")
     assert ran.code == 4
     assert "durable" in ran.stderr or "safe" in ran.stderr

@@ -24,7 +24,7 @@ class Model:
         self.order: list[int] = []  # oldest first
         self.used_s: dict[int, int] = {}
         self.size: dict[int, int] = {}
-        self.pinned: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}  # in no order; the newest once the pin is over
         self.uses: dict[int, int] = {}
 
     def add(self, key: tuple[int, bytes], record: int, size: int, now_s: int) -> None:
@@ -32,22 +32,41 @@ class Model:
         self.touch(record, now_s)
 
     def touch(self, record: int, now_s: int) -> None:
+        self.used_s[record] = now_s
+        if record not in self.pinned:
+            self.make_newest(record)
+
+    def make_newest(self, record: int) -> None:
         if record in self.order:
             self.order.remove(record)
         self.order.append(record)
-        self.used_s[record] = now_s
 
     def remove(self, record: int) -> None:
         self.by_key = {key: known for key, known in self.by_key.items() if known != record}
-        self.order.remove(record)
-        self.pinned.pop(record, None)
+        if self.pinned.pop(record, None) is None:
+            self.order.remove(record)
 
-    def may_go(self, record: int, now_s: int) -> bool:
-        return not self.uses.get(record) and self.pinned.get(record, 0) <= now_s
+    def pin(self, record: int, until_s: int) -> None:
+        if until_s:
+            if record not in self.pinned:
+                self.order.remove(record)
+            self.pinned.pop(record, 0)
+            self.pinned[record] = until_s
+        elif self.pinned.pop(record, 0):
+            self.make_newest(record)
+
+    def end_pins(self, now_s: int) -> None:
+        for record, until_s in sorted(self.pinned.items(), key=lambda pin: pin[1]):
+            if until_s <= now_s:
+                self.pin(record, 0)
+
+    def may_go(self, record: int) -> bool:
+        return not self.uses.get(record) and record not in self.pinned
 
     def oldest(self, size: int, now_s: int) -> int:
         """Of the pages of one size that may go; 0 if there is none."""
-        return next((r for r in self.order if self.size[r] == size and self.may_go(r, now_s)), 0)
+        self.end_pins(now_s)
+        return next((r for r in self.order if self.size[r] == size and self.may_go(r)), 0)
 
 
 class Play:
@@ -84,6 +103,7 @@ class Play:
         record = self.records.reserve(*key, size)
         while not record:
             victims = self.records.victims(size, self.now_s)
+            self.model.end_pins(self.now_s)
             if not victims:
                 assert not self.model.oldest(size, self.now_s)
                 return
@@ -102,17 +122,16 @@ class Play:
         assert self.records.expiry_s(record) == self.now_s + 5
 
     def check_victims(self, victims: list[int], size: int) -> None:
-        """The oldest of our size, or all of an extent of a size whose oldest page is older than ours."""
-        model = self.model
-        assert all(model.may_go(victim, self.now_s) for victim in victims)
+        """The oldest of our size, or all that is in the place of a block of a size whose oldest page is older."""
+        model, slots = self.model, self.records.slots
+        assert all(model.may_go(victim) for victim in victims)
         ours = model.oldest(size, self.now_s)
-        if model.size[victims[0]] == size:
-            assert victims == [ours]
+        if victims == [ours]:
             return
-        other = model.size[victims[0]]
-        assert not ours or model.used_s[model.oldest(other, self.now_s)] < model.used_s[ours]
-        extent = self.records.extent_of(victims[0])
-        assert sorted(victims) == sorted(owner for owner in extent.owners if owner)
+        others = {model.oldest(model.size[victim], self.now_s) for victim in victims}
+        assert not ours or any(model.used_s[other] < model.used_s[ours] for other in others)
+        area = slots.area(self.records.offset(victims[0]), slots.level(size))
+        assert sorted(victims) == sorted(owner for block in slots.blocks_in(area) for owner in block.owners if owner)
 
     def touch(self, _: tuple[int, bytes], record: int) -> None:
         self.records.touch(record, self.now_s)
@@ -126,9 +145,9 @@ class Play:
         self.model.remove(record)
 
     def pin(self, _: tuple[int, bytes], record: int) -> None:
-        until_s = self.rng.choice([0, self.now_s + 30])
+        until_s = self.rng.choice([0, self.now_s + 1 + self.rng.randrange(30)])
         self.records.pin(record, until_s)
-        self.model.pinned[record] = until_s
+        self.model.pin(record, until_s)
 
     def use(self, _: tuple[int, bytes], record: int) -> None:
         self.records.begin_use(record)
@@ -151,11 +170,13 @@ class Play:
             assert records.key(record) == (number, prefix_hash)
             assert records.checksum(record) == checksum(b"", key_seed(b"", prefix_hash))
         for size in SIZES:
-            ours = [record for record in records.records() if model.size[record] == size]
+            listed = (record for record in records.records() if record not in model.pinned)
+            ours = [record for record in listed if model.size[record] == size]
             assert ours == [record for record in model.order if model.size[record] == size], "exact LRU"
-        doomed_nbytes = sum(records.extent_of(record).slot_nbytes for record in self.doomed)
-        assert records.slots.used_nbytes == sum(model.size[r] for r in model.order) + doomed_nbytes
-        places = [(records.offset(r), records.offset(r) + model.size[r]) for r in model.order]
+        doomed_nbytes = sum(records.slots.block_of(records.offset(r)).kind.slot_nbytes for r in self.doomed)
+        present = [*model.order, *model.pinned]
+        assert records.slots.used_nbytes == sum(model.size[r] for r in present) + doomed_nbytes
+        places = [(records.offset(r), records.offset(r) + model.size[r]) for r in present]
         assert all(end <= start for (_, end), (start, _) in zip(sorted(places), sorted(places)[1:], strict=False))
 
 
@@ -191,10 +212,13 @@ def test_pinned_and_busy_records_are_no_victims() -> None:
     records.pin(stored[0], 100)
     records.begin_use(stored[1])
     assert records.victims(4096, 50) == [stored[2]]
-    assert records.victims(4096, 100) == [stored[0]], "its pin is over"
-    records.pin(stored[2], 100)
+    records.pin(stored[2], 200)
     assert records.victims(4096, 50) == []
-    assert records.victims(8192, 50) == [], "an extent with a pinned page does not change its size"
+    assert records.victims(12288, 50) == [], "a place with a pinned page does not change its size"
+    assert records.victims(4096, 100) == [stored[0]], "its pin is over"
+    records.end_use(stored[1])
+    assert records.victims(4096, 100) == [stored[1]], "it is older"
+    assert records.check() == []
 
 
 def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
@@ -239,13 +263,14 @@ def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
 @pytest.mark.parametrize(("nbytes", "record_count"), [(16, 100_000), (32, 200_000), (64, 100_000)])
 def test_a_record_takes_about_64_bytes_beside_its_hash(nbytes: int, record_count: int) -> None:
     """Whether the table has just grown or is nearly full; slots and their owners included."""
-    records = Records(1 << 30, 1 << 22)
+    records = Records(1 << 30, 1 << 26)
     rng = random.Random(7)
     for count in range(1, record_count + 1):
         records.publish(records.reserve(1, rng.randbytes(nbytes), 4096), bytes(16), 5)
         if count % (record_count // 20) == 0 and count >= record_count * 3 // 4:
             arrays = [value for value in vars(records).values() if isinstance(value, array)]
-            arrays += [values for extent in records.slots.extents() for values in (extent.owners, extent.free)]
+            arrays += records._order.links
+            arrays += [block.owners for block in records.slots.blocks()]
             total_nbytes = sum(map(sys.getsizeof, arrays)) + records._hashes.nbytes
             assert total_nbytes <= (64 + nbytes) * count, f"{total_nbytes / count} for each of {count} records"
 

@@ -17,6 +17,7 @@ from node.config import NodeConfig
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
+from node.ram.pinning import Pinning
 from node.ram.reservation import Reservation
 from node.ram.tier import RamTier
 from node.server import Node
@@ -264,6 +265,11 @@ class Sandbox:
         for page in reservation.pages:
             self.arena[page.offset : page.offset + pages.nbytes] = pages.content(page.prefix_hash)
 
+    def hold(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
+        """Held as a reader holds them, which is a use only later."""
+        tier = self.tier
+        return tier._in_turns(tier._hold_all(tier.namespace(pages.namespace.digest), keys, prefix_only=False)).pages
+
     def commit(self, reservation: Reservation) -> int:
         return self.tier.commit(reservation, [b"checksum"] * len(reservation.pages))
 
@@ -295,7 +301,10 @@ class Sandbox:
         return Inventory(self.tier).stat(pages.namespace.digest, keys)
 
     def pin(self, pages: Pages, keys: Sequence[bytes], ttl_ms: int = 1 << 30) -> list[bool]:
-        return self.tier.pin(pages.namespace.digest, keys, ttl_ms)
+        return Pinning(self.tier).pin(pages.namespace.digest, keys, ttl_ms)
+
+    def unpin(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
+        return Pinning(self.tier).unpin(pages.namespace.digest, keys)
 
     def remove(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
         return self.tier.remove(pages.namespace.digest, keys)

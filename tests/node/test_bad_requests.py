@@ -235,13 +235,18 @@ def test_an_arena_of_pinned_pages_is_exhausted_at_once(
     start_node: Callable[..., Node], make_pages: Any, connect: Any, name: str
 ) -> None:
     """At once: long before the deadline, and with the numbers that explain it."""
-    client = connect(start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20), wire=name, timeout_s=600.0)
+    node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
+    client = connect(node, wire=name, timeout_s=600.0)
     pages = make_pages("pinned")
     keys = pages.keys(*range(256))
     pages.put(client, keys)
-    assert all(client.pin(pages.namespace, keys, 60.0))
-    with pytest.raises(Exhausted, match=r"all pages are pinned or in use \(256 pinned"):
+    assert all(client.pin(pages.namespace, keys[:128], 60.0))
+    with pytest.raises(Exhausted, match=r"with 1 more, pinned pages would keep .* \(half of ram_nbytes\)"):
+        client.pin(pages.namespace, keys[128:129], 60.0)
+    held = [page for page in node.tier.acquire(pages.namespace.digest, keys[128:], False, 0).pages if page]
+    with pytest.raises(Exhausted, match=r"all pages are pinned or in use \(128 pinned, 128 being read"):
         pages.put(client, pages.keys(1000))
     assert all(pages.get(client, keys))
     assert client.unpin(pages.namespace, keys[:1]) == [True]
     assert pages.put(client, pages.keys(1000)) == [PutOutcome.STORED]
+    node.tier.release(held)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
+from kvstore.layout import slot_nbytes
 from node.ram.page import Page
 from node.ram.reservation import Reservation, Verdict
 
@@ -129,7 +130,16 @@ class Simulation:
     def pin(self) -> None:
         name, keys = self.batch()
         expiry_ms = self.box.now_ms + (ttl_ms := self.rng.randint(1, 2000))
-        pinned = self.box.pin(self.spaces[name], keys, ttl_ms)
+        try:
+            pinned = self.box.pin(self.spaces[name], keys, ttl_ms)
+        except Exhausted:
+            self.expire()
+            nbytes = sum(
+                slot_nbytes(PAGE_SIZES[space]) for space, _ in {*self.model.pinned, *((name, k) for k in keys)}
+            )
+            assert nbytes > EXTENT * EXTENTS / 2 / 8, "pinned pages take eight times their own space at most"
+            self.done["pins refused"] = self.done.get("pins refused", 0) + 1
+            return
         assert pinned == [(name, key) in self.model.visible for key in keys]
         self.model.pinned.update({(name, key): expiry_ms for key, done in zip(keys, pinned, strict=True) if done})
 
@@ -137,7 +147,7 @@ class Simulation:
         name, keys = self.batch()
         self.expire()
         self.box.stat(self.spaces[name], keys)  # lets the tier see the clock too
-        unpinned = self.box.tier.unpin(self.spaces[name].namespace.digest, keys)
+        unpinned = self.box.unpin(self.spaces[name], keys)
         assert unpinned == [self.model.pinned.pop((name, key), None) is not None for key in keys]
 
     def expire(self) -> None:

@@ -8,8 +8,9 @@ import pytest
 from kvstore.layout import SLOT_ALIGN_NBYTES, slot_nbytes
 from node.slots import SlotAllocator
 
-EXTENT = 16 * SLOT_ALIGN_NBYTES
-SIZES = [SLOT_ALIGN_NBYTES * n for n in (1, 2, 3, 5, 16)]
+EXTENT = 64 * SLOT_ALIGN_NBYTES
+SIZES = [SLOT_ALIGN_NBYTES * n for n in (1, 2, 3, 5, 16, 33, 64)]
+BLOCKS = {size: SLOT_ALIGN_NBYTES * n for size, n in zip(SIZES, (1, 2, 16, 16, 16, 64, 64), strict=True)}
 
 
 @dataclass
@@ -19,22 +20,31 @@ class Model:
     region_nbytes: int
     taken: dict[int, int] = field(default_factory=dict)  # offset -> nbytes
 
+    def blocks(self) -> dict[int, int]:
+        """Start and slot size of the blocks that the taken ranges lie in."""
+        return {offset // BLOCKS[size] * BLOCKS[size]: size for offset, size in self.taken.items()}
+
     def take(self, offset: int, nbytes: int) -> None:
         assert 0 <= offset <= self.region_nbytes - nbytes
-        assert offset // EXTENT == (offset + nbytes - 1) // EXTENT, "a slot lies across two extents"
-        assert offset % EXTENT % nbytes == 0
+        start = offset // BLOCKS[nbytes] * BLOCKS[nbytes]
+        assert (offset - start) % nbytes == 0
+        assert offset + nbytes <= start + BLOCKS[nbytes], "a slot lies across two blocks"
         for other, size in self.taken.items():
             assert offset + nbytes <= other or other + size <= offset, "two slots overlap"
-            assert size == nbytes or other // EXTENT != offset // EXTENT, "two sizes in one extent"
+        for other, size in self.blocks().items():
+            apart = start + BLOCKS[nbytes] <= other or other + BLOCKS[size] <= start
+            assert apart or (other, size) == (start, nbytes), "two sizes in one block"
         self.taken[offset] = nbytes
 
     def has_room(self, nbytes: int) -> bool:
-        used = {offset // EXTENT for offset in self.taken}
-        if len(used) < self.region_nbytes // EXTENT:
-            return True
-        per_extent = EXTENT // nbytes
-        of_size = [offset // EXTENT for offset, size in self.taken.items() if size == nbytes]
-        return any(of_size.count(extent) < per_extent for extent in set(of_size))
+        blocks = self.blocks()
+        for start in range(0, self.region_nbytes, BLOCKS[nbytes]):
+            inside = [offset for offset in self.taken if start <= offset < start + BLOCKS[nbytes]]
+            if blocks.get(start) == nbytes and len(inside) < BLOCKS[nbytes] // nbytes:
+                return True
+            if all(start + BLOCKS[nbytes] <= b or b + BLOCKS[size] <= start for b, size in blocks.items()):
+                return True
+        return False
 
 
 def test_random_use_equals_a_naive_model(seed: int) -> None:
@@ -48,6 +58,7 @@ def test_random_use_equals_a_naive_model(seed: int) -> None:
             del model.taken[offset]
         else:
             size = rng.choice(SIZES)
+            assert slots.has_room(size) == model.has_room(size)
             offset_or_none = slots.allocate(size, object())
             assert (offset_or_none is not None) == model.has_room(size)
             if offset_or_none is not None:
@@ -57,37 +68,112 @@ def test_random_use_equals_a_naive_model(seed: int) -> None:
         assert slots.check() == []
     for offset in list(model.taken):
         slots.free(offset)
-    assert (slots.used_nbytes, slots.extent_free_count, slots.check()) == (0, 8, [])
+    assert (slots.used_nbytes, slots.extent_free_count, slots.check(), slots.kinds()) == (0, 8, [], [])
 
 
-def test_an_extent_whose_last_slot_is_freed_serves_another_size() -> None:
+def test_what_was_claimed_is_used_like_what_was_allocated(seed: int) -> None:
+    """After a restart: slots are claimed in any order, the rest is free."""
+    rng = random.Random(seed)
+    before, model = SlotAllocator(4 * EXTENT, EXTENT), Model(4 * EXTENT)
+    for _ in range(60):
+        size = rng.choice(SIZES)
+        if (offset := before.allocate(size, object())) is not None:
+            model.take(offset, size)
+    for offset in rng.sample(list(model.taken), len(model.taken) // 2):
+        before.free(offset)
+        del model.taken[offset]
+    slots = SlotAllocator(4 * EXTENT, EXTENT)
+    for offset, size in rng.sample(list(model.taken.items()), len(model.taken)):
+        assert slots.claim(size, offset, object())
+        assert not slots.claim(size, offset, object()), "it is taken"
+    slots.claimed()
+    assert slots.check() == []
+    assert (slots.used_nbytes, slots.extent_free_count) == (before.used_nbytes, before.extent_free_count)
+    for size in SIZES:
+        assert slots.has_room(size) == model.has_room(size)
+
+
+def test_a_block_of_another_size_is_not_claimed() -> None:
+    slots = SlotAllocator(2 * EXTENT, EXTENT)
+    assert slots.claim(SIZES[2], SIZES[2], object())  # in the first 16 units
+    assert not slots.claim(SIZES[0], 0, object()), "the unit is part of that block"
+    assert not slots.claim(SIZES[5], 0, object()), "that block is part of the extent"
+    assert not slots.claim(SIZES[2], SIZES[0], object()), "no slot starts there"
+    assert not slots.claim(SIZES[2], 5 * SIZES[2], object()), "it would leave its block"
+    assert not slots.claim(SIZES[0], 2 * EXTENT, object()), "it is outside"
+    assert not slots.claim(SLOT_ALIGN_NBYTES // 2, 0, object()), "no slot is that small"
+    assert slots.claim(SIZES[0], BLOCKS[SIZES[2]], object())
+    slots.claimed()
+    assert slots.check() == []
+
+
+def test_a_block_whose_last_slot_is_freed_serves_another_size() -> None:
     slots = SlotAllocator(EXTENT, EXTENT)
-    small = [slots.allocate(SIZES[0], object()) for _ in range(16)]
-    assert None not in small
+    small = [slots.allocate(SIZES[0], object()) for _ in range(64)]
     assert slots.allocate(SIZES[1], object()) is None
     for offset in small[1:]:
         assert offset is not None
         slots.free(offset)
-    assert slots.allocate(SIZES[1], object()) is None
+    assert slots.allocate(SIZES[6], object()) is None
+    assert slots.allocate(SIZES[1], object()) is not None
     assert small[0] is not None
     slots.free(small[0])
-    assert slots.allocate(SIZES[1], object()) == 0
+    assert slots.allocate(SIZES[4], object()) is not None
 
 
-def test_new_slots_fill_the_oldest_partial_extent_so_that_others_run_empty() -> None:
-    slots = SlotAllocator(2 * EXTENT, EXTENT)
-    offsets = [slots.allocate(SIZES[4] // 2, object()) for _ in range(4)]
-    for offset in (offsets[0], offsets[2]):  # a hole in each extent
+def test_a_page_of_each_of_64_sizes_takes_a_few_pages_of_memory_each() -> None:
+    slots = SlotAllocator(1 << 30, 16 << 20)
+    sizes = [128 * 1024 + 4096 * n for n in range(64)]
+    assert None not in [slots.allocate(size, object()) for size in sizes]
+    assert slots.used_nbytes < 16 << 20
+    taken = sum(slots.unit_nbytes << kind.level for kind in slots.kinds())
+    assert taken <= 16 * slots.used_nbytes
+
+
+@pytest.mark.parametrize("page_nbytes", [(1 << 20) - 4096, 562_176, 1_124_352, 2_097_152, 2_256_512, 40_016, 4096])
+def test_a_block_leaves_a_sixteenth_unused_at_most(page_nbytes: int) -> None:
+    slots = SlotAllocator(1 << 30, 64 << 20)
+    size = slot_nbytes(page_nbytes)
+    block_nbytes = slots.unit_nbytes << slots.level(size)
+    assert block_nbytes % size * 16 <= block_nbytes
+
+
+def test_sizes_that_came_and_went_leave_nothing_behind() -> None:
+    """They once made every placement slower, until a restart."""
+    slots = SlotAllocator(1 << 26, 1 << 25)
+    for n in range(1, 4096):
+        offset = slots.allocate(SLOT_ALIGN_NBYTES * n, object())
         assert offset is not None
         slots.free(offset)
-    assert slots.allocate(SIZES[4] // 2, object()) == offsets[0]
+    assert not slots.kinds()
+    assert slots.check() == []
 
 
-def test_a_slot_in_an_extent_to_avoid_is_not_given() -> None:
-    slots = SlotAllocator(EXTENT, EXTENT)
-    offset = slots.allocate(SIZES[0], object())
+def test_new_slots_fill_the_oldest_partial_block_so_that_others_run_empty() -> None:
+    slots = SlotAllocator(2 * EXTENT, EXTENT)
+    offsets = [slots.allocate(SIZES[2], object()) for _ in range(10)]
+    for offset in (offsets[0], offsets[5]):  # a hole in each block
+        assert offset is not None
+        slots.free(offset)
+    assert slots.allocate(SIZES[2], object()) == offsets[0]
+
+
+def test_nothing_is_given_out_in_a_closed_area() -> None:
+    slots = SlotAllocator(2 * EXTENT, EXTENT)
+    offset = slots.allocate(SIZES[2], object())
     assert offset is not None
-    assert slots.allocate(SIZES[0], object(), avoid=slots.extent_of(offset)) is None
+    area = slots.area(offset, slots.level_max)
+    assert slots.close(area)
+    assert not slots.close(slots.area(offset, 0)), "it is closed"
+    others = [slots.allocate(SIZES[2], object()) for _ in range(20)]
+    assert None not in others
+    assert not {o // EXTENT for o in others if o is not None} & {offset // EXTENT}
+    assert slots.allocate(SIZES[0], object()) is None
+    slots.free(offset)
+    assert slots.allocate(SIZES[0], object()) is None
+    slots.reopen(area)
+    assert slots.check() == []
+    assert slots.allocate(SIZES[6], object()) == area.start * slots.unit_nbytes
 
 
 def test_a_page_larger_than_an_extent_gets_no_slot() -> None:
@@ -115,20 +201,25 @@ def test_slots_are_aligned(page: int, slot: int) -> None:
 def broken(damage: str) -> list[str]:
     slots = SlotAllocator(2 * EXTENT, EXTENT)
     for _ in range(3):
-        slots.allocate(SIZES[0], object())
-    extent = next(slots.extents())
+        slots.allocate(SIZES[2], object())
+    block = next(slots.blocks())
     if damage == "owner forgotten":
-        extent.owners[0] = None
+        block.owners[0] = None
     elif damage == "free slot owned":
-        extent.free.append(0)
+        block.free.append(0)
     elif damage == "not listed as partial":
-        slots._partial[SIZES[0]].clear()
+        block.kind.partial.clear()
     elif damage == "counter":
         slots.used_nbytes += 1
-    elif damage == "empty extent lost":
-        slots._empty.clear()
-    elif damage == "empty extent twice":
-        slots._empty.append(slots._empty[0])
+    elif damage == "counter of a size":
+        block.kind.used_count += 1
+    elif damage == "free block lost":
+        slots._free[-1].clear()
+    elif damage == "free block in use":
+        slots._free[0][0] = None
+    elif damage == "halves apart":
+        start, _ = slots._free[-1].popitem()
+        slots._free[-2][start] = slots._free[-2][start + 32] = None
     return slots.check()
 
 
@@ -139,8 +230,10 @@ def broken(damage: str) -> list[str]:
         "free slot owned",
         "not listed as partial",
         "counter",
-        "empty extent lost",
-        "empty extent twice",
+        "counter of a size",
+        "free block lost",
+        "free block in use",
+        "halves apart",
     ],
 )
 def test_check_reports_damage(damage: str) -> None:

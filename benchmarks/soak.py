@@ -1,0 +1,71 @@
+"""Whether a node's private memory grows with what has come and gone.
+
+Each round fills a namespace of its own with pages of 4 KiB and empties it again: by removing it, or, with
+`--evict`, by what comes after. The node's private resident memory (RssAnon, as NodeStatus tells it; the
+arena is not in it) is printed after each round. What one round needs is there after the first few; from
+then on it may not grow: aim at most 128 KiB a round.
+
+    python benchmarks/soak.py [--rounds 16] [--pages 16384] [--evict] [--disk] [--json]
+"""
+
+import contextlib
+import secrets
+import statistics
+import sys
+import tempfile
+
+from measure import Report, parser, progress
+
+from kvstore import Client, Namespace, client_config
+from kvstore.layout import opaque_layout
+from kvstore.measure.node_process import NodeProcess
+
+PAGE_NBYTES = 4096
+BATCH = 256
+AIM_NBYTES = 128 << 10
+
+
+def fill(client: Client, namespace: Namespace, pages: int) -> None:
+    page = bytes(PAGE_NBYTES)
+    for start in range(0, pages, BATCH):
+        count = min(BATCH, pages - start)
+        client.put(namespace, [secrets.token_bytes(32) for _ in range(count)], [page] * count)
+
+
+def main(argv: list[str]) -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=16, help="namespaces, one after the other (%(default)s)")
+    options.add_argument("--pages", type=int, default=16_384, help="pages of each (%(default)s)")
+    options.add_argument("--evict", action="store_true", help="never remove: let the next round evict")
+    options.add_argument("--disk", action="store_true", help="with a disk tier")
+    args = options.parse_args(argv)
+    report = Report("Private memory of the node, namespaces coming and going", f"python benchmarks/soak.py {argv}")
+    ram_nbytes = -(-args.pages * PAGE_NBYTES // (16 << 20)) * (16 << 20)
+    flags = ["--ram-bytes", str(ram_nbytes), "--extent-bytes", str(16 << 20), "--log-level", "WARNING"]
+    with contextlib.ExitStack() as stack:
+        if args.disk:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(dir="."))
+            flags += ["--data-dir", directory, "--disk-bytes", str(2 * ram_nbytes)]
+        node = stack.enter_context(NodeProcess(*flags))
+        client = stack.enter_context(Client(client_config(address=node.address, timeout_s=60.0)))
+        tick = stack.enter_context(progress(args.rounds))
+        private: list[int] = []
+        for number in range(args.rounds):
+            namespace = Namespace(model="soak", layout=opaque_layout(PAGE_NBYTES), salt=str(number))
+            fill(client, namespace, args.pages)
+            if not args.evict:
+                client.remove_namespace(namespace)
+            private.append(client.node_status().rss_nbytes)
+            tick()
+    report.rows += [{"round": n, "private, KiB": nbytes >> 10} for n, nbytes in enumerate(private)]
+    settled = private[len(private) // 2 :]  # what a first round takes, later ones use again
+    growth = round(statistics.linear_regression(range(len(settled)), settled).slope)
+    verdict = "met" if growth <= AIM_NBYTES else "missed"
+    report.notes.append(
+        f"second half: {growth} bytes a round of {args.pages} pages; aim at most {AIM_NBYTES}: {verdict}"
+    )
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,158 @@
+"""Emptying the place of a block, so that it can serve another page size.
+
+    look     nobody may read or write there, and the pinned pages must find a place elsewhere
+    close    nothing in there is given out any more
+    move     pinned pages, one at a time: held, copied without the lock, then they change their slot
+    evict    the others, so many in a turn
+    reopen   what is empty is free
+
+A page that somebody began to read meanwhile ends it; then what has gone is gone, and the rest stays.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from node.ram.order import UseOrder
+from node.ram.page import Page, State
+from node.ram.turn import Move, Turn, Work
+from node.slots import Block, SlotAllocator
+
+
+class Clearing:
+    """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(page)` keeps it until
+    it is moved, `make_place(size)` frees a slot of this size elsewhere without moving anything, at the cost
+    of other sizes."""
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        order: UseOrder,
+        turn: Turn,
+        forget: Callable[[Page, str, Page | None], None],
+        hold: Callable[[Page], None],
+        make_place: Callable[[int], Work[bool]],
+    ) -> None:
+        self._slots = slots
+        self._order = order
+        self._turn = turn
+        self._forget = forget
+        self._hold = hold
+        self._make_place = make_place
+        self.watchers: list[list[Page]] = []  # of those who want to know which pages are moved
+
+    def clear(self, area: range, may_evict: bool = True, may_move: bool = True) -> Work[bool]:
+        """Whether the area is free now. The caller can be sure of it until he yields."""
+        blocks = self._slots.blocks_in(area)
+        pinned: list[Page] = []
+        loose: dict[int, int] = {}  # by slot size: pages in the area that are not pinned
+        for block in blocks:
+            if self._turn.over:
+                yield None
+            self._turn.left -= 1 + len(block.owners) // 16
+            if not self._look(block, pinned, loose) or (loose and not may_evict) or (pinned and not may_move):
+                return False
+        if not self._slots.close(area):
+            return False
+        try:
+            emptied = yield from self._empty(self._slots.blocks_in(area), pinned, loose)
+            return emptied and not self._slots.blocks_in(area)
+        finally:
+            self._slots.reopen(area)
+
+    def _look(self, block: Block, pinned: list[Page], loose: dict[int, int]) -> bool:
+        """Whether all pages of a block may go; which of them are pinned, and how many are not."""
+        if block.closed:
+            return False
+        for page in block.owners:
+            if page is None:
+                continue
+            if not _may_go(page):
+                return False
+            if page in self._order.pins:
+                pinned.append(page)
+            else:
+                loose[block.kind.slot_nbytes] = loose.get(block.kind.slot_nbytes, 0) + 1
+        return True
+
+    def _empty(self, blocks: list[Block], pinned: list[Page], loose: dict[int, int]) -> Work[bool]:
+        targets: dict[Page, int] = {}
+        waiting: list[Page] = []  # for the slots of pages elsewhere that are evicted for them
+        elsewhere = {page.namespace.slot_nbytes: 0 for page in pinned}
+        for size in elsewhere:
+            elsewhere[size] = self._order.count(size) - loose.get(size, 0)
+        try:
+            for page in pinned:
+                size = page.namespace.slot_nbytes
+                target = self._target(page)
+                if target is None and elsewhere[size] > 0:
+                    elsewhere[size] -= 1
+                    waiting.append(page)
+                    continue
+                if target is None and (yield from self._make_place(size)):
+                    target = self._target(page)
+                if target is None:
+                    return False
+                targets[page] = target
+            if not (yield from self._evict(blocks)):
+                return False
+            for page in waiting:
+                target = self._target(page)
+                if target is None:
+                    target = self._target_of_oldest(page)
+                if target is None:
+                    return False
+                targets[page] = target
+            return (yield from self._move(targets))
+        finally:
+            for target in targets.values():
+                self._slots.free(target)
+
+    def _target(self, page: Page) -> int | None:
+        """A slot outside the area; until the page is there it belongs to one that nobody can find."""
+        return self._slots.allocate(page.namespace.slot_nbytes, Page(page.namespace, page.prefix_hash, 0))
+
+    def _target_of_oldest(self, page: Page) -> int | None:
+        oldest = self._order.oldest(page.namespace.slot_nbytes)
+        if oldest is None:
+            return None
+        self._forget(oldest, "evicted", None)
+        return self._target(page)
+
+    def _evict(self, blocks: list[Block]) -> Work[bool]:
+        """All that is not pinned."""
+        for block in blocks:
+            for slot in range(len(block.owners)):
+                if self._turn.over:
+                    yield None
+                page: Any = block.owners[slot]
+                if page is None or page in self._order.pins:
+                    continue
+                if not _may_go(page):
+                    return False
+                self._forget(page, "evicted", None)
+                self._turn.left -= 1
+        return True
+
+    def _move(self, targets: dict[Page, int]) -> Work[bool]:
+        """Those that have a target and are still here."""
+        for page in list(targets):
+            if page.state is not State.VISIBLE:
+                continue
+            if page.holds:
+                return False
+            self._hold(page)
+            yield Move(page, targets[page])
+            if not _may_go(page):
+                return False
+            target = targets.pop(page)
+            self._slots.free(page.offset).used_sum -= page.used_ms
+            self._slots.hand_over(target, page)
+            self._slots.block_of(target).used_sum += page.used_ms
+            page.offset = target
+            for watcher in self.watchers:
+                watcher.append(page)
+        return True
+
+
+def _may_go(page: Page) -> bool:
+    return page.state is State.VISIBLE and not page.holds

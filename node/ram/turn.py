@@ -1,0 +1,68 @@
+"""Turns: work under the RAM tier's lock takes so many steps, then others have theirs.
+
+    with the lock:  step step step ... (spent)     with the lock:  step step ...
+    without it:                        let others, or copy a page
+
+Whoever works may be asked for as much as he likes; a turn is short all the same.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import NamedTuple, TypeVar, cast
+
+from node.ram.page import Page
+
+T = TypeVar("T")
+
+STEPS = 256  # each a few microseconds: a page evicted, a page looked at and passed over
+
+
+class Move(NamedTuple):
+    """A page's bytes are to be copied to another slot, without the lock; the page is held meanwhile."""
+
+    page: Page
+    target: int
+
+
+# Runs under the tier's lock, but for what it yields: None, to let others have their turn, or a move.
+Work = Generator[Move | None, None, T]
+
+
+class Turn:
+    """Steps that are left in this turn. Guarded by the tier's lock."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = STEPS
+
+    def take(self) -> bool:
+        """A step; whether there was one left."""
+        self.left -= 1
+        return self.left >= 0
+
+    @property
+    def over(self) -> bool:
+        return self.left <= 0
+
+
+def in_turns(lock: threading.Lock, turn: Turn, work: Work[T], move: Callable[[Move], None]) -> T:
+    """Runs `work` under the lock, and lets go of it whenever it yields: for others, or to `move` a page that
+    `work` has held for it."""
+    try:
+        while True:
+            with lock:
+                turn.left = STEPS
+                try:
+                    wanted = next(work)
+                except StopIteration as done:
+                    return cast(T, done.value)
+            if wanted is None:
+                time.sleep(0)  # else this thread would have the lock again
+            else:
+                move(wanted)
+    except BaseException:
+        with lock:
+            work.close()
+        raise

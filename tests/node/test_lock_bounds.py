@@ -1,0 +1,232 @@
+"""Nothing under the RAM tier's lock grows with pages, sizes, holds or pins: counted in bytecodes, not in time."""
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+from node.ram.inventory import Inventory
+
+PAGE = 4096
+EXTENT = 1 << 18
+FEW, MANY = 250, 4000
+LONGEST = 400_000  # bytecodes under one lock: a few hundred steps of a few hundred each
+
+
+class CountedLock:
+    """A lock that counts the bytecodes of its owner between taking and giving it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self.longest = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._count = 0
+        frame = sys._getframe(1)
+        frame.f_trace = self._step
+        frame.f_trace_opcodes = True
+        sys.settrace(self._enter)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        sys._getframe(1).f_trace = None
+        self.longest = max(self.longest, self._count)
+        self._lock.release()
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._count += event == "opcode"
+        return self._step
+
+
+def longest(box: Any, work: Callable[[], object]) -> int:
+    """Bytecodes of the longest time that `work` had the lock."""
+    lock = box.tier.lock = CountedLock()
+    work()
+    return lock.longest
+
+
+def full(sandbox: Any, count: int, spare: int = 0, extent: int = EXTENT) -> tuple[Any, Any, list[bytes]]:
+    """A tier full of pages, oldest first."""
+    box = sandbox(-(-(count + spare) * PAGE // extent) * extent, extent)
+    pages = box.open("full", PAGE)
+    room = box.slots.region_nbytes // PAGE - spare
+    keys = pages.keys(*range(room))
+    for start in range(0, room, 100):
+        box.now_ms += 1
+        box.commit(box.reserve(pages, keys[start : start + 100]))
+    return box, pages, keys
+
+
+def reserve_some(box: Any, pages: Any) -> Callable[[], object]:
+    return lambda: [box.reserve(pages, pages.keys(number)) for number in range(10_000, 10_008)]
+
+
+def make_held(sandbox: Any, count: int) -> Callable[[], int]:
+    """Eviction while the oldest pages are held."""
+    box, pages, keys = full(sandbox, count, spare=100)
+    box.hold(pages, keys)
+    box.put(pages, pages.keys(*range(20_000, 20_100)))
+    return lambda: longest(box, reserve_some(box, pages))
+
+
+def make_pins_ending(sandbox: Any, count: int) -> Callable[[], int]:
+    """The first request after many pins are over."""
+    box, pages, keys = full(sandbox, count, spare=count)
+    for start in range(0, count, 50):
+        box.pin(pages, keys[start : start + 50], 1000)
+    box.now_ms += 1000
+    return lambda: longest(box, lambda: box.stat(pages, keys[:1]))
+
+
+def make_pins_renewed(sandbox: Any, count: int) -> Callable[[], int]:
+    box, pages, keys = full(sandbox, count, spare=count)
+    for start in range(0, 3 * count, 50):
+        box.pin(pages, keys[start % count : start % count + 50], 1000 + start)
+    return lambda: longest(box, lambda: [box.pin(pages, [key], 9000) for key in keys[:200]])
+
+
+def make_remove_namespace(sandbox: Any, count: int) -> Callable[[], int]:
+    box, pages, keys = full(sandbox, count)
+
+    def work() -> None:
+        assert box.tier.remove_namespace(pages.namespace.digest) == len(keys)
+
+    return lambda: longest(box, work)
+
+
+def make_list(sandbox: Any, count: int) -> Callable[[], int]:
+    box, pages, keys = full(sandbox, count)
+
+    def work() -> None:
+        found, rest = Inventory(box.tier).list_pages(pages.namespace.digest, b"", b"", 5)
+        assert [info.prefix_hash for info in found] == keys[:5]
+        assert rest == keys[4]
+
+    return lambda: longest(box, work)
+
+
+def make_unsaved(sandbox: Any, count: int) -> Callable[[], int]:
+    box, pages, keys = full(sandbox, count)
+
+    def work() -> None:
+        ((digest, hashes),) = Inventory(box.tier).unsaved()
+        assert (digest, sorted(hashes)) == (pages.namespace.digest, keys)
+
+    return lambda: longest(box, work)
+
+
+def make_size_classes(sandbox: Any, count: int) -> Callable[[], int]:
+    box, _, _ = full(sandbox, count, extent=2 * PAGE)
+    return lambda: longest(box, Inventory(box.tier).size_classes)
+
+
+def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
+    """A page as large as an extent takes the place of many small ones."""
+    box, _, _ = full(sandbox, 4 * count, extent=count * PAGE)
+    large = box.open("large", count * PAGE)
+    box.now_ms += 1
+    return lambda: longest(box, lambda: box.reserve(large, large.keys(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_held,
+        make_pins_ending,
+        make_pins_renewed,
+        make_remove_namespace,
+        make_list,
+        make_unsaved,
+        make_size_classes,
+        make_other_size,
+    ],
+)
+def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make: Any, sandbox: Any) -> None:
+    few, many = make(sandbox, FEW)(), make(sandbox, MANY)()
+    assert many < LONGEST
+    assert many < 4 * few + 60_000, f"{few} bytecodes with {FEW} pages, {many} with {MANY}"
+
+
+def placement(sandbox: Any, sizes: int, removed: bool) -> int:
+    """Bytecodes of a few placements on a full tier, after pages of so many sizes were stored."""
+    box = sandbox(1 << 27, 1 << 22)
+    for number in range(1, sizes + 1):
+        pages = box.open(str(number), PAGE * (1 + number % 1000))
+        box.commit(box.reserve(pages, pages.keys(0)))
+        if removed:
+            box.remove(pages, pages.keys(0))
+    filler = box.open("filler", 64 * PAGE)
+    for number in range(600):
+        box.now_ms += 1
+        box.commit(box.reserve(filler, filler.keys(number)))
+    return longest(box, reserve_some(box, filler))
+
+
+@pytest.mark.parametrize(("sizes", "removed"), [(60, False), (2000, True)])
+def test_a_placement_takes_as_long_with_many_page_sizes(sandbox: Any, sizes: int, removed: bool) -> None:
+    """Also after they are gone: 4,095 sizes once made each placement 4,000 times as slow until a restart."""
+    few, many = placement(sandbox, 4, removed), placement(sandbox, sizes, removed)
+    assert many < 3 * few + 10_000, f"{few} bytecodes after 4 sizes, {many} after {sizes}"
+
+
+def test_sixty_four_pinned_pages_of_as_many_sizes_leave_the_rest_to_others(sandbox: Any) -> None:
+    """They once owned an extent each: 8 MiB pinned took 900 MiB, and every later put failed."""
+    box = sandbox(64 << 20, 1 << 20)
+    rest = box.open("rest", 64 << 10)
+    keys = rest.keys(*range(1000))
+    box.put(rest, keys)
+    for number in range(63):
+        pages = box.open(f"model {number}", PAGE * (1 + number % 16))
+        box.now_ms += 1
+        box.put(pages, pages.keys(0))
+        assert box.pin(pages, pages.keys(0)) == [True]
+    assert len(box.present(rest, keys)) * (64 << 10) > 48 << 20, "much more than needed was evicted"
+    for number in range(2000, 2400):
+        box.now_ms += 1
+        box.commit(box.reserve(rest, rest.keys(number)))
+    assert len(box.present(rest, rest.keys(*range(2000, 2400)))) == 400
+    assert box.tier.check() == []
+
+
+def test_a_node_of_a_gibibyte_serves_64_models_of_as_many_sizes(sandbox: Any) -> None:
+    """A sixteenth of it here. Each keeps some pages, in turns and all at the same time."""
+    box = sandbox(64 << 20, 1 << 20)
+    models = [box.open(f"model {number}", (80 << 10) + number * PAGE) for number in range(20)]
+    for turn in range(6):
+        for pages in models:
+            box.now_ms += 1
+            box.put(pages, pages.keys(turn, turn + 1))
+    for pages in models:
+        assert box.get(pages, pages.keys(*range(2))) == [True, True]
+    assert box.tier.check() == []
+
+
+def test_pins_may_keep_half_of_the_memory_and_no_more(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    pages, other = box.open("model", PAGE), box.open("other", 2 * PAGE)
+    keys = pages.keys(*range(160))
+    box.put(pages, keys)
+    assert all(box.pin(pages, keys[:100]))
+    with pytest.raises(Exhausted, match=r"29 more.*half of ram_nbytes.*unpin"):
+        box.pin(pages, keys[100:129])
+    assert box.tier.pinned_count == 100, "none of them is pinned"
+    assert all(box.pin(pages, keys[:128])), "those that are pinned already count once"
+    assert all(box.pin(pages, keys[:128], 5000)), "a pin may be renewed"
+    box.put(other, other.keys(0))
+    with pytest.raises(Exhausted):
+        box.pin(other, other.keys(0))
+    assert box.unpin(pages, keys[:2]) == [True, True]
+    assert box.pin(other, other.keys(0)) == [True]
+    box.put(other, other.keys(*range(1, 60)))
+    assert len(box.present(other, other.keys(*range(60)))) == 60
+    assert box.tier.check() == []

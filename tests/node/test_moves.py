@@ -1,0 +1,115 @@
+"""Pages that change their slot, and what an emptied namespace gives back."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+
+PAGE = 4096
+EXTENT = 16 * PAGE
+
+
+class MovingSandbox:
+    """A pinned page has to move; `meanwhile` happens while its bytes are being copied."""
+
+    def __init__(self, sandbox: Any, meanwhile: Any) -> None:
+        self.box = box = sandbox(2 * EXTENT, EXTENT)
+        self.small, self.large = box.open("small", PAGE), box.open("large", 16 * PAGE)
+        self.keys = self.small.keys(*range(32))
+        box.put(self.small, self.keys)
+        self.pinned = self.keys[20]
+        box.pin(self.small, [self.pinned])
+        box.acquire(self.small, self.keys[:15])  # of the first extent; the one that is left goes for the pinned one
+        (self.page,) = box.acquire(self.small, [self.pinned])
+        box.tier.release([self.page])
+        self.offset = self.page.offset
+        copy, self.copies = box.tier._copy, 0
+
+        def copy_and(source: int, target: int, nbytes: int) -> None:
+            assert not box.tier.lock.locked(), "bytes are copied under the lock"
+            self.copies += 1
+            copy(source, target, nbytes)
+            meanwhile(self)
+
+        box.tier._copy = copy_and
+        box.now_ms += 1
+
+    def put_large(self) -> bool:
+        try:
+            self.box.put(self.large, self.large.keys(0))
+        except Exhausted:
+            return False
+        return True
+
+
+def test_a_pinned_page_moves_without_the_lock(sandbox: Any) -> None:
+    moving = MovingSandbox(sandbox, lambda moving: None)
+    assert moving.put_large()
+    assert moving.copies == 1
+    assert moving.page.offset != moving.offset
+    assert moving.box.get(moving.small, [moving.pinned]) == [True]
+    assert moving.box.tier.check() == []
+
+
+def test_a_page_that_is_read_while_it_moves_stays_where_it_is(sandbox: Any) -> None:
+    readers: list[Any] = []
+
+    def read(moving: MovingSandbox) -> None:
+        readers.extend(moving.box.acquire(moving.small, [moving.pinned]))
+
+    moving = MovingSandbox(sandbox, read)
+    assert not moving.put_large()
+    assert moving.page.offset == moving.offset
+    assert moving.box.intact(moving.small, moving.page)
+    assert moving.box.tier.check() == []
+    moving.box.tier.release(readers)
+    assert moving.box.get(moving.small, [moving.pinned]) == [True]
+
+
+def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot(sandbox: Any) -> None:
+    moving = MovingSandbox(sandbox, lambda moving: moving.box.remove(moving.small, [moving.pinned]))
+    assert moving.put_large() in (True, False)
+    assert moving.box.present(moving.small, [moving.pinned]) == set()
+    assert moving.box.tier.check() == []
+
+
+def test_all_pages_of_a_namespace_go_though_some_move_meanwhile(sandbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where the walk has not been yet to where it has."""
+    box = sandbox(64 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
+    keys = small.keys(*range(64 * 16))
+    for start in range(0, len(keys), 16):
+        box.now_ms += 1
+        box.put(small, keys[start : start + 16])
+    assert all(box.pin(small, keys[1::16]))  # one in each extent
+    puts = iter(range(100))
+
+    def others(_: float) -> None:
+        box.now_ms += 1
+        box.reserve(large, large.keys(next(puts)))
+
+    monkeypatch.setattr("node.ram.walk.time.sleep", others)
+    box.tier.remove_namespace(small.namespace.digest)
+    assert next(puts) > 2
+    assert box.present(small, keys) == set()
+    assert box.tier.check() == []
+
+
+@pytest.mark.parametrize("way", ["remove", "remove_namespace", "evict"])
+def test_a_namespace_that_was_emptied_gives_its_table_back(sandbox: Any, way: str) -> None:
+    box = sandbox(256 * EXTENT, EXTENT)
+    pages, other = box.open("model", PAGE), box.open("other", PAGE)
+    keys = pages.keys(*range(4096))
+    box.put(pages, keys)
+    index = box.tier.namespace(pages.namespace.digest)
+    full_nbytes = sys.getsizeof(index.pages)
+    if way == "remove":
+        box.remove(pages, keys)
+    elif way == "remove_namespace":
+        box.tier.remove_namespace(pages.namespace.digest)
+    else:
+        box.put(other, keys)
+    assert not index.pages
+    assert sys.getsizeof(index.pages) * 100 < full_nbytes
