@@ -59,6 +59,7 @@ class NodeProcess:
     def _end(self, how: signal.Signals, timeout_s: float) -> int:
         if self._process.poll() is None:
             self._process.send_signal(how)
+            self._process.send_signal(signal.SIGCONT)  # one that somebody stopped would not see the first
         try:
             return self._process.wait(timeout_s)
         finally:

@@ -244,7 +244,7 @@ def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(wire: str, scope: 
             calls = [store.get(names, targets), store.put(names, sources), store.exists(names)]
             calls += [store.get(names, targets) for _ in range(10)]
             results = [call.result(WAIT_S) for call in calls]
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < 4.0  # a deadline for each call would be 6
             assert all(result.error for result in results)
             assert not any(results[0].values)
             assert not any(results[2].values)
