@@ -182,4 +182,5 @@ class _DiskErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and kind.__module__ in ("builtins", "rocksdict") and type(error) is Exception:
-            raise OSError(code_in(str(error)), f"rows: {error}") from error
+            code = code_in(str(error))
+            raise (OSError(code, f"rows: {error}") if code else OSError(f"rows: {error}")) from error

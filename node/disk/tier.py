@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import checksum, key_seed
+from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from kvstore.layout import slot_nbytes
 from node.disk.directory import Directory
@@ -124,6 +125,8 @@ class DiskTier:
             yield from self.rows.pages(start)
         except OSError as error:
             self.blame("reading rows", error)
+            if not self.poisoned:  # or half a list would look like a whole one
+                raise Exhausted(f"not all rows could be read, ask again later: {error}") from error
 
     # ---- read ----------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from node.disk.extent_files import FileLayer
 
 THREADS, KEYS_OF_A_THREAD = 3, 12
 ROOMY_NBYTES, TIGHT_NBYTES = 1 << 20, 128 << 10
+LIFE_S_MAX = 20.0
 FAULTS = 0.05  # of all syncs
 
 
@@ -54,20 +55,22 @@ class Era(NamedTuple):
 class Run:
     """Two lives on one directory, and what power losses leave of them."""
 
-    def __init__(self, root: Path, seed: str) -> None:
+    def __init__(self, root: Path, seed: str, number: int) -> None:
+        """The fourth of four is on a disk too small for its pages; every other one has syncs that fail."""
         self._root, self._seed = root, seed
-        self._rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self._record = Record()
-        self._evicting = self._rng.random() < 0.25
+        self._evicting = number % 4 == 3
         # Nobody tells a second life that a sync of the first one failed, so there is none then.
-        self._faults, self.lives = self._rng.choice([(0.0, 2), (FAULTS, 1)])
+        self._faults, self.lives = (FAULTS, 1) if number % 2 else (0.0, 2)
         self._disk_nbytes = TIGHT_NBYTES if self._evicting else ROOMY_NBYTES
-        keys = [self._rng.randbytes(self._rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)]
+        keys = [self.rng.randbytes(self.rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)]
         self._histories = [History(key) for key in keys]
         self._eras: list[Era] = []
         self.counts: Counter[str] = Counter()
 
-    def live(self, seconds: float) -> None:
+    def live(self, moments: int) -> None:
+        """Until so much has happened, however busy the machine is."""
         record, number, root = self._record, len(self._eras), self._root / "data"
         record.killed = False
         layer = RecordingLayer(record, root, f"{self._seed} {number}", self._faults)
@@ -83,7 +86,9 @@ class Run:
         loads = [Load(life, record, some, f"{self._seed} {number} {i}") for i, some in enumerate(mine)]
         for load in loads:
             load.thread.start()
-        time.sleep(seconds)
+        end, end_s = record.moment + moments, time.monotonic() + LIFE_S_MAX
+        while record.moment < end and time.monotonic() < end_s:
+            time.sleep(0.002)
         record.killed = True
         for load in loads:
             load.thread.join()
@@ -122,11 +127,11 @@ class Run:
         """At so many moments, spread over both lives."""
         for number in range(count):
             era = self._eras[number % len(self._eras)]
-            share = self._rng.random() ** self._rng.choice([1, 3])  # what a life does first is worth a closer look
+            share = self.rng.random() ** self.rng.choice([1, 3])  # what a life does first is worth a closer look
             moment = era.opened + int(share * (era.ended - era.opened))
             target = self._root / f"image {number}"
             target.mkdir()
-            image = Image(self._record, moment, self._rng)
+            image = Image(self._record, moment, self.rng)
             image.extents(target)
             image.rows(target, era.rows, era.log_name, era.opened)
             self._inspect(target, moment)
@@ -160,11 +165,11 @@ def _contents(rows: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in rows.iterdir() if p.suffix != ".log" and not p.name.startswith("LOG")}
 
 
-def play(root: Path, seed: str, seconds: float, images: int) -> Counter[str]:
+def play(root: Path, seed: str, number: int, moments: int, images: int) -> Counter[str]:
     """Raises Failure; then `root` is left as it was."""
-    run = Run(root, seed)
+    run = Run(root, f"{seed} {number}", number)
     for _ in range(run.lives):
-        run.live(seconds)
+        run.live(run.rng.randint(moments // 4, moments))
     run.lose_power(images)
     return run.counts
 
@@ -173,7 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Loses power at random moments and checks what is left.")
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--images", type=int, default=100, help="power losses of each run")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each of the two lives of a run")
+    parser.add_argument("--moments", type=int, default=1500, help="what happens at most in one life")
     parser.add_argument("--dir", help="where to put files (default: a temporary directory, in memory if there is one)")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # tiers tell of each torn page, and of each kill
@@ -186,7 +191,7 @@ def main() -> int:
         place = root / str(number)
         place.mkdir()
         try:
-            counts += play(place, f"{seed} {number}", arguments.seconds, arguments.images)
+            counts += play(place, str(seed), number, arguments.moments, arguments.images)
         except Failure as failure:
             print(f"FAILED in run {number}, seed {seed}, files left in {place}: {failure}")
             return 1
