@@ -11,17 +11,18 @@ own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before 
 """
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Chunk
+from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Chunk, Fetched
 from gpu_agent.config import AgentConfig, agent_config
 from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.kernels.available import transfer_for
@@ -34,7 +35,7 @@ from kvstore import PutOutcome
 from kvstore.client import PREFIX_HASHES_MAX, Client
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
-from kvstore.keys import Namespace, check_prefix_hashes
+from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +95,17 @@ class Agent:
         if not self._buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
         self._hashers = concurrent.futures.ThreadPoolExecutor(self.config.hashers, "kvstore-hash")
+        self._ahead = concurrent.futures.ThreadPoolExecutor(self.config.workers, "kvstore-ahead")
         lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
         self._saves: Lane[SaveResult] = Lane("save", *lanes)
         self._loads: Lane[LoadResult] = Lane("load", *lanes)
 
     # ---- the engine's side -----------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Connects, registers the namespace and begins to page-lock the node's memory, in the background:
+        what the first job would have to wait for."""
+        self._loads.submit(0, lambda _: self._prepare(), lambda reason: LoadResult(0, 0, reason))
 
     def lookup(self, prefix_hashes: Sequence[bytes]) -> int:
         """Leading pages that are stored; 0 if the store can not be asked in time."""
@@ -143,13 +150,17 @@ class Agent:
         units: Units,
         pool: KVPool | None = None,
         timeout_s: float | None = None,
+        fence: Fence = None,
     ) -> SaveJob:
         """Stores the pages of a chain, head first, that are not stored yet.
 
-        `units`: where their tokens are (`gpu_agent.units`). Never waits: a save that exceeds a limit
-        is dropped and counted. Raises InvalidRequest for what is wrong with the call itself.
+        `units`: where their tokens are (`gpu_agent.units`). `fence`: what must have happened before the
+        slots are touched; by default all that the calling thread's stream was given so far. Never waits:
+        a save that exceeds a limit is dropped and counted. Raises InvalidRequest for what is wrong with
+        the call itself.
         """
-        job = self._job(prefix_hashes, units, pool, self.config.save_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self.config.save_timeout_s if timeout_s is None else timeout_s
+        job = self._job(prefix_hashes, units, pool, timeout_s, fence)
         gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
         gathered.set_running_or_notify_cancel()
         count = len(job.prefix_hashes)
@@ -173,18 +184,20 @@ class Agent:
         pool: KVPool | None = None,
         placed: Placed | None = None,
         timeout_s: float | None = None,
+        fence: Fence = None,
     ) -> LoadJob:
         """Puts the leading stored pages of a chain into the slots named by `units`.
 
         The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
         fetched, and their slots are not written. Only bytes that matched their checksum are written.
-        Never waits. Raises InvalidRequest for what is wrong with the call itself.
+        `fence`: as in `save`. Never waits. Raises InvalidRequest for what is wrong with the call itself.
 
         With `placed` the layers travel one after the other: `placed(layer, event)` is called on a
         worker's thread for each, ascending, and a stream that waits for the event may compute that layer.
         It is not called, or not for all layers, if the load ends early: `done` tells.
         """
-        job = self._job(prefix_hashes, units, pool, self.config.load_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self.config.load_timeout_s if timeout_s is None else timeout_s
+        job = self._job(prefix_hashes, units, pool, timeout_s, fence)
         count = len(job.prefix_hashes)
         job.pool.check_skip(skip_tokens, count)
         skipped = skip_tokens // self.namespace.layout.page_tokens
@@ -205,6 +218,7 @@ class Agent:
         end = time.monotonic() + timeout_s
         self._saves.close(timeout_s)
         self._loads.close(max(0.0, end - time.monotonic()))
+        self._ahead.shutdown()
         self._hashers.shutdown()
 
     def check(self) -> list[str]:
@@ -218,6 +232,19 @@ class Agent:
         self.close()
 
     # ---- the workers' side -----------------------------------------------------------------
+
+    def _prepare(self) -> LoadResult:
+        nobody = [bytes(PREFIX_HASH_NBYTES_MIN)]
+        error = None
+        try:
+            self._client.open(self.namespace, self.config.lookup_timeout_s)
+            if self._client.maps_arena:
+                with self._client.open_get(self.namespace, nobody, timeout_s=self.config.lookup_timeout_s) as slots:
+                    self._transfer.host_memory(slots.arena.memory)
+        except KVStoreError as failure:
+            error = failure
+        self._outage.report(error)
+        return LoadResult(0, 0, str(error) if error else None)
 
     def _save(self, job: _Job, buffer: torch.Tensor, gathered: concurrent.futures.Future[None]) -> SaveResult:
         stored = existing = 0
@@ -271,23 +298,41 @@ class Agent:
         try:
             self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
             carrier, step = self._carrier(buffer, job.deadline)
-            for start in range(first, count, step):
-                if self._loads.stopping.is_set():
-                    error = "the agent is closed"
-                    break
-                chunk = list(range(start, min(start + step, count)))
-                skip = max(0, skip_tokens - start * page_tokens)  # less than a page, in the first one
-                by_layer = placed if chunk[-1] == count - 1 else None
-                in_place += carrier.load(job.chunk(self.namespace, chunk), skip, by_layer)
-                if in_place < start + len(chunk):
-                    break
-            if in_place - first > step:
-                self._touch(job, job.prefix_hashes[:in_place])
+            parts = _parts(first, count, step, carrier.overlaps)
+            with contextlib.closing(self._fetched(job, carrier, parts)) as fetched:
+                for part, pages in zip(parts, fetched, strict=False):
+                    if self._loads.stopping.is_set():
+                        error = "the agent is closed"
+                        break
+                    skip = max(0, skip_tokens - part.start * page_tokens)  # less than a page, in the first one
+                    in_place += carrier.place(pages, skip, placed if part.stop == count else None)
+                    if in_place < part.stop:
+                        break
+            if len(parts) > 1 and in_place > parts[0].stop:  # the pages are there, whatever comes of this
+                self._ahead.submit(self._touch, job, job.prefix_hashes[:in_place])
             self._outage.report(None)
         except KVStoreError as failure:
             error = str(failure)
             self._outage.report(failure)
         return self._loaded(LoadResult(in_place, in_place - first, error))
+
+    def _fetched(self, job: _Job, carrier: Carrier, parts: Sequence[range]) -> Generator[Fetched, None, None]:
+        """What is to be placed, part by part. While one is placed, another thread asks for the next, and its
+        pages are verified. Whatever was fetched is closed when the generator is."""
+
+        def fetch(part: range) -> Fetched:
+            return carrier.fetch(job.chunk(self.namespace, list(part)))
+
+        ahead: concurrent.futures.Future[Fetched] | None = None
+        try:
+            for part, following in zip(parts, [*parts[1:], None], strict=True):
+                fetched = ahead.result() if ahead else fetch(part)
+                ahead = self._ahead.submit(fetch, following) if following and carrier.overlaps else None
+                with contextlib.closing(fetched):
+                    yield fetched
+        finally:
+            if ahead and not ahead.cancel() and not ahead.exception():
+                ahead.result().close()
 
     def _touch(self, job: _Job, prefix_hashes: list[bytes]) -> None:
         """Several calls aged the chain chunk by chunk; put its order right, tail oldest. The pages
@@ -312,7 +357,9 @@ class Agent:
             for name, count in counts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + count)
 
-    def _job(self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float) -> _Job:
+    def _job(
+        self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float, fence: Fence
+    ) -> _Job:
         pool = pool or self._pool
         if pool is None:
             raise InvalidRequest("this agent was made without a pool; name one in the call")
@@ -322,11 +369,22 @@ class Agent:
         if hashes:
             check_prefix_hashes(hashes, PREFIX_HASHES_MAX, distinct=True)
         table = pool.unit_table(units, len(hashes))
-        return _Job(hashes, pool, table, self._transfer.fence(pool), Deadline(timeout_s))
+        return _Job(hashes, pool, table, fence or self._transfer.fence(pool), Deadline(timeout_s))
 
     def _check_pool(self, pool: KVPool) -> None:
         if pool.layout != self.namespace.layout:
             raise InvalidRequest("the pool's layout is not the namespace's layout")
+
+
+def _parts(first: int, count: int, step: int, overlaps: bool) -> list[range]:
+    """Pages `first` to `count`, at most `step` at a time. Nothing is placed while the first part is fetched: it
+    is a quarter of the others, where those overlap."""
+    parts: list[range] = []
+    while first < count:
+        wanted = max(1, step // 4) if overlaps and not parts and count - first > step else step
+        parts.append(range(first, min(first + wanted, count)))
+        first = parts[-1].stop
+    return parts
 
 
 def _release(gathered: concurrent.futures.Future[None]) -> None:

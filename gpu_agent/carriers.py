@@ -8,9 +8,10 @@ Both save and load the same bytes. A chunk is loaded in order and only as far as
 """
 
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from kvstore import PutOutcome
 from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client
 from kvstore.deadline import Deadline
-from kvstore.errors import KVStoreError
+from kvstore.errors import Exhausted, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.wires.arena_map import ArenaMap
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 # it spreads, and more than that ends late (H200).
 HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
 HASHED_TASKS = 16
+# While a node's memory is page-locked, at its first use: a save may wait, of a load computing is sooner done.
+SAVE_WAIT_S, LOAD_WAIT_S = 5.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,41 @@ class Carrier(Protocol):
     """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return.
 
     `asks_first`: `save` asks the node before it gathers, so that nobody else need ask what is missing.
+    `overlaps`: a chunk may be fetched while another is placed.
     """
 
     asks_first: bool
+    overlaps: bool
 
     def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         """`gathered` is called when the slots have been read; not if no page is wanted."""
 
-    def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
-        """Leading pages that are in the slots now; later pages' slots are untouched."""
+    def fetch(self, chunk: Chunk) -> "Fetched":
+        """What a load begins with: where the pages are, and their verification."""
+
+    def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
+        """Leading pages that are in the slots now; later pages' slots are untouched. Closes what was fetched."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A chunk on its way to the slots; `close` gives back what it holds, placed or not."""
+
+    chunk: Chunk
+    held: contextlib.ExitStack
+    pages: list[torch.Tensor] = field(default_factory=list)
+    hashes: "_Hashes | None" = None
+    checksums: list[bytes] = field(default_factory=list)
+
+    def close(self) -> None:
+        self.held.close()
 
 
 class BufferCarrier:
     """`buffer`: uint8 CPU tensor `[pages, page_nbytes]`, at least as many pages as a chunk has."""
 
     asks_first = False
+    overlaps = False  # there is one buffer
 
     def __init__(self, client: Client, transfer: Transfer, buffer: torch.Tensor) -> None:
         self._client = client
@@ -79,7 +102,11 @@ class BufferCarrier:
         self._transfer.gather(chunk.pool, chunk.table, pages, chunk.fence, gathered)
         return self._client.put(chunk.namespace, chunk.prefix_hashes, pages, timeout_s=chunk.deadline.remaining())
 
-    def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
+    def fetch(self, chunk: Chunk) -> Fetched:
+        return Fetched(chunk, contextlib.ExitStack())
+
+    def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
+        chunk = fetched.chunk
         pages = list(self._buffer[: len(chunk.prefix_hashes)])
         timeout_s = chunk.deadline.remaining()
         hits = self._client.get(chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s)
@@ -95,6 +122,7 @@ class ArenaCarrier:
     hashes 10 to 25 GB/s of memory that it has not seen, a GPU's link moves 55."""
 
     asks_first = True
+    overlaps = True
 
     def __init__(self, client: Client, transfer: Transfer, hashers: concurrent.futures.Executor) -> None:
         self._client = client
@@ -108,7 +136,7 @@ class ArenaCarrier:
             wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
             if not wanted:
                 return outcomes
-            pages = self._tensors(slots.arena, slots.offsets, chunk)
+            pages = self._tensors(slots.arena, slots.offsets, chunk, SAVE_WAIT_S)
             seeds = chunk.seeds()
             with _Hashes(self._hashers, slots.pages, [seeds[i] for i in wanted]) as hashes:
                 table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
@@ -117,15 +145,23 @@ class ArenaCarrier:
             slots.commit(checksums)
             return outcomes
 
-    def load(self, chunk: Chunk, skip_tokens: int, placed: Placed | None) -> int:
+    def fetch(self, chunk: Chunk) -> Fetched:
         timeout_s = chunk.deadline.remaining()
-        with self._client.open_get(chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s) as slots:
+        with contextlib.ExitStack() as held:
+            opened = self._client.open_get(chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s)
+            slots = held.enter_context(opened)
             run = [*slots.hits, False].index(False)
-            pages = self._tensors(slots.arena, slots.offsets, chunk)[:run]
-            with _Hashes(self._hashers, slots.pages[:run], chunk.seeds()[:run]) as hashes:
-                hashes.begin(range(run))
-                intact = self._scatter(chunk, pages, hashes, slots.checksums, skip_tokens, placed)
-        if intact < run:
+            pages = self._tensors(slots.arena, slots.offsets, chunk, LOAD_WAIT_S)[:run]
+            hashes = held.enter_context(_Hashes(self._hashers, slots.pages[:run], chunk.seeds()[:run]))
+            hashes.begin(range(run))
+            return Fetched(chunk, held.pop_all(), pages, hashes, slots.checksums)
+
+    def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
+        chunk, pages = fetched.chunk, fetched.pages
+        assert fetched.hashes is not None
+        with fetched.held:
+            intact = self._scatter(chunk, pages, fetched.hashes, fetched.checksums, skip_tokens, placed)
+        if intact < len(pages):
             self._report(chunk, intact)
         return intact
 
@@ -161,8 +197,12 @@ class ArenaCarrier:
             self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
         return run
 
-    def _tensors(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk) -> list[torch.Tensor]:
-        self._transfer.host_memory(arena.memory)
+    def _tensors(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk, wait_s: float) -> list[torch.Tensor]:
+        """Raises Exhausted while the arena is still made ready for copies."""
+        if not self._transfer.host_memory(arena.memory):
+            wait_s = min(wait_s, chunk.deadline.remaining())
+            if not self._transfer.await_host_memory(wait_s):
+                raise Exhausted(f"the node's memory is still being page-locked after {wait_s:.1f} s")
         nbytes = chunk.namespace.layout.page_nbytes
         return [torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=offset) for offset in offsets]
 

@@ -75,8 +75,12 @@ class Transfer(Protocol):
 
     def host_memory(self, memory: memoryview) -> bool:
         """Says that pages are going to lie in `memory`, all of one mapping, so that what makes copies to
-        and from it fast can be done once, in the background. Whether it is done; until then, or if it
-        can not be, moves are only slower."""
+        and from it fast can be done once, in the background. Whether it is done; if it can not be, moves
+        are only slower."""
+
+    def await_host_memory(self, timeout_s: float) -> bool:
+        """Waits while that is being done; False if it still is. Meanwhile a GPU's driver lets nobody in this
+        process do anything, for a second per 10 GB: who begins a move then can not end it in time."""
 
 
 class TorchTransfer:
@@ -141,6 +145,9 @@ class TorchTransfer:
 
     def host_memory(self, memory: memoryview) -> bool:
         """The CPU copies: nothing to do."""
+        return True
+
+    def await_host_memory(self, timeout_s: float) -> bool:
         return True
 
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from gpu_agent.kernels.device import Device
@@ -19,7 +20,7 @@ class ArenaLock:
     def __init__(self, device: Device, idle: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._device = device
         self._idle = idle
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when the thread ends
         self._wanted: memoryview | None = None
         self._locked: memoryview | None = None
         self._failed: memoryview | None = None  # not tried again
@@ -34,12 +35,18 @@ class ArenaLock:
                 self._thread.start()
             return memory is self._locked
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing is being locked or unlocked, perhaps after a while."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._thread is None, timeout_s)
+
     def _run(self) -> None:
         while True:
             with self._lock:
                 memory, old = self._wanted, self._locked
                 if memory is None or memory is old or memory is self._failed:
                     self._thread = None
+                    self._lock.notify_all()
                     return
             if old is not None:
                 self._unlock(old)
@@ -48,12 +55,14 @@ class ArenaLock:
                 self._locked, self._failed = (None, memory) if failed else (memory, None)
 
     def _register(self, memory: memoryview) -> bool:
+        began = time.monotonic()
         try:
             with self._device.active():
                 self._device.register(address_of(memory), memory.nbytes)
         except (ConfigError, RuntimeError) as error:
             log.warning("copies to and from the node's memory stay slow, it can not be page-locked: %s", error)
             return False
+        log.info("%d bytes of the node's memory are page-locked after %.1f s", memory.nbytes, time.monotonic() - began)
         return True
 
     def _unlock(self, memory: memoryview) -> None:

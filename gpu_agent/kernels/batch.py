@@ -5,10 +5,13 @@ more than the copies take (16,384 entries: 43 ms on the H200's host), hence BATC
 """
 
 import ctypes
+import logging
 from array import array
 from typing import Any
 
 from gpu_agent.kernels.device import Addresses
+
+log = logging.getLogger(__name__)
 
 BATCH_MAX = 256
 _CUDA_VERSION = 12080  # asked for by version, the function has one signature, whatever the driver's
@@ -61,8 +64,9 @@ class BatchCopy:
         return self._function is not None
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
-        """Enqueues copies of `nbytes` each on a stream's handle; False if this GPU can not, and nothing
-        was enqueued. Raises RuntimeError."""
+        """Enqueues copies of `nbytes` each on a stream's handle. False if the driver refused: some are perhaps
+        enqueued, and all may be enqueued again. On an H200 it refuses (error 1) the first batch in each
+        direction between page-locked memory and memory that another process shares through CUDA IPC."""
         sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)
         for start in range(0, len(targets), BATCH_MAX):
             failed_at = ctypes.c_size_t(0)
@@ -77,9 +81,9 @@ class BatchCopy:
                 ctypes.byref(failed_at),
                 stream,
             )
-            if code == _NOT_SUPPORTED and not start:
-                self._function = None
-                return False
             if code:
-                raise RuntimeError(f"cuMemcpyBatchAsync: CUDA error {code} at copy {start + failed_at.value}")
+                if code == _NOT_SUPPORTED:
+                    self._function = None
+                log.info("cuMemcpyBatchAsync: CUDA error %d, copying one by one", code)
+                return False
         return True

@@ -15,6 +15,7 @@ from cupy.cuda import compiler, driver, runtime
 from gpu_agent.kernels.batch import BatchCopy
 from gpu_agent.kernels.device import Addresses, Launch
 from gpu_agent.kernels.host_memory import HostMemory
+from gpu_agent.kernels.interrupts import interrupts_kept
 from gpu_agent.kernels.staged import BUFFER_NBYTES, StagedTransfer
 from gpu_agent.transfer import Fence
 from kvstore.errors import ConfigError
@@ -47,7 +48,8 @@ class CudaDevice:
         torch.empty(1, device=self.device)  # torch makes the GPU's context, as the engine would
         self.batch = BatchCopy()
         with self.active():
-            self._module = _module()
+            with interrupts_kept():
+                self._module = _module()
             self._kernels = {name: self._module.get_function(name).ptr for name in ("gather", "scatter")}
             stream = self.stream()
             for kernel in self._kernels:  # CUDA loads a kernel at its first launch and may stop the GPU for it

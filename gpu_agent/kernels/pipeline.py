@@ -79,6 +79,8 @@ class _Ticket:
             address += table.nbytes
 
     def upload(self, stream: Any) -> None:
+        if not self._nbytes:  # copies only: nothing on the GPU reads indices
+            return
         host = array("Q", (self._host.data_ptr(),))
         self._device.copy(array("Q", (self.slots.ptr,)), host, self._nbytes, stream, True)
         self.uploaded.record(stream)
@@ -154,7 +156,7 @@ class Pipeline:
             stream, buffer = self._streams[lane], self._buffers[lane].ptr
             if not newest:
                 ticket.upload(stream)
-            elif lane not in newest:
+            elif lane not in newest and job.slots:
                 stream.wait_event(ticket.uploaded)
             job.fill(chunk, buffer, slots, stream)
             if job.all_filled and number >= len(job.chunks) - LANES:

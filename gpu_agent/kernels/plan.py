@@ -111,6 +111,26 @@ class Chunk(NamedTuple):
     layers: tuple[int, ...] = ()
 
 
+class Run(NamedTuple):
+    """Where pages lie as they are, each one run of bytes: page of index i at `base + i * stride`."""
+
+    space: str
+    base: int
+    stride: int
+
+
+def run_of(pool: KVPool) -> Run | None:
+    """None if a page is put together from several places. `BLHNC` is made for this (docs/layouts.md)."""
+    found = set()
+    for plane in pool.planes:
+        bits, piece = plane.bits, plane.piece
+        unit = merged(tuple(bits.shape[1:]), bits.stride()[1:], bits.element_size())
+        if piece.units != 1 or unit.outer or unit.row_nbytes != piece.nbytes:
+            return None
+        found.add(Run(plane.space, bits.data_ptr() - piece.offset, bits.stride(0) * bits.element_size()))
+    return found.pop() if len(found) == 1 else None
+
+
 class Plan:
     """The tables of one pool.
 
@@ -131,6 +151,7 @@ class Plan:
         slices = ((piece.offset, piece.nbytes, row[3], row[7]) for piece, row in zip(pieces, rows, strict=True))
         self.tiles, self._offsets, self._slice_tiles = _cut(tuple(slices))
         self.whole = self._span(0, len(self.tiles))
+        self.run = run_of(pool)
         self.layers = tuple(self._layers())
 
     def gather_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:

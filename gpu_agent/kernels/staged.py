@@ -1,4 +1,5 @@
 """`StagedTransfer`: slots <-- kernel --> buffers in GPU memory <-- copy engine --> pages in host memory.
+                   slots <-------------------- copy engine -----------------> pages, where a page is one run
 
 Kernels that store to host memory themselves fill the link no better and slow everything else on the
 GPU 1.5 to 21 times (H200); the copy engine does not. What a GPU can do is behind `Device`, and the
@@ -18,7 +19,7 @@ import torch
 from gpu_agent.kernels.arena_lock import ArenaLock
 from gpu_agent.kernels.device import Addresses, Device, Launch
 from gpu_agent.kernels.pipeline import Job, Pipeline
-from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan
+from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan, Run
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, check_pages
 from gpu_agent.units import UnitTable
@@ -28,6 +29,11 @@ from kvstore.errors import ConfigError, InvalidRequest
 # 32 MiB half a percent more, and slow other kernels by two percent more (H200).
 BUFFER_NBYTES = 16 << 20
 BUFFER_NBYTES_MIN = 4096
+# From here on a page that is one run in the engine's memory is copied as it is, without a kernel that takes
+# turns with the engine's: a copy's fixed cost of 2 us is less than a twentieth of its time then.
+RUN_NBYTES_MIN = 1 << 20
+# Of a chunk of such pages, which needs no buffer: enqueueing one takes 0.1 ms of Python, in which the link moves 6 MiB.
+RUN_CHUNK_NBYTES = 64 << 20
 CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 
@@ -39,7 +45,7 @@ class _Tables(NamedTuple):
     uploaded: tuple[torch.Tensor, torch.Tensor]
     planes: int
     tiles: int
-    chunks: Callable[[Cut, int], tuple[Chunk, ...]]
+    chunks: Callable[[Cut, int, bool], tuple[Chunk, ...]]
 
 
 def _tables(device: Device, pool: KVPool, buffer_nbytes: int) -> _Tables:
@@ -47,8 +53,8 @@ def _tables(device: Device, pool: KVPool, buffer_nbytes: int) -> _Tables:
     planes, tiles = device.upload(plan.planes), device.upload(plan.tiles)
 
     @lru_cache(CHUNK_LISTS_MAX)
-    def chunks(cut: Cut, page_count: int) -> tuple[Chunk, ...]:
-        return tuple(cut(page_count, buffer_nbytes))
+    def chunks(cut: Cut, page_count: int, without_buffer: bool) -> tuple[Chunk, ...]:
+        return tuple(cut(page_count, RUN_CHUNK_NBYTES if without_buffer else buffer_nbytes))
 
     return _Tables(plan, (planes, tiles), planes.data_ptr(), tiles.data_ptr(), chunks)
 
@@ -90,9 +96,30 @@ class _Move:
         self._device.copy(_rows(chunk, buffer), self._parts(chunk), chunk.span.nbytes, stream, self._locked)
 
     def _parts(self, chunk: Chunk) -> Addresses:
-        """Where the chunk's bytes are in each of its pages."""
-        pages, offset = self._pages[chunk.page_first : chunk.page_first + chunk.page_count], chunk.span.offset
-        return array("Q", [page + offset for page in pages]) if offset else pages
+        return _at(self._pages, chunk)
+
+
+class _RunMove:
+    """Chunks of pages that are one run each in the engine's memory: the copy engine alone moves them. A
+    chunk's first half is all of it, so that the slots have been read when that has happened."""
+
+    def __init__(
+        self, device: Device, run: Run, page_nbytes: int, pages: Sequence[torch.Tensor], units: UnitTable
+    ) -> None:
+        self._device = device
+        addresses = [page.data_ptr() for page in pages]
+        self._locked = device.page_locked(addresses, page_nbytes)
+        self._pages = array("Q", addresses)
+        self._slots = array("Q", [run.base + slot * run.stride for slot in units.flat(run.space).tolist()])
+
+    def to_pages(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
+        self._device.copy(_at(self._pages, chunk), _at(self._slots, chunk), chunk.span.nbytes, stream, self._locked)
+
+    def to_slots(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
+        self._device.copy(_at(self._slots, chunk), _at(self._pages, chunk), chunk.span.nbytes, stream, self._locked)
+
+    def nothing(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
+        """The other half."""
 
 
 class StagedTransfer:
@@ -139,10 +166,16 @@ class StagedTransfer:
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                move = _Move(self._device, tables, pages, "gather", 0)
-                chunks = tables.chunks(tables.plan.gather_chunks, units.page_count)
+                run = self._run(tables.plan)
+                chunks = tables.chunks(tables.plan.gather_chunks, units.page_count, bool(run))
                 drained = partial(_land, landed, pool.layout.page_nbytes) if landed else None
-                job = Job(_slots(pool, units), chunks, move.kernel, move.to_pages, all_filled=gathered, drained=drained)
+                if run:
+                    alone = _RunMove(self._device, run, pool.layout.page_nbytes, pages, units)
+                    job = Job([], chunks, alone.to_pages, alone.nothing, all_filled=gathered, drained=drained)
+                else:
+                    move = _Move(self._device, tables, pages, "gather", 0)
+                    slots = _slots(pool, units)
+                    job = Job(slots, chunks, move.kernel, move.to_pages, all_filled=gathered, drained=drained)
                 self._out.run(job)
             elif gathered:
                 gathered()
@@ -162,18 +195,27 @@ class StagedTransfer:
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                move = _Move(self._device, tables, pages, "scatter", skip_tokens)
+                run = None if skip_tokens else self._run(tables.plan)
                 cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
-                chunks = tables.chunks(cut, units.page_count)
+                chunks = tables.chunks(cut, units.page_count, bool(run))
                 queued = partial(self._place, placed) if placed else None
                 before = partial(_await, ready) if ready else None
-                self._in.run(Job(_slots(pool, units), chunks, move.to_buffer, move.kernel, before, queued=queued))
+                if run:
+                    alone = _RunMove(self._device, run, pool.layout.page_nbytes, pages, units)
+                    job = Job([], chunks, alone.to_slots, alone.nothing, before, queued=queued)
+                else:
+                    move = _Move(self._device, tables, pages, "scatter", skip_tokens)
+                    job = Job(_slots(pool, units), chunks, move.to_buffer, move.kernel, before, queued=queued)
+                self._in.run(job)
             elif placed:
                 for layer in pool.layout.layers:
                     placed(layer, None)
 
     def host_memory(self, memory: memoryview) -> bool:
         return self._arena.use(memory)
+
+    def await_host_memory(self, timeout_s: float) -> bool:
+        return self._arena.wait(timeout_s)
 
     @contextlib.contextmanager
     def _idle(self) -> Iterator[None]:
@@ -186,6 +228,10 @@ class StagedTransfer:
             event = self._device.mark(self._placed)
             for layer in chunk.layers:
                 placed(layer, event)
+
+    def _run(self, plan: Plan) -> Run | None:
+        """Where the pages lie, if they are better copied as they are."""
+        return plan.run if plan.layout.page_nbytes >= RUN_NBYTES_MIN else None
 
     def _prepare(self, pool: KVPool, fence: Fence) -> _Tables:
         """Tables of the pool. Waits for `fence` here, not on our streams: a job whose engine is still
@@ -216,6 +262,12 @@ def _land(landed: Landed, page_nbytes: int, chunk: Chunk) -> None:
 def _await(ready: Ready, chunk: Chunk) -> None:
     if not chunk.span.offset:  # a page that is cut comes piece by piece, its first byte once
         ready(range(chunk.page_first, chunk.page_first + chunk.page_count))
+
+
+def _at(places: Addresses, chunk: Chunk) -> Addresses:
+    """Where the chunk's bytes are in each of its pages, which begin at `places`."""
+    some, offset = places[chunk.page_first : chunk.page_first + chunk.page_count], chunk.span.offset
+    return array("Q", [place + offset for place in some]) if offset else some
 
 
 def _rows(chunk: Chunk, buffer: int) -> Addresses:

@@ -197,11 +197,12 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(token_pool: KVPool
         with Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=4096), Killing()) as agent:
             assert agent.save(hashes(), source).done.result(WAIT_S).stored == 6
             loaded = agent.load(hashes(), target).done.result(WAIT_S)
-            assert (loaded.pages, loaded.loaded) == (4, 4)
+            count = loaded.pages
+            assert (count, loaded.loaded) in ((1, 1), (5, 5))  # the second part may have been fetched by then
             assert loaded.error
             assert agent.lookup(hashes()) == 0
-    assert torch.equal(pages_at(token_pool, target)[:4], expected[:4])
-    assert torch.equal(pages_at(token_pool, target)[4:], before[4:])
+    assert torch.equal(pages_at(token_pool, target)[:count], expected[:count])
+    assert torch.equal(pages_at(token_pool, target)[count:], before[count:])
 
 
 def test_over_the_limit_a_save_is_dropped_and_a_load_refused_at_once(
@@ -273,6 +274,10 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
     agent.save(hashes(), torch.arange(48)).done.result(WAIT_S)
     assert touched == [hashes()] * 2  # the question what is missing, and the order afterwards
     agent.load(hashes(), torch.arange(48)).done.result(WAIT_S)
+    end = time.monotonic() + WAIT_S
+    while len(touched) < 3:  # after the load is done: nobody waits for it
+        assert time.monotonic() < end
+        time.sleep(0.001)
     assert touched == [hashes()] * 3
     agent.load(hashes(4), torch.arange(32)).done.result(WAIT_S)  # one chunk: the get has touched it
     assert len(touched) == 3

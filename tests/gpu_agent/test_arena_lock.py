@@ -37,7 +37,9 @@ def test_use_returns_at_once_and_says_when_it_is_done() -> None:
     transfer = StagedTransfer(device)
     assert not transfer.host_memory(arena)
     assert not transfer.host_memory(arena)
+    assert not transfer.await_host_memory(0.01)
     gate.set()
+    assert transfer.await_host_memory(20.0)
     wait_until(lambda: transfer.host_memory(arena))
     assert device.registered == [(address_of(arena), 8192)]
 

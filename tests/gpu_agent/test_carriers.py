@@ -1,5 +1,6 @@
 """Pages that travel straight between an engine's slots and the node's mapped memory."""
 
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -160,3 +161,69 @@ def test_a_chain_longer_than_a_batch_travels_in_several(
     assert loaded.pages == PAGES
     assert layers == list(token_pool.layout.layers), "told once, with the last batch"
     assert torch.equal(pages_at(token_pool, TARGET[8:]), pages_at(token_pool, SOURCE[8:]))
+
+
+def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
+    client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, the link would be idle while the store is asked and pages are verified."""
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
+    fetched = threading.Semaphore(0)
+    fetch = gpu_agent.carriers.ArenaCarrier.fetch
+
+    def told(carrier: Any, chunk: Any) -> Any:
+        found = fetch(carrier, chunk)
+        fetched.release()
+        return found
+
+    class Waiting(TorchTransfer):
+        parts = 0
+
+        def scatter(self, *arguments: Any, **named: Any) -> None:
+            self.parts += 1
+            if self.parts == 1:  # placed only when the second part is there as well
+                assert fetched.acquire(timeout=WAIT_S)
+                assert fetched.acquire(timeout=WAIT_S)
+            super().scatter(*arguments, **named)
+
+    monkeypatch.setattr(gpu_agent.carriers.ArenaCarrier, "fetch", told)
+    transfer = Waiting()
+    with Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+        save(agent)
+        assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
+    assert transfer.parts == 4  # 1, 2, 2 and 1 pages
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
+    ram = client.node_status().ram
+    assert (ram.writing_count, ram.held_count) == (0, 0)
+
+
+@pytest.mark.parametrize("move", ["save", "load"])
+def test_nothing_moves_while_the_nodes_memory_is_being_locked(
+    client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    """A GPU's driver would hold it up for as long as that takes, past every deadline; a terabyte takes minutes."""
+    monkeypatch.setattr("gpu_agent.carriers.SAVE_WAIT_S", 0.01)
+    monkeypatch.setattr("gpu_agent.carriers.LOAD_WAIT_S", 0.01)
+
+    class Locking(TorchTransfer):
+        locking = False
+
+        def host_memory(self, memory: memoryview) -> bool:
+            return not self.locking
+
+        def await_host_memory(self, timeout_s: float) -> bool:
+            return not self.locking
+
+    transfer = Locking()
+    with Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+        if move == "load":
+            save(agent)
+        transfer.locking = True
+        job = agent.save(hashes(), SOURCE) if move == "save" else agent.load(hashes(), TARGET)
+        result: Any = job.done.result(WAIT_S)
+        assert "still being page-locked" in (result.reason if move == "save" else result.error)
+        ram = client.node_status().ram
+        assert (ram.writing_count, ram.held_count) == (0, 0)
+        transfer.locking = False
+        assert agent.save(hashes(), SOURCE).done.result(WAIT_S).dropped == 0
+        assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES

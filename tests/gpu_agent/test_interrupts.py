@@ -1,0 +1,43 @@
+"""A compiler that leaves signals so that a waiting main thread does not see them: undone."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+ENGINE = """
+import queue, signal, sys, threading, os, time
+from gpu_agent.kernels.interrupts import interrupts_kept
+
+requests = queue.Queue()
+signal.signal(signal.SIGTERM, lambda *_: (print("obeyed", flush=True), os._exit(0)))
+
+def compiled():  # what NVRTC leaves behind
+    signal.siginterrupt(signal.SIGTERM, False)
+
+if sys.argv[1] == "kept":
+    with interrupts_kept():
+        compiled()
+else:
+    compiled()
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+threading.Timer(3.0, lambda: (print("ignored", flush=True), os._exit(0))).start()
+requests.get()
+"""
+
+
+def test_a_waiting_engine_obeys_sigterm_after_kernels_were_compiled() -> None:
+    said = {}
+    for how in ("kept", "left"):
+        command = [sys.executable, "-c", textwrap.dedent(ENGINE), how]
+        said[how] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    assert said == {"kept": "obeyed", "left": "ignored"}
+
+
+def test_signals_without_a_handler_in_python_are_left_alone() -> None:
+    from gpu_agent.kernels.interrupts import interrupts_kept
+
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with interrupts_kept():
+        pass
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before

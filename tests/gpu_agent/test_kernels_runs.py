@@ -1,0 +1,106 @@
+"""Pages that are one run of bytes in the engine's memory: the copy engine moves them, no kernel runs."""
+
+import pytest
+import torch
+
+from gpu_agent import KVPool, TorchTransfer
+from gpu_agent.kernels import staged
+from gpu_agent.kernels.plan import run_of
+from gpu_agent.kernels.simulated import SimulatedDevice
+from gpu_agent.kernels.staged import StagedTransfer
+from gpu_agent.layouts.vllm import table_pool
+
+BLOCKS, TOKENS = 24, 16
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
+
+
+def packed_pool(layers: int = 3, cell: int = 24) -> KVPool:
+    """vLLM's `BLHNC`: all layers of a block together, and something of another's behind them."""
+    memory = torch.randint(0, 256, (BLOCKS, layers + 1, 2, TOKENS, cell), dtype=torch.uint8)
+    return table_pool({f"layers.{i}": memory[:, i] for i in range(layers)}, BLOCKS, TOKENS)
+
+
+def pages_of(pool: KVPool, blocks: torch.Tensor) -> torch.Tensor:
+    pages = torch.empty((len(blocks), pool.layout.page_nbytes), dtype=torch.uint8)
+    TorchTransfer().gather(pool, pool.unit_table(blocks, len(blocks)), list(pages), None)
+    return pages
+
+
+@pytest.mark.parametrize("chunk_nbytes", [4096, 9000, 1 << 20])  # a page is 2304 bytes: cut, or several together
+@pytest.mark.parametrize("count", [1, 2, 11])
+def test_blocks_are_copied_as_they_lie(
+    chunk_nbytes: int, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", chunk_nbytes)
+    pool, device = packed_pool(), SimulatedDevice(seed)
+    transfer = StagedTransfer(device, 4096)
+    source, target = torch.randperm(BLOCKS)[: 2 * count].split(count)
+    expected, others = pages_of(pool, source), pages_of(pool, torch.arange(BLOCKS))
+    pages = torch.full((count, pool.layout.page_nbytes), 0x5A, dtype=torch.uint8)
+    landed: list[int] = []
+    told: list[bool] = []
+
+    def gathered() -> None:
+        told.append(torch.equal(pages, expected))
+
+    transfer.gather(pool, pool.unit_table(source, count), list(pages), None, gathered, landed.extend)
+    assert torch.equal(pages, expected)
+    assert told == [True]  # the slots are read when their bytes are elsewhere, not before
+    assert landed == list(range(count))
+
+    ready: list[int] = []
+    transfer.scatter(pool, pool.unit_table(target, count), list(pages), None, ready=ready.extend)
+    assert ready == list(range(count))
+    others[target] = expected
+    assert torch.equal(pages_of(pool, torch.arange(BLOCKS)), others)
+    assert device.launches == 0
+
+
+def test_a_page_larger_than_a_chunk_is_copied_in_pieces(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", 4096)
+    pool, device = packed_pool(layers=6, cell=64), SimulatedDevice(seed)  # 12 KiB
+    transfer = StagedTransfer(device, 4096)
+    expected = pages_of(pool, torch.tensor([5, 3]))
+    pages = torch.zeros((2, pool.layout.page_nbytes), dtype=torch.uint8)
+    transfer.gather(pool, pool.unit_table(torch.tensor([5, 3]), 2), list(pages), None)
+    assert torch.equal(pages, expected)
+    transfer.scatter(pool, pool.unit_table(torch.tensor([7, 8]), 2), list(pages), None)
+    assert torch.equal(pages_of(pool, torch.tensor([7, 8])), expected)
+    assert (device.launches, device.copies > 4) == (0, True)
+
+
+def test_what_the_engine_has_of_a_page_is_left_alone(token_pool: KVPool, seed: int) -> None:
+    """Part of a page goes by a kernel, and so does a page that is put together from several places."""
+    device = SimulatedDevice(seed)
+    assert run_of(token_pool) is None
+    pages = list(torch.randint(0, 256, (2, token_pool.layout.page_nbytes), dtype=torch.uint8))
+    before = [plane.bits.clone() for plane in token_pool.planes]
+    table = token_pool.unit_table(torch.arange(16), 2)
+    StagedTransfer(device, 4096).scatter(token_pool, table, pages, None, skip_tokens=3)
+    assert all(torch.equal(p.bits[:3], b[:3]) for p, b in zip(token_pool.planes, before, strict=True))
+    assert device.launches > 0
+
+
+def test_small_pages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A copy of its own for each would take longer than its bytes."""
+    monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1 << 20)
+    pool, device = packed_pool(), SimulatedDevice(seed)
+    assert run_of(pool) is not None
+    pages = torch.zeros((2, pool.layout.page_nbytes), dtype=torch.uint8)
+    StagedTransfer(device, 4096).gather(pool, pool.unit_table(torch.tensor([5, 3]), 2), list(pages), None)
+    assert torch.equal(pages, pages_of(pool, torch.tensor([5, 3])))
+    assert device.launches > 0
+
+
+def test_layers_one_by_one_are_copied_too(seed: int) -> None:
+    pool, device = packed_pool(), SimulatedDevice(seed)
+    pages = torch.randint(0, 256, (3, pool.layout.page_nbytes), dtype=torch.uint8)
+    layers: list[int] = []
+    table = pool.unit_table(torch.tensor([2, 9, 4]), 3)
+    StagedTransfer(device, 4096).scatter(pool, table, list(pages), None, placed=lambda layer, _: layers.append(layer))
+    assert torch.equal(pages_of(pool, torch.tensor([2, 9, 4])), pages)
+    assert layers == [0, 1, 2]
