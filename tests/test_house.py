@@ -69,7 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("agent.py",),
         ("__init__.py",),
         ("blocks/", "host/"),
-        ("identity/",),
+        ("identity/", "process/"),
         ("engines/",),
     ),
 }

@@ -59,6 +59,9 @@ def longest_prefix(
     """
     if local_tokens % step_tokens:
         return local_tokens
+    if not any(group.window_tokens or group.chunk_tokens for group in groups):  # each needs all its blocks
+        ends = [_run_end(group, blocks, local_tokens) for group, blocks in zip(groups, present, strict=True)]
+        return max(local_tokens, min([limit_tokens, *ends]) // step_tokens * step_tokens)
     missing = [list(accumulate((not there for there in blocks), initial=0)) for blocks in present]
     ends = [len(blocks) * group.block_tokens for group, blocks in zip(groups, present, strict=True)]
     end = min([limit_tokens, *ends]) // step_tokens * step_tokens
@@ -70,6 +73,12 @@ def longest_prefix(
             return end
         end -= step_tokens
     return local_tokens
+
+
+def _run_end(group: BlockGroup, blocks: Sequence[bool], local_tokens: int) -> int:
+    """The end of the run of blocks that are there, from the first one that the engine lacks on."""
+    first = local_tokens // group.block_tokens
+    return group.block_tokens * (blocks.index(False, first) if False in blocks[first:] else len(blocks))
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:

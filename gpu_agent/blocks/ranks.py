@@ -1,4 +1,4 @@
-"""The store on one rank of an engine with block tables: carries out orders, an `Agent` per group.
+"""The store on one rank of an engine with block tables: carries out orders, an agent per group.
 
     orders --- load: an agent per group ---> finished, which blocks are wrong     every load, whatever happens
            +-- save: an agent per group ---> acknowledged as soon as the blocks have been read
@@ -6,16 +6,12 @@
 The orders come from `scheduler.py`; its `Report` goes back to it.
 """
 
-import concurrent.futures
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from gpu_agent.agent import Agent
+from gpu_agent.blocks.homes import BlockAgent, Home
 from gpu_agent.blocks.save_plan import Part, SaveOrder
 from gpu_agent.blocks.scheduler import LoadOrder, Report, StepOrders
 from gpu_agent.jobs import LoadJob, SaveJob
@@ -81,17 +77,16 @@ class _Save:
 
 
 class BlockRank:
-    """Not thread-safe, but for the agents' own threads: an engine has one worker thread per rank.
+    """Not thread-safe: an engine has one worker thread per rank.
 
-    `make_agents(epoch)`: one agent per group, of a namespace with this epoch (None: the configured one);
-    None for a group that has no layers here.
+    `home`: makes the agents and is closed here.
     `writes`: whether this rank stores; of ranks with the same KV only one does.
     """
 
-    def __init__(self, make_agents: Callable[[int | None], Sequence[Agent | None]], writes: bool) -> None:
+    def __init__(self, home: Home, writes: bool) -> None:
         self.counts = RankCounts()
-        self._make_agents = make_agents
-        self._agents = make_agents(None)
+        self._home = home
+        self._agents = home.agents(None)
         self._writes = writes
         self._epoch: int | None = None
         self._generation = 0  # raised with every change of the epoch
@@ -99,7 +94,7 @@ class BlockRank:
         self._loads: list[_Load] = []
         self._saves: dict[int, _Save] = {}  # whose blocks are still being read
         self._storing: dict[int, _Save] = {}  # that are not done
-        self._outcomes: list[tuple[Agent, SaveJob]] = []
+        self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
         self._reported = Report(0)
 
     def begin(self, orders: StepOrders) -> None:
@@ -115,7 +110,7 @@ class BlockRank:
             began_at = time.monotonic()
             jobs = [(part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
-        concurrent.futures.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
+        self._home.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Starts saves, behind what the engine has enqueued so far."""
@@ -126,7 +121,7 @@ class BlockRank:
                 if agent is None:
                     continue
                 try:
-                    job = agent.save(part.keys, torch.tensor(part.blocks, dtype=torch.int64))
+                    job = agent.save(part.keys, part.blocks)
                 except InvalidRequest as error:
                     log.error("blocks could not be stored: %s", error)
                     refused = True
@@ -137,6 +132,7 @@ class BlockRank:
 
     def loads_ended(self) -> LoadsEnded:
         """What the engine has to know; each load once."""
+        self._home.poll()
         ended = LoadsEnded()
         going = []
         for load in self._loads:
@@ -185,16 +181,16 @@ class BlockRank:
 
     def drain(self) -> None:
         """Waits until nothing reads or writes the engine's blocks: by the deadlines of saves and loads."""
-        concurrent.futures.wait([job.gathered for save in self._saves.values() for job in save.jobs])
-        concurrent.futures.wait([job.done for load in self._loads for _, job in load.jobs if job])
+        self._home.wait([job.gathered for save in self._saves.values() for job in save.jobs])
+        self._home.wait([job.done for load in self._loads for _, job in load.jobs if job])
 
     def close(self) -> None:
         """Pending saves end in bounded time."""
-        _close(self._agents)
+        self._home.close()
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        return [violation for agent in self._agents if agent for violation in agent.check()]
+        return self._home.check()
 
     # ---- in detail --------------------------------------------------------------------------
 
@@ -202,7 +198,7 @@ class BlockRank:
         agent = self._agents[part.group]
         assert agent is not None
         try:
-            return agent.load(part.keys, torch.tensor(part.blocks, dtype=torch.int64))
+            return agent.load(part.keys, part.blocks)
         except InvalidRequest as error:
             log.error("blocks could not be loaded: %s", error)
             return None
@@ -230,13 +226,7 @@ class BlockRank:
     def _renew(self, epoch: int | None) -> None:
         """Other namespaces from now on. Loads under way bring what is not wanted any more, so they will
         count as failed; saves under way go where nobody looks."""
-        old, self._agents = self._agents, self._make_agents(epoch)
+        old, self._agents = self._agents, self._home.agents(epoch)
         self._epoch = epoch
         self._generation += 1
-        threading.Thread(target=_close, args=(old,), name="kvstore-close", daemon=True).start()
-
-
-def _close(agents: Sequence[Agent | None]) -> None:
-    for agent in agents:
-        if agent:
-            agent.close()
+        self._home.retire(old)

@@ -7,9 +7,10 @@
 
 What a step computes over blocks whose load failed looks like any other KV, on every rank. So nothing is
 stored before the engine has seen the step's result, and blocks are pinned from before they are computed
-until the last rank has read them. Pure: the engine's calls in, orders out.
+until the last rank has read them. The engine's calls in, orders out: nothing here moves KV.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ class _Job:
 
 class SavePlan:
     """`ranks`: how many acknowledge a job. `blocks_max`: pinned at a time, over all groups. `order_blocks`:
-    of one order. `pin` and `unpin` take block ids. Not thread-safe: an engine has one scheduler."""
+    of one order; fewer wait for more, for `hold_s` at most, since each order costs the engine and the ranks as
+    much as its blocks do. `pin` and `unpin` take block ids. Not thread-safe: an engine has one scheduler."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class SavePlan:
         order_blocks: int,
         pin: Callable[[Sequence[int]], None],
         unpin: Callable[[Sequence[int]], None],
+        hold_s: float = 0.0,
     ) -> None:
         self.ranks = ranks
         self._blocks_max = blocks_max
@@ -63,7 +66,9 @@ class SavePlan:
         self._pin = pin
         self._unpin = unpin
         self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()  # outstanding, in order
+        self._hold_s = hold_s
         self._ready: list[Block] = []
+        self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
         self._known: set[tuple[int, bytes]] = set()  # staged, ready or in a job: once is enough
         self._pinned = 0
@@ -96,7 +101,7 @@ class SavePlan:
         if self._steps:
             next(reversed(self._steps.values())).append(_Staged(owner, new))
         else:
-            self._ready += new
+            self._make_ready(new)
 
     def ran(self, step: int, clean: bool) -> set[str]:
         """A step's result was seen. Returns the owners of what was dropped: they have to stage again.
@@ -109,7 +114,7 @@ class SavePlan:
             number, staged = self._steps.popitem(last=False)
             for some in staged:
                 if clean and number == step:
-                    self._ready += some.blocks
+                    self._make_ready(some.blocks)
                 else:
                     dropped.add(some.owner)
                     self._release(some.blocks)
@@ -117,7 +122,9 @@ class SavePlan:
 
     def orders(self) -> list[SaveOrder]:
         """What the ranks shall store now."""
-        orders = []
+        orders: list[SaveOrder] = []
+        if len(self._ready) < self._order_blocks and time.monotonic() < self._ready_at + self._hold_s:
+            return orders
         while self._ready:
             blocks, self._ready = self._ready[: self._order_blocks], self._ready[self._order_blocks :]
             self._jobs[self._next_job] = _Job(blocks, self.ranks)
@@ -153,6 +160,11 @@ class SavePlan:
             found.append("the keys under way are not those of the pinned blocks")
         return found
 
+    def _make_ready(self, blocks: Sequence[Block]) -> None:
+        if not self._ready:
+            self._ready_at = time.monotonic()
+        self._ready += blocks
+
     def _release(self, blocks: Sequence[Block]) -> None:
         self._known.difference_update(block[:2] for block in blocks)
         self._pinned -= len(blocks)
@@ -161,6 +173,9 @@ class SavePlan:
 
 
 def _parts(blocks: Sequence[Block]) -> list[Part]:
+    group = blocks[0][0]
+    if all(block[0] == group for block in blocks):
+        return [Part(group, [key for _, key, _ in blocks], [number for _, _, number in blocks])]
     parts: dict[int, Part] = {}
     for group, key, block in blocks:
         part = parts.setdefault(group, Part(group, [], []))

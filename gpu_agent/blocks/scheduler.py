@@ -8,13 +8,14 @@ here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the 
 
 import logging
 import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
-from gpu_agent.blocks.lookups import Answer, Lookups
+from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.save_plan import Block, Part, SaveOrder, SavePlan
 from gpu_agent.blocks.stored import StoredBlocks
 from kvstore.keys import Namespace
@@ -22,6 +23,8 @@ from kvstore.keys import Namespace
 log = logging.getLogger(__name__)
 
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
+STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
+SILENCE_S = 10.0  # after a line of the log, for the same reason
 NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
 
 
@@ -56,42 +59,53 @@ class Report:
     """What one rank, or several together, did beside a step."""
 
     step: int
-    acknowledged: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have read its blocks
-    ended: Counter[int] = field(default_factory=Counter)  # save job -> ranks that are done with it
-    kept: Counter[int] = field(default_factory=Counter)  # save job -> ranks that have all its pages in the store
-    finished: Counter[str] = field(default_factory=Counter)  # load of a request -> ranks that ended it
+    acknowledged: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have read its blocks
+    ended: dict[int, int] = field(default_factory=dict)  # save job -> ranks that are done with it
+    kept: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have all its pages in the store
+    finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
     failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
 
     def add(self, other: "Report") -> "Report":
-        self.acknowledged.update(other.acknowledged)
-        self.ended.update(other.ended)
-        self.kept.update(other.kept)
-        self.finished.update(other.finished)
+        _count(self.acknowledged, other.acknowledged)
+        _count(self.ended, other.ended)
+        _count(self.kept, other.kept)
+        _count(self.finished, other.finished)
         self.failed |= other.failed
         self.step = min(self.step, other.step)
         return self
 
 
+def _count(counts: dict[Any, int], more: dict[Any, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
 @dataclass
 class _Request:
-    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up."""
+    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up. With fewer
+    than `due_tokens` tokens computed there is none to be saved."""
 
     request: EngineRequest
     planned: list[int]
+    due_tokens: int = 0
     present: Answer = ()
     offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
     loading: bool = False
     refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
     barred: bool = False  # its KV may not be stored
 
+    def plan_anew(self) -> None:
+        self.planned, self.due_tokens = [0] * len(self.planned), 0
+
 
 @dataclass
 class MatchCounts:
-    """Tokens asked for and given."""
+    """Tokens asked for and given; pages of requests that ended before there was room to save them."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
     hits: int = 0
+    pages_dropped: int = 0
 
 
 class BlockScheduler:
@@ -128,6 +142,8 @@ class BlockScheduler:
         self._recovering: dict[str, int] = {}  # after a failed sync load: tokens to be computed again
         self._epoch: int | None = None
         self._step = 0
+        self._unsaid = 0  # blocks dropped since the last line of the log about it
+        self._silent_until = 0.0
         lookups.open([namespace for group in shards for namespace in group])
 
     @property
@@ -170,7 +186,7 @@ class BlockScheduler:
             return
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
-            state.planned = [0] * len(self._groups)
+            state.plan_anew()
             self._counts.queried_tokens += request.num_tokens - state.offered[0]
         if not tokens:
             return
@@ -185,9 +201,11 @@ class BlockScheduler:
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
-    def step(self, scheduled: Iterable[tuple[str, int, Sequence[Sequence[int]]]]) -> StepOrders:
-        """The end of scheduling: `scheduled` are requests, their tokens in this step, and their tables."""
+    def step(self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]) -> StepOrders:
+        """The end of scheduling: `scheduled` are requests and their tokens in this step. Their tables are
+        asked for when there is something to save: most steps of most requests end no block."""
         self._step += 1
+        self._lookups.poll()
         saves = self._plan.orders()
         if self._describe:
             self._stored.ordered(saves)
@@ -195,13 +213,15 @@ class BlockScheduler:
         loads, self._loads = self._loads, []
         if self._sync and loads:
             self._sync_loads[self._step] = {load.request_id for load in loads}
-        for request_id, tokens, tables in scheduled:
+        for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             if self._recovering and request_id not in self._recovering:
                 state.barred = True  # it may read blocks that are being computed again
-            self._stage(state, state.request.num_computed_tokens + tokens, tables)
+            computed = state.request.num_computed_tokens + tokens
+            if computed >= state.due_tokens:
+                self._stage(state, computed, table_of(request_id))
         return StepOrders(self._step, self._epoch, loads, saves)
 
     def ran(self, report: Report) -> None:
@@ -212,13 +232,14 @@ class BlockScheduler:
         for request_id in report.failed & self._requests.keys():
             state = self._requests[request_id]
             state.refused = True
-            state.present, state.planned = (), [0] * len(self._groups)  # what is gone or damaged is saved again
+            state.present = ()
+            state.plan_anew()  # what is gone or damaged is saved again
         for request_id in report.finished.keys() & self._requests.keys():
             self._requests[request_id].loading = False
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
         for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
-            self._requests[request_id].planned = [0] * len(self._groups)
+            self._requests[request_id].plan_anew()
         if failed:
             self._recover(failed)
         elif self._recovering:
@@ -234,7 +255,7 @@ class BlockScheduler:
         self._lookups.drop(request.request_id)
         if state is None or state.loading:
             return
-        self._stage(state, request.num_computed_tokens, tables)
+        self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
             self._lookups.touch(self._question(request))
 
@@ -275,9 +296,10 @@ class BlockScheduler:
     def _ask(self, request: EngineRequest) -> None:
         self._lookups.ask(request.request_id, self._question(request))
 
-    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> None:
+    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> int:
+        """How many blocks there was no room for; they are tried again as long as the request lives."""
         if state.barred or state.loading:
-            return
+            return 0
         request = state.request
         tokens = min(computed_tokens, len(request.block_hashes) * self._hash_tokens)  # no drafts, no placeholders
         found: list[tuple[int, int, int]] = []  # where a block ends, its group, its index
@@ -288,12 +310,16 @@ class BlockScheduler:
                 if tables[number][i] != NULL_BLOCK and not (i < len(present) and present[i]):
                     found.append(((i + 1) * group.block_tokens, number, i))
             state.planned[number] = max(state.planned[number], full)
+        state.due_tokens = min(
+            self._due(blocks, group.block_tokens, request.num_tokens)
+            for blocks, group in zip(state.planned, self._groups, strict=True)
+        )
         if not found:
-            return
+            return 0
         found.sort()  # if there is no room for all, then for all groups' blocks of a shorter prefix
         room = self._plan.room
         for _, number, i in reversed(found[room:]):
-            state.planned[number] = i
+            state.planned[number], state.due_tokens = i, 0
         blocks: list[Block] = []
         for _, number, i in found[:room]:
             key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
@@ -301,6 +327,25 @@ class BlockScheduler:
             if self._describe:
                 self._stored.note(number, key, self._describe(request, number, i))
         self._plan.stage(request.request_id, blocks)
+        return len(found[room:])
+
+    def _due(self, planned: int, block_tokens: int, known_tokens: int) -> int:
+        """With so many tokens computed there is more to save: a block of a prompt, some of an answer."""
+        following = (planned + 1) * block_tokens
+        return following if following <= known_tokens else (planned + STAGED_BLOCKS) * block_tokens
+
+    def _drop(self, blocks: int) -> None:
+        """So many blocks are gone with their request, unsaved."""
+        if not blocks:
+            return
+        self._counts.pages_dropped += blocks
+        self._unsaid += blocks
+        if time.monotonic() > self._silent_until:
+            log.warning(
+                "%d blocks were not saved: requests ended while as many blocks were being saved as may be pinned",
+                self._unsaid,
+            )
+            self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S
 
     def _recover(self, failed: set[str]) -> None:
         """After a failed sync load: the engine has cut these requests back and computes them again. Until

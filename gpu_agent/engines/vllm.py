@@ -11,7 +11,7 @@ Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tok
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, maybe_convert_block_hash
 
-from gpu_agent.agent import Agent
+from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePlan
@@ -46,17 +46,18 @@ from gpu_agent.engines.vllm_identity import (
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.identity.vllm import namespaces
 from gpu_agent.options import Options, read_options
-from kvstore.client import Client
+from gpu_agent.process.choice import WHERE, asker_of, home_of
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("load", "min_tokens", "lora")
+OWN_OPTIONS = ("load", "min_tokens", "lora", "agents")
 MIN_TOKENS = 16
 ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
+HOLD_S = 0.05  # that a smaller job waits for more blocks
 MEDIUM = "KVSTORE"  # in events
-PINNED_SHARE = 2  # at most one in so many of the engine's blocks is pinned for saves
+PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
 
 
 @dataclass
@@ -91,7 +92,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._config, self._caches = vllm_config, kv_cache_config
         groups = block_groups(vllm_config, kv_cache_config)
         self._groups = [] if isinstance(groups, str) else groups
-        self._client: Client | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._warn(groups)
         # Scheduler
@@ -142,24 +142,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             *(self._config, self._caches, self._options.identity, pools, ranks),
             *(copies, get_none_hash_seed(), from_hub),
         )
-        client = self._client = Client(self._options.client)
-        agent = self._options.agent
-        staging_nbytes = [
-            max(agent.staging_nbytes // len(pools), pool.layout.page_nbytes if pool else 0) for pool in pools
+        places = [
+            Place(namespace, pool) if namespace and pool else None
+            for namespace, pool in zip(self._namespaces, pools, strict=True)
         ]
-
-        def make_agents(epoch: int | None) -> list[Agent | None]:
-            made: list[Agent | None] = []
-            for namespace, pool, nbytes in zip(self._namespaces, pools, staging_nbytes, strict=True):
-                if namespace is None:
-                    made.append(None)
-                    continue
-                if epoch is not None:
-                    namespace = replace(namespace, epoch=epoch)
-                made.append(Agent(client, namespace, pool, replace(agent, staging_nbytes=nbytes)))
-            return made
-
-        self._rank = BlockRank(make_agents, writes=tp_rank % copies == 0)
+        options = self._options
+        home = home_of(places, options.client, options.agent, options.own.get("agents", "auto"))
+        self._rank = BlockRank(home, writes=tp_rank % copies == 0)
         for namespace in self._namespaces:
             if namespace is not None:
                 logger.info("kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt)
@@ -227,10 +216,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         shards = [list(dict.fromkeys(filter(None, group))) for group in zip(*held, strict=True)]
         options = self._options
         page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
-        blocks_max = min(self._caches.num_blocks // PINNED_SHARE, options.agent.pending_nbytes_max // page_nbytes)
-        plan = SavePlan(ranks, max(1, blocks_max), max(1, ORDER_NBYTES // page_nbytes), self._pin, self._unpin)
-        self._client = Client(options.client)
-        self._lookups = Lookups(self._client, options.agent.lookup_timeout_s)
+        blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
+        order_blocks = max(1, ORDER_NBYTES // page_nbytes)
+        plan = SavePlan(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S)
+        asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
+        self._lookups = Lookups(asker, options.agent.lookup_timeout_s)
         step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
         events = self._config.kv_events_config
         self._scheduler = BlockScheduler(
@@ -278,12 +268,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if not self._scheduler:
             return _Orders(StepOrders(0, None, [], []))
-        tables = scheduler_output.kv_connector_block_state
         scheduled = scheduler_output.num_scheduled_tokens
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
-        return _Orders(
-            self._scheduler.step((name, count, tables.get_block_ids(name)) for name, count in scheduled.items())
-        )
+        return _Orders(self._scheduler.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -327,12 +314,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
-        data: dict[str, float] = {}
+        found: list[Any] = []
         if self._rank:
-            data.update(asdict(self._rank.take_counts()))
+            found.append(self._rank.take_counts())
         if self._scheduler and self._lookups:
-            data.update(asdict(self._scheduler.take_counts()) | asdict(self._lookups.take_counts()))
-        data = {name: count for name, count in data.items() if count}
+            found += [self._scheduler.take_counts(), self._lookups.take_counts()]
+        data: dict[str, float] = {}
+        for counts in found:
+            for name, count in vars(counts).items():
+                if count:
+                    data[name] = data.get(name, 0) + count
         return KVStoreStats(data) if data else None
 
     @classmethod
@@ -347,7 +338,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Pending saves end in bounded time."""
-        for part in (self._rank, self._lookups, self._client):
+        for part in (self._rank, self._lookups):
             if part:
                 part.close()
 
@@ -356,6 +347,8 @@ def _options(values: Mapping[str, Any]) -> Options:
     options = read_options(values, OWN_OPTIONS)
     if options.own.get("load", "async") not in ("async", "sync"):
         raise ConfigError(f'option load={options.own["load"]!r} is neither "async" nor "sync"')
+    if options.own.get("agents", "auto") not in WHERE:
+        raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
     if options.own.get("lora", "skip") not in ("skip", "named"):
         raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
     return options

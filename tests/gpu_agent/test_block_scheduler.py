@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_agent import Agent, AgentConfig
+from gpu_agent import AgentConfig
 from gpu_agent.blocks import scheduler
+from gpu_agent.blocks.askers import ThreadAsker
 from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.homes import InProcess, Place
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.blocks.save_plan import SavePlan
@@ -46,18 +48,17 @@ class Store:
     """One rank, one group, and the scheduler's side. `step` is what an engine does in one."""
 
     def __init__(self, client: Client, name: str, **options: Any) -> None:
+        """`client`: of the scheduler's side; the ranks' side makes its own."""
         self.pins: list[int] = []
         self.views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
         self.pool = table_pool(self.views, BLOCKS, BLOCK)
         self.namespace = Namespace(name, self.pool.layout)
-        config = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22)
+        limits = {"staging_nbytes": 1 << 16, "pending_nbytes_max": 1 << 22}
+        config = AgentConfig(**{name: options.pop(name, limit) for name, limit in limits.items()})
 
-        def make(epoch: int | None) -> list[Agent | None]:
-            namespace = self.namespace if epoch is None else Namespace(name, self.pool.layout, epoch=epoch)
-            return [Agent(client, namespace, self.pool, config)]
-
-        self.rank = BlockRank(make, writes=options.pop("writes", True))
-        self.lookups = Lookups(client, 5.0)
+        home = InProcess([Place(self.namespace, self.pool)], client.config, config)
+        self.rank = BlockRank(home, writes=options.pop("writes", True))
+        self.lookups = Lookups(ThreadAsker(client), 5.0)
         plan = SavePlan(1, options.pop("blocks_max", 16), 4, self.pins.extend, self._unpin)
         self.scheduler = BlockScheduler(
             [BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan, **options
@@ -76,7 +77,9 @@ class Store:
 
     def step(self, *scheduled: tuple[FakeRequest, int, list[int]]) -> tuple[StepOrders, Any]:
         """Schedules, runs and sees a step."""
-        orders = self.scheduler.step((request.request_id, count, [table]) for request, count, table in scheduled)
+        tables = {request.request_id: [table] for request, _, table in scheduled}
+        counts = {request.request_id: count for request, count, _ in scheduled}
+        orders = self.scheduler.step(counts, tables.__getitem__)
         ended = self.run(orders)
         for request, count, _ in scheduled:
             request.num_computed_tokens += count
@@ -163,13 +166,13 @@ def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: Any) -> None:
     store.scheduler.ask(request)
     store.matched(request)
     store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    orders = store.scheduler.step([("r", 70, [[1, 2, 3, 4, 5]])])
+    orders = store.scheduler.step({"r": 70}, lambda _: [[1, 2, 3, 4, 5]])
     assert orders.saves == []
-    following = store.scheduler.step([])  # steps may overlap
+    following = store.scheduler.step({}, dict)  # steps may overlap
     assert following.saves == []
     store.run(orders)
     store.scheduler.ran(store.rank.report())
-    assert [part.blocks for order in store.scheduler.step([]).saves for part in order.parts] == [[1, 2, 3, 4]]
+    assert [part.blocks for order in store.scheduler.step({}, dict).saves for part in order.parts] == [[1, 2, 3, 4]]
 
 
 def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: Any) -> None:
@@ -183,7 +186,7 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     again = FakeRequest("s", TOKENS)
     store.scheduler.ask(again)
     assert store.matched(again) == 64
-    client = store.lookups._client
+    client = store.lookups._asker._client
     client.remove(store.namespace, [again.block_hashes[1]])
     store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
     ended = store.loaded()
@@ -192,7 +195,7 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     again.num_computed_tokens = 16
     store.step((again, 54, [11, 12, 13, 14, 15]))
     store.settle()
-    assert store.lookups._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
+    assert store.lookups._asker._client.lookup(store.namespace, again.block_hashes).prefix_pages == 4
     assert store.rank.take_counts().loads_failed == 1
 
 
@@ -209,7 +212,7 @@ def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: 
     longer = FakeRequest("s", TOKENS[:64] + list(range(500, 550)))
     store.scheduler.ask(longer)
     assert store.matched(longer) == 64
-    store.lookups._client.remove(store.namespace, [longer.block_hashes[2]])
+    store.lookups._asker._client.remove(store.namespace, [longer.block_hashes[2]])
     table = [11, 12, 13, 14, 15, 16, 17, 18]
     store.scheduler.allocated(longer, [table], 64)
     longer.num_computed_tokens = 64
@@ -224,7 +227,7 @@ def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: 
     store.step((longer, 40, table), (reader, 50, [11, 12, 13, 14, 21, 22, 23, 24]))
     store.step((longer, 42, table))
     store.settle()
-    lookup = store.lookups._client.lookup
+    lookup = store.lookups._asker._client.lookup
     assert lookup(store.namespace, longer.block_hashes).prefix_pages == 7
     assert lookup(store.namespace, reader.block_hashes).prefix_pages == 4  # and none of its own
 
@@ -241,7 +244,7 @@ def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
     store.step((request, 0, [1, 2, 3, 4, 5]))
     assert store.pins == [4]
     store.settle()
-    assert store.lookups._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
+    assert store.lookups._asker._client.lookup(store.namespace, request.block_hashes).prefix_pages == 4
 
 
 def test_a_rank_that_does_not_write_acknowledges_at_once(stores: Any) -> None:
@@ -252,7 +255,7 @@ def test_a_rank_that_does_not_write_acknowledges_at_once(stores: Any) -> None:
     store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
     store.step((request, 70, [1, 2, 3, 4, 5]))
     store.settle()
-    assert store.lookups._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
+    assert store.lookups._asker._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
 
 
 def test_the_null_block_is_neither_saved_nor_loaded(stores: Any) -> None:
@@ -294,11 +297,11 @@ def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
     store.scheduler.ask(again)
     assert store.matched(again) == 64
     store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
-    orders = store.scheduler.step([])
+    orders = store.scheduler.step({}, dict)
     store.rank.begin(orders)
     store.rank.load(orders.loads)
     store.scheduler.reset()
-    after = store.scheduler.step([])
+    after = store.scheduler.step({}, dict)
     assert after.epoch is not None
     assert after.epoch != store.namespace.epoch
     store.rank.begin(after)
@@ -343,7 +346,7 @@ def test_blocks_are_announced_when_they_are_stored_and_not_when_they_are_dropped
     store.settle()
     store.step()
     assert store.scheduler.take_stored() == [("r", 0, 0), ("r", 0, 1)]
-    store.rank._agents[0].close()  # drops everything from now on
+    store.rank._home.close()  # drops everything from now on
     store.step((request, 30, [1, 2, 3, 4, 5]))
     store.settle()
     store.step()
@@ -389,3 +392,54 @@ def test_a_view_in_any_order_of_memory_makes_the_same_page() -> None:
     assert pools[0].layout == pools[1].layout
     assert all(torch.equal(a.bits, b.bits) for a, b in zip(pools[0].planes, pools[1].planes, strict=True))
     assert pools[0].planes[0].bits.data_ptr() == packed.data_ptr()
+
+
+def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
+    stores: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = stores(blocks_max=1)
+    request, table = FakeRequest("r", TOKENS), [[1, 2, 3, 4, 5]]
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, table, 0)
+    store.step((request, 70, table[0]))
+    store.scheduler.finished(request, table)
+    assert store.scheduler.take_counts().pages_dropped == 3
+    assert store.scheduler.take_counts().pages_dropped == 0
+    assert "3 blocks were not saved" in caplog.text
+    store.settle()
+    assert store.pins == []
+
+
+def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any) -> None:
+    """Of a hundred running requests most end no block in a step, and each look costs the engine."""
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    table = [[1, 2, 3, 4, 5]]
+    store.scheduler.allocated(request, table, 0)
+    asked = []
+    for tokens in (20, 11, 20, 19, 1, 56, 1):
+        store.scheduler.step({"r": tokens}, lambda _: asked.append(request.num_computed_tokens) or table)
+        request.num_computed_tokens += tokens
+    assert asked == [0, 31, 51, 127]  # blocks of the prompt at once, later ones four by four
+    assert len(store.pins) == 4
+
+
+def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: Any) -> None:
+    """Its blocks are allocated: they are the limit. It used to fail at once, and always would have."""
+    store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
+    tokens = list(range(BLOCK * 20))
+    request, table = FakeRequest("r", tokens), [list(range(1, 21))]
+    assert store.pool.layout.page_nbytes * 20 > 4096
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, table, 0)
+    store.step((request, len(tokens), table[0]))
+    store.settle()
+    again = FakeRequest("s", tokens)
+    store.scheduler.ask(again)
+    assert store.matched(again) == len(tokens)
+    store.scheduler.allocated(again, [list(range(11, 31))], len(tokens))
+    assert store.loaded().failed == set()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpu_agent.blocks.askers import ThreadAsker
 from gpu_agent.blocks.lookups import OUTAGE_WAIT_S, Lookups
 from kvstore import Client, ClientConfig, LookupResult, Namespace
 from kvstore.errors import Unavailable
@@ -41,6 +42,9 @@ class FakeClient:
         if self.error:
             raise self.error
 
+    def close(self) -> None:
+        pass
+
 
 def answered(lookups: Lookups, request_id: str) -> Any:
     end = time.monotonic() + 10
@@ -57,7 +61,7 @@ def fake() -> FakeClient:
 
 def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
     """R4: no rank's shard counts alone."""
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a"), namespace("b")], KEYS), ([namespace("a")], KEYS[:2])])
     assert answered(lookups, "r") == ((False, True, True, False), (True, True))
     assert lookups.check() == []
@@ -66,7 +70,7 @@ def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
 
 def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
     fake.gate.clear()
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert [lookups.answer("r") for _ in range(100)] == [None] * 100
     time.sleep(0.02)
@@ -86,7 +90,7 @@ def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
 def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     """R7: a store that hangs costs a request its deadline, and requests after it next to nothing."""
     fake.gate.clear()
-    lookups = Lookups(fake, 0.3)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 0.3)  # type: ignore[arg-type]
     began = time.monotonic()
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == ((False,) * 4,)
@@ -108,7 +112,7 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
 
 
 def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     fake.error = Unavailable("gone")
     for number in range(5):
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
@@ -130,7 +134,7 @@ def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest
 
 
 def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     fake.error = ZeroDivisionError()
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == ((False,) * 4,)
@@ -141,7 +145,7 @@ def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCapture
 def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 3)
     fake.gate.clear()
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     for number in range(5):
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
     assert [lookups.answer(f"r{number}") for number in range(5)] == [None] * 3 + [((False,) * 4,)] * 2
@@ -151,7 +155,7 @@ def test_too_many_waiting_requests_are_told_nothing(fake: FakeClient, monkeypatc
 
 def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
     fake.gate.clear()
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     lookups.drop_all()
     fake.gate.set()
@@ -160,7 +164,7 @@ def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
 
 
 def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
-    lookups = Lookups(fake, 5.0)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], [])])
     assert lookups.answer("r") == ((),)
     lookups.close()
@@ -170,7 +174,7 @@ def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
 def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
     name, page = namespace(f"lookups {client.config.wire}"), bytes(4096)
     client.put(name, KEYS[:2], [page, page])
-    lookups = Lookups(client, 5.0)
+    lookups = Lookups(ThreadAsker(client), 5.0)
     lookups.open([name])
     lookups.touch([([name], KEYS)])
     lookups.ask("r", [([name, name], KEYS)])
@@ -180,7 +184,7 @@ def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
 
 def test_a_node_that_is_not_there_is_a_miss(shared_node: NodeProcess) -> None:
     with Client(ClientConfig(address="127.0.0.1:1")) as client:
-        lookups = Lookups(client, 1.0)
+        lookups = Lookups(ThreadAsker(client), 1.0)
         lookups.ask("r", [([namespace("a")], KEYS)])
         assert answered(lookups, "r") == ((False,) * 4,)
         lookups.close()

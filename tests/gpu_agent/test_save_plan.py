@@ -2,6 +2,9 @@
 
 import random
 
+import pytest
+
+from gpu_agent.blocks import save_plan
 from gpu_agent.blocks.save_plan import Block, SavePlan
 
 
@@ -158,3 +161,23 @@ def test_random_calls_leave_nothing_pinned(seed: int) -> None:
         plan.acknowledge(order.job, ranks=2)
     assert pins.held == []
     assert not plan.busy
+
+
+def test_few_blocks_wait_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order costs an engine as much as its blocks do."""
+    now = 100.0
+    monkeypatch.setattr(save_plan.time, "monotonic", lambda: now)
+    pins = Pins()
+    plan = SavePlan(1, 8, 4, pins.pin, pins.unpin, hold_s=0.05)
+    plan.stage("a", blocks(1, 2))
+    assert plan.orders() == []
+    assert plan.busy  # the engine goes on stepping
+    now += 0.04
+    plan.stage("b", blocks(3))
+    assert plan.orders() == []
+    now += 0.02
+    (order,) = plan.orders()
+    assert order.parts[0].blocks == [1, 2, 3]
+    plan.stage("c", blocks(4, 5, 6, 7))
+    assert [some.parts[0].blocks for some in plan.orders()] == [[4, 5, 6, 7]]  # enough for an order
+    assert plan.check() == []

@@ -1,0 +1,105 @@
+"""Who asks the store for an engine's scheduler: threads of its process, or another process (`gpu_agent.process`).
+
+Lookups --- Asker --- store          questions go out at once, futures are done in their own time
+"""
+
+import concurrent.futures
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+from kvstore.client import Client
+from kvstore.deadline import Deadline
+from kvstore.errors import KVStoreError
+from kvstore.keys import Namespace
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# For each group of layers: the namespaces of all shards, and the keys of the blocks.
+Question: TypeAlias = Sequence[tuple[Sequence[Namespace], Sequence[bytes]]]
+# For each group of layers: which blocks every shard has.
+Answer: TypeAlias = tuple[tuple[bool, ...], ...]
+
+THREADS = 4
+
+
+class Asker(Protocol):
+    """Calls never wait, but for `close`. Exceptions of futures are KVStoreErrors."""
+
+    def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]": ...
+
+    def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
+        """Counts pages as used, heads last."""
+
+    def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
+        """Connects and registers."""
+
+    def poll(self) -> None:
+        """Futures of questions that were answered are done afterwards."""
+
+    def close(self) -> None:
+        """Answers are not awaited any more."""
+
+
+class ThreadAsker:
+    """Threads of this process. `client` is closed with them."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._executor = concurrent.futures.ThreadPoolExecutor(THREADS, "kvstore-lookup")
+
+    def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
+        deadline = Deadline(timeout_s)
+        return self._executor.submit(_errors_of_ours(lambda: found_everywhere(self._client, question, deadline)))
+
+    def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
+        deadline = Deadline(timeout_s)
+        return self._executor.submit(_errors_of_ours(lambda: touched(self._client, question, deadline)))
+
+    def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
+        deadline = Deadline(timeout_s)
+        return self._executor.submit(_errors_of_ours(lambda: opened(self._client, namespaces, deadline)))
+
+    def poll(self) -> None:
+        """The threads do it."""
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+
+
+def found_everywhere(client: Client, question: Question, deadline: Deadline) -> Answer:
+    """Which pages all shards have."""
+    answer = []
+    for namespaces, keys in question:
+        there = (True,) * len(keys)
+        for namespace in namespaces if keys else ():
+            found = client.lookup(namespace, keys, timeout_s=deadline.remaining()).present
+            there = tuple(a and b for a, b in zip(there, found, strict=True))
+        answer.append(there)
+    return tuple(answer)
+
+
+def touched(client: Client, question: Question, deadline: Deadline) -> None:
+    for namespaces, keys in question:
+        for namespace in namespaces if keys else ():
+            client.lookup(namespace, keys, touch=True, timeout_s=deadline.remaining())
+
+
+def opened(client: Client, namespaces: Sequence[Namespace], deadline: Deadline) -> None:
+    for namespace in namespaces:
+        client.open(namespace, deadline.remaining())
+
+
+def _errors_of_ours(call: Callable[[], Result]) -> Callable[[], Result]:
+    def run() -> Result:
+        try:
+            return call()
+        except KVStoreError:
+            raise
+        except Exception as error:  # the edge of a thread: whatever broke, the request gets its answer
+            log.exception("a lookup broke")
+            raise KVStoreError(repr(error)) from error
+
+    return run

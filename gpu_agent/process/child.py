@@ -1,0 +1,205 @@
+"""`Child`: the life of a process beside the engine's. Started, listened to, ended, buried, started again.
+
+    absent ---> starting ---> ready ---> ending ---> buried ---> absent, for a while that grows
+                              READY      killed      what it had is lost
+
+Nothing here waits, but for `close`, and nothing runs beside the engine: all happens in `poll`. What the child
+had under way is lost when it is buried and not before: as long as it lives it may read and write the engine's
+memory. For the same reason one that is overdue (stopped, hung) is killed.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from gpu_agent.process import frames
+from gpu_agent.process.channel import EngineEnd
+from gpu_agent.process.frames import Kind
+from kvstore.errors import ConfigError, Exhausted, ProtocolError
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "gpu_agent.process")
+# What is under way ends by its deadline, but for a call to the node that is under way then.
+GRACE_S = 2.0
+START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
+CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
+RESTART_S, RESTART_S_MAX = 1.0, 60.0
+LIVED_S = 60.0  # after so long a death is the first again
+_POLL_S = 0.01
+
+
+class Owner(Protocol):
+    """Whose child it is. `name`: what it does, for the log."""
+
+    name: str
+
+    def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
+        """Facts for a new process, and descriptors that it inherits. Raises ConfigError."""
+
+    def hear(self, kind: Kind, body: bytes) -> None:
+        """What it says. Raises ProtocolError for what it may not say."""
+
+    def overdue(self, now: float) -> bool:
+        """Whether something is under way that should have ended."""
+
+    def lost(self) -> int:
+        """It is gone: what was under way ends now. How much that was."""
+
+
+class Child:
+    """Not thread-safe. The system kills the process when the thread dies that called `start`."""
+
+    def __init__(self, owner: Owner, command: Sequence[str] = COMMAND) -> None:
+        self._owner = owner
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: EngineEnd | None = None  # None: nothing is said any more
+        self._started_at = 0.0
+        self._deaths = 0
+        self._restart_at = 0.0
+        self._closed = False
+        self.ready = False
+
+    @property
+    def listens(self) -> bool:
+        """Whether what is sent may arrive: it is starting, or ready."""
+        return self._channel is not None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Raises ConfigError or OSError."""
+        facts, inherited = self._owner.setup()
+        facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *inherited),
+                start_new_session=True,  # a Ctrl-C at the terminal is the engine's
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel, self.ready, self._started_at = EngineEnd(ours), False, time.monotonic()
+        self.tell(frames.facts_frame(Kind.SETUP, facts))
+
+    def give(self, frame: bytes) -> None:
+        """Sent by the next `poll`, with others. Raises Exhausted: it is not."""
+        if self._channel is not None:
+            self._channel.put(frame)
+
+    def tell(self, frame: bytes) -> None:
+        """Sent now, as far as that goes without waiting. A child that can not be told is of no use."""
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(frame)
+        except (Exhausted, OSError) as error:
+            self._end(str(error))
+
+    def await_ready(self, timeout_s: float) -> bool:
+        """Waits, at the engine's start; whether it is ready then."""
+        end = time.monotonic() + timeout_s
+        while not self.ready and time.monotonic() < end:
+            self.poll()
+            self.pause()
+        return self.ready
+
+    def poll(self) -> None:
+        """Hears what was said, sees to the end, and starts the next one."""
+        now = time.monotonic()
+        if self._process is None:
+            if now >= self._restart_at and not self._closed:
+                self._restart()
+            return
+        if self._channel is not None:
+            self._listen(self._channel)
+        if self._channel is not None and (self._owner.overdue(now) or self._too_slow(now)):
+            self._end("it stands still")
+        if self._channel is None and self._process.poll() is not None:
+            self._bury()
+
+    def pause(self) -> None:
+        """Until it may have said something, for a few milliseconds."""
+        if self._channel is not None:
+            self._channel.wait(_POLL_S)
+        else:
+            time.sleep(_POLL_S)
+
+    def close(self, busy: Callable[[], bool]) -> None:
+        """Ends it: when it is not `busy` any more, or CLOSE_S are over. Returns when it is gone."""
+        self._closed = True
+        end = time.monotonic() + CLOSE_S
+        if self.ready and busy():
+            self.tell(frames.close_frame(CLOSE_S))
+            while self._channel is not None and busy() and time.monotonic() < end:
+                self.pause()
+                self.poll()
+        if self._channel is not None:
+            self._end("the engine ends", logging.DEBUG)
+        while self._process is not None and time.monotonic() < end + CLOSE_S:
+            self.pause()
+            self.poll()
+
+    # ---- in detail -------------------------------------------------------------------------
+
+    def _listen(self, channel: EngineEnd) -> None:
+        try:
+            channel.flush()
+            for kind, body in channel.received():
+                if kind is Kind.READY:
+                    self.ready = True
+                    log.info("the process of the %s, %s, is ready", self._owner.name, self.pid)
+                else:
+                    self._owner.hear(kind, body)
+        except (OSError, ProtocolError) as error:
+            self._end(str(error))
+
+    def _too_slow(self, now: float) -> bool:
+        return not self.ready and now > self._started_at + START_S
+
+    def _restart(self) -> None:
+        try:
+            self.start()
+        except (ConfigError, OSError) as error:
+            log.warning("the process of the %s can not be started: %s", self._owner.name, error)
+            self._died()
+
+    def _end(self, why: str, level: int = logging.WARNING) -> None:
+        """Kills it. It is buried when the system says that it is gone."""
+        assert self._process is not None
+        log.log(level, "the process of the %s, %d, is ended: %s", self._owner.name, self._process.pid, why)
+        self._process.kill()
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    def _bury(self) -> None:
+        lost = self._owner.lost()
+        if self.ready and time.monotonic() - self._started_at > LIVED_S:
+            self._deaths = 0
+        self._process, self.ready = None, False
+        if not self._closed:
+            self._died()
+            log.warning(
+                "the process of the %s is gone with %d orders; the engine recomputes, the next one starts in %.1f s",
+                self._owner.name,
+                lost,
+                self._restart_at - time.monotonic(),
+            )
+
+    def _died(self) -> None:
+        self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2**self._deaths)
+        self._deaths += 1

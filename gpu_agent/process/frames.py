@@ -1,0 +1,290 @@
+"""What an engine's process and its agents' process say to each other.
+
+    0                 4      5
+    | body nbytes u32 | kind | body ... |          little endian, both processes run on one machine
+
+    SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by READY
+    ADD       engine -> agents   JSON: one more agent, after a change of the epoch
+    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space
+    LOAD      engine -> agents   likewise
+    RETIRE    engine -> agents   agent: it ends what it has and takes no more
+    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored?
+    TOUCH     engine -> agents   likewise: they are used
+    CLOSE     engine -> agents   seconds: all end what they have, then the process ends
+    READY     agents -> engine   nothing
+    GATHERED  agents -> engine   order: its blocks have been read
+    SAVED     agents -> engine   order, pages stored, existing, dropped; why
+    LOADED    agents -> engine   order, pages in place, pages loaded; why it ended early
+    ANSWER    agents -> engine   question, status; a byte per key and group, or the error
+
+Every length is checked before it is believed. A peer that breaks the framing is not talked to any more.
+"""
+
+import enum
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import InvalidRequest, ProtocolError
+from kvstore.keys import PREFIX_HASH_NBYTES_MAX
+
+HEADER = struct.Struct("<IB")
+# An order of 128k pages of 64-byte keys needs 9 MiB.
+BODY_NBYTES_MAX = 16 << 20
+TEXT_NBYTES_MAX = 4096
+
+_ORDER = struct.Struct("<QIidI")  # order, agent, mark (-1: none), until, keys
+_SPACE = struct.Struct("<BI")  # length of the name, indices
+_NUMBER = struct.Struct("<Q")
+_SECONDS = struct.Struct("<d")
+_SAVED = struct.Struct("<QIII")
+_LOADED = struct.Struct("<QII")
+_QUESTION = struct.Struct("<QdB")  # question, until, groups
+_GROUP = struct.Struct("<HI")  # namespaces, keys
+_NAMESPACE = struct.Struct("<H")
+_ANSWER = struct.Struct("<QIB")  # question, status, groups
+_COUNT = struct.Struct("<I")
+_INDEX_NBYTES = 8
+
+
+class Kind(enum.IntEnum):
+    SETUP = 1
+    ADD = 2
+    SAVE = 3
+    LOAD = 4
+    RETIRE = 5
+    CLOSE = 6
+    ASK = 7
+    TOUCH = 8
+    READY = 17
+    GATHERED = 18
+    SAVED = 19
+    LOADED = 20
+    ANSWER = 21
+
+
+@dataclass(frozen=True)
+class Order:
+    """A save or a load. `units`: per index space int64 indices as they lie in memory; `mark`: the number of
+    the event that it begins after, -1 for none; `until`: its deadline on the monotonic clock, which the
+    processes of a machine share."""
+
+    number: int
+    agent: int
+    mark: int
+    until: float
+    keys: Sequence[bytes]
+    units: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Saved:
+    order: int
+    stored: int
+    existing: int
+    dropped: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    order: int
+    pages: int
+    loaded: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Per group the numbers of namespaces, by the order in which they were named, and keys."""
+
+    number: int
+    until: float
+    groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`status`: 0, or an error's by kvstore.errors; `groups`: per key a byte that is 1 for a page that is there."""
+
+    question: int
+    status: int
+    error: str | None
+    groups: Sequence[bytes]
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """Raises InvalidRequest for a body that the other side would refuse."""
+    if len(body) > BODY_NBYTES_MAX:
+        raise InvalidRequest(f"an order of {len(body)} bytes; at most {BODY_NBYTES_MAX} go to the agents' process")
+    return HEADER.pack(len(body), kind) + body
+
+
+def header(data: bytes | bytearray) -> tuple[int, Kind]:
+    """(body nbytes, kind) of the frame that `data` begins with. Raises ProtocolError."""
+    nbytes, number = HEADER.unpack_from(data)
+    if nbytes > BODY_NBYTES_MAX:
+        raise ProtocolError(f"a frame with a body of {nbytes} bytes, at most {BODY_NBYTES_MAX}")
+    try:
+        return nbytes, Kind(number)
+    except ValueError as error:
+        raise ProtocolError(f"a frame of kind {number}, which nobody knows") from error
+
+
+def facts_frame(kind: Kind, facts: Mapping[str, Any]) -> bytes:
+    return frame(kind, json.dumps(facts).encode())
+
+
+def parse_facts(body: bytes) -> dict[str, Any]:
+    """Raises ProtocolError."""
+    try:
+        facts = json.loads(body)
+    except ValueError as error:
+        raise ProtocolError(f"facts that are no JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise ProtocolError(f"facts that are a JSON {type(facts).__name__}, not an object")
+    return facts
+
+
+def order_frame(kind: Kind, order: Order) -> bytes:
+    head = _ORDER.pack(order.number, order.agent, order.mark, order.until, len(order.keys))
+    parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.units),))]
+    for name, indices in order.units.items():
+        parts += (_SPACE.pack(len(name.encode()), len(indices) // _INDEX_NBYTES), name.encode(), indices)
+    return frame(kind, b"".join(parts))
+
+
+def parse_order(body: bytes) -> Order:
+    """Raises ProtocolError. Whether the indices suit a pool is for its agent to say."""
+    reader = _Reader(body)
+    number, agent, mark, until, count = reader.unpack(_ORDER)
+    keys = reader.keys(count)
+    units = {}
+    for _ in range(reader.take(1)[0]):
+        name_nbytes, indices = reader.unpack(_SPACE)
+        name = reader.take(name_nbytes).decode(errors="replace")
+        units[name] = reader.take(indices * _INDEX_NBYTES)
+    reader.end()
+    return Order(number, agent, mark, until, keys, units)
+
+
+def question_frame(kind: Kind, question: Question) -> bytes:
+    parts = [_QUESTION.pack(question.number, question.until, len(question.groups))]
+    for namespaces, keys in question.groups:
+        parts += (_GROUP.pack(len(namespaces), len(keys)), *map(_NAMESPACE.pack, namespaces), _lengths(keys), *keys)
+    return frame(kind, b"".join(parts))
+
+
+def parse_question(body: bytes) -> Question:
+    reader = _Reader(body)
+    number, until, count = reader.unpack(_QUESTION)
+    groups = []
+    for _ in range(count):
+        namespaces, keys = reader.unpack(_GROUP)
+        numbers = [reader.unpack(_NAMESPACE)[0] for _ in range(namespaces)]
+        groups.append((numbers, reader.keys(keys)))
+    reader.end()
+    return Question(number, until, groups)
+
+
+def answer_frame(answer: Answer) -> bytes:
+    parts = [_ANSWER.pack(answer.question, answer.status, len(answer.groups))]
+    for there in answer.groups:
+        parts += (_COUNT.pack(len(there)), there)
+    return frame(Kind.ANSWER, b"".join(parts) + _text(answer.error))
+
+
+def parse_answer(body: bytes) -> Answer:
+    reader = _Reader(body)
+    question, status, count = reader.unpack(_ANSWER)
+    groups = [reader.take(reader.unpack(_COUNT)[0]) for _ in range(count)]
+    return Answer(question, status, reader.text(), groups)
+
+
+def number_frame(kind: Kind, number: int) -> bytes:
+    return frame(kind, _NUMBER.pack(number))
+
+
+def parse_number(body: bytes) -> int:
+    return int(_whole(_NUMBER, body)[0])
+
+
+def close_frame(seconds: float) -> bytes:
+    return frame(Kind.CLOSE, _SECONDS.pack(seconds))
+
+
+def parse_close(body: bytes) -> float:
+    return float(_whole(_SECONDS, body)[0])
+
+
+def saved_frame(saved: Saved) -> bytes:
+    head = _SAVED.pack(saved.order, saved.stored, saved.existing, saved.dropped)
+    return frame(Kind.SAVED, head + _text(saved.reason))
+
+
+def parse_saved(body: bytes) -> Saved:
+    reader = _Reader(body)
+    order, stored, existing, dropped = reader.unpack(_SAVED)
+    return Saved(order, stored, existing, dropped, reader.text())
+
+
+def loaded_frame(loaded: Loaded) -> bytes:
+    return frame(Kind.LOADED, _LOADED.pack(loaded.order, loaded.pages, loaded.loaded) + _text(loaded.error))
+
+
+def parse_loaded(body: bytes) -> Loaded:
+    reader = _Reader(body)
+    order, pages, loaded = reader.unpack(_LOADED)
+    return Loaded(order, pages, loaded, reader.text())
+
+
+def _lengths(keys: Sequence[bytes]) -> bytes:
+    try:
+        return bytes(map(len, keys))
+    except ValueError as error:
+        raise InvalidRequest(f"a key of {max(map(len, keys))} bytes, at most {PREFIX_HASH_NBYTES_MAX}") from error
+
+
+def _text(text: str | None) -> bytes:
+    return (text or "").encode()[:TEXT_NBYTES_MAX]
+
+
+def _whole(form: struct.Struct, body: bytes) -> tuple[Any, ...]:
+    reader = _Reader(body)
+    values = reader.unpack(form)
+    reader.end()
+    return values
+
+
+class _Reader:
+    """Takes a body apart. Raises ProtocolError where it is shorter or longer than it says."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._at = 0
+
+    def take(self, nbytes: int) -> bytes:
+        part = self._body[self._at : self._at + nbytes]
+        if len(part) < nbytes:
+            raise ProtocolError(f"a frame of {len(self._body)} bytes ends {nbytes - len(part)} bytes too early")
+        self._at += nbytes
+        return part
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack(self.take(form.size))
+
+    def keys(self, count: int) -> list[bytes]:
+        lengths = self.take(count)
+        if lengths and max(lengths) > PREFIX_HASH_NBYTES_MAX:
+            raise ProtocolError(f"a key of {max(lengths)} bytes, at most {PREFIX_HASH_NBYTES_MAX}")
+        return [self.take(length) for length in lengths]
+
+    def text(self) -> str | None:
+        """What is left; None for nothing."""
+        return self.take(len(self._body) - self._at).decode(errors="replace") or None
+
+    def end(self) -> None:
+        if self._at != len(self._body):
+            raise ProtocolError(f"a frame of {len(self._body)} bytes has {len(self._body) - self._at} too many")

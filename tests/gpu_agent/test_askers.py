@@ -1,0 +1,116 @@
+"""Questions of a scheduler, asked by threads or by a process of their own: the same answers."""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpu_agent.blocks.askers import Asker, ThreadAsker
+from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.process import child
+from gpu_agent.process.asking import AskProcess
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.layout import opaque_layout
+from kvstore.measure.node_process import NodeProcess
+
+KEYS = [bytes([i]) * 32 for i in range(4)]
+WAIT_S = 40.0
+
+
+def namespace(epoch: int = 0) -> Namespace:
+    return Namespace(f"askers {secrets.token_hex(8)}", opaque_layout(4096), epoch=epoch)
+
+
+def until(asker: Asker, reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not reached():
+        assert time.monotonic() < end
+        asker.poll()
+        time.sleep(0.002)
+
+
+def ended(asker: Asker, future: Any) -> Any:
+    until(asker, future.done)
+    return future.exception() or future.result()
+
+
+@pytest.fixture
+def store(shared_node: NodeProcess) -> Iterator[Client]:
+    with Client(ClientConfig(address=shared_node.address)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", params=["threads", "process"])
+def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Asker]:
+    config = ClientConfig(address=shared_node.address)
+    asker: Any = AskProcess(config) if request.param == "process" else ThreadAsker(Client(config))
+    if request.param == "process":
+        until(asker, lambda: asker._child.ready)
+    yield asker
+    asker.close()
+
+
+def test_a_block_is_there_if_every_shard_has_it(asker: Asker, store: Client) -> None:
+    one, two, page = namespace(), namespace(), bytes(4096)
+    assert ended(asker, asker.open([one, two], 5.0)) is None
+    store.put(one, KEYS[:3], [page] * 3)
+    store.put(two, KEYS[1:], [page] * 3)
+    answer = ended(asker, asker.look_up([([one, two], KEYS), ([one], KEYS[:2]), ([two], [])], 5.0))
+    assert answer == ((False, True, True, False), (True, True), ())
+    assert ended(asker, asker.touch([([one, two], KEYS)], 5.0)) is None
+
+
+def test_a_namespace_is_asked_about_that_was_not_announced(asker: Asker, store: Client) -> None:
+    late = namespace(epoch=7)
+    store.put(late, KEYS[:1], [bytes(4096)])
+    assert ended(asker, asker.look_up([([late], KEYS)], 5.0)) == ((True, False, False, False),)
+
+
+def test_questions_that_are_wrong_are_errors_of_ours(asker: Asker) -> None:
+    for wrong in ([b"abc"], [b"k" * 300]):
+        assert isinstance(ended(asker, asker.look_up([([namespace()], wrong)], 5.0)), InvalidRequest)
+
+
+def test_many_questions_have_each_their_own_answer(asker: Asker, store: Client) -> None:
+    names = [namespace() for _ in range(20)]
+    for number, name in enumerate(names):
+        store.put(name, KEYS[: number % 5], [bytes(4096)] * (number % 5)) if number % 5 else None
+    asked = [asker.look_up([([name], KEYS)], 10.0) for name in names]
+    found = [ended(asker, future)[0] for future in asked]
+    assert found == [tuple(i < number % 5 for i in range(4)) for number in range(20)]
+
+
+def test_its_death_is_a_miss_and_then_there_is_another(
+    shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "RESTART_S", 0.05)
+    name = namespace()
+    store.put(name, KEYS[:2], [bytes(4096)] * 2)
+    asker = AskProcess(ClientConfig(address=shared_node.address))
+    lookups = Lookups(asker, 5.0)
+    lookups.open([name])
+    lookups.ask("early", [([name], KEYS)])  # it is only just starting
+    assert lookups.answer("early") == ((False,) * 4,)
+    until(asker, lambda: asker._child.ready)
+    pid = asker._child.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    waiting = asker.look_up([([name], KEYS)], 30.0)
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(ended(asker, waiting), Unavailable)
+    until(asker, lambda: asker._child.ready)
+
+    def found() -> bool:  # until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
+        lookups.ask("late", [([name], KEYS)])
+        until(asker, lambda: lookups.answer("late") is not None)
+        return lookups.answer("late") == ((True, True, False, False),)
+
+    until(asker, found)
+    assert lookups.check() == []
+    lookups.close()
+    assert asker._child.pid is None

@@ -1,0 +1,189 @@
+"""Agents in the engine's process and in one of their own: the same orders, the same bytes, the same answers."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent import AgentConfig
+from gpu_agent.blocks.homes import Home, InProcess, Place
+from gpu_agent.layouts.vllm import table_pool
+from gpu_agent.process.home import AgentProcess
+from kvstore import Client, ClientConfig, InvalidRequest, Namespace
+from kvstore.keys import prefix_hashes
+from kvstore.measure.node_process import NodeProcess
+
+BLOCK, BLOCKS = 16, 64
+WAIT_S = 30.0
+
+
+class Rank:
+    """Two cache groups over one buffer of memory each, and a home for their agents. Blocks 0..31 are an
+    engine's, 32..63 another's."""
+
+    def __init__(self, kind: type[Any], address: str, device: str = "cpu", cell: int = 8) -> None:
+        packed = torch.randint(0, 256, (BLOCKS, 2, 2, BLOCK, cell), dtype=torch.uint8, device=device)
+        self.views = [{f"layers.{i}": packed[:, i] for i in (0, 1)}]  # all layers of a block together
+        apart = torch.randn((2, BLOCKS, 1, BLOCK, 4), device=device).bfloat16()
+        self.views.append({f"layers.{i}": apart[i] for i in (0, 1)})
+        pools = [table_pool(views, BLOCKS, BLOCK) for views in self.views]
+        self.places = [Place(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool) for pool in pools]
+        config = AgentConfig(staging_nbytes=1 << 20, pending_nbytes_max=1 << 22, hashers=2)
+        self.home: Home = kind([self.places[0], None, self.places[1]], ClientConfig(address=address), config)
+        self.agents = self.home.agents(None)
+
+    def done(self, *futures: Any) -> list[Any]:
+        end = time.monotonic() + WAIT_S
+        while not all(future.done() for future in futures):
+            assert time.monotonic() < end
+            self.home.poll()
+            time.sleep(0.001)
+        return [future.result() for future in futures]
+
+    def save(self, group: int, keys: list[bytes], blocks: list[int]) -> Any:
+        job = self.agents[group].save(keys, blocks)
+        return self.done(job.gathered, job.done)[1]
+
+    def load(self, group: int, keys: list[bytes], blocks: list[int]) -> Any:
+        return self.done(self.agents[group].load(keys, blocks).done)[0]
+
+    def content(self, views: int, blocks: list[int]) -> list[torch.Tensor]:
+        return [view[blocks].clone() for view in self.views[views].values()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+def keys(count: int) -> list[bytes]:
+    return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((InProcess, "cpu", 8), id="threads"),
+        pytest.param((AgentProcess, "cpu", 8), id="process"),
+        pytest.param((AgentProcess, "cuda", 8), id="process-gpu", marks=GPU),
+        pytest.param((AgentProcess, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU),  # pages of 1 MiB, no kernel
+    ],
+)
+def rank(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Rank]:
+    kind, device, cell = request.param
+    rank = Rank(kind, shared_node.address, device, cell)
+    rank.save(0, keys(1), [1])  # a process is ready when it has answered
+    yield rank
+    assert rank.home.check() == []
+    rank.home.close()
+
+
+@pytest.fixture
+def store(shared_node: NodeProcess) -> Iterator[Client]:
+    with Client(ClientConfig(address=shared_node.address)) as client:
+        yield client
+
+
+def test_saved_blocks_come_back_in_others(rank: Rank) -> None:
+    for group, views in ((0, 0), (2, 1)):
+        chain, source, target = keys(5), [3, 9, 4, 7, 8], [40, 33, 63, 50, 41]
+        result = rank.save(group, chain, source)
+        assert (result.stored, result.existing, result.dropped, result.reason) == (5, 0, 0, None)
+        before = rank.content(views, [*range(32), 34])
+        loaded = rank.load(group, chain, target)
+        assert (loaded.pages, loaded.loaded, loaded.error) == (5, 5, None)
+        assert same(rank.content(views, target), rank.content(views, source))
+        assert same(rank.content(views, [*range(32), 34]), before)
+
+
+def test_a_group_without_layers_has_no_agent(rank: Rank) -> None:
+    assert rank.agents[1] is None
+
+
+def test_what_is_stored_already_is_not_stored_again(rank: Rank) -> None:
+    chain = keys(4)
+    rank.save(0, chain[:2], [1, 2])
+    result = rank.save(0, chain, [1, 2, 3, 4])
+    assert (result.stored, result.existing, result.dropped) == (2, 2, 0)
+
+
+def test_only_the_leading_pages_are_loaded_and_later_blocks_stay(rank: Rank, store: Client) -> None:
+    chain = keys(5)
+    rank.save(0, chain, [1, 2, 3, 4, 5])
+    store.remove(rank.places[0].namespace, [chain[3]])
+    before = rank.content(0, [44, 45])
+    loaded = rank.load(0, chain, [41, 42, 43, 44, 45])
+    assert (loaded.pages, loaded.loaded, loaded.error) == (3, 3, None)
+    assert same(rank.content(0, [41, 42, 43]), rank.content(0, [1, 2, 3]))
+    assert same(rank.content(0, [44, 45]), before)
+
+
+def test_saves_and_loads_under_way_together_all_end(rank: Rank) -> None:
+    chains = [keys(4) for _ in range(12)]
+    saves = [rank.agents[0].save(chain, range(2 * i, 2 * i + 4)) for i, chain in enumerate(chains)]
+    assert all(result.stored == 4 for result in rank.done(*(job.done for job in saves)))
+    loads = [rank.agents[0].load(chain, range(40, 44)) for chain in chains]
+    assert all(result.pages == 4 for result in rank.done(*(job.done for job in loads)))
+
+
+def test_orders_that_are_wrong_raise_at_once(rank: Rank) -> None:
+    agent, chain = rank.agents[0], keys(2)
+    with pytest.raises(InvalidRequest, match=r"block 64 is named; allowed are 0\.\.63"):
+        agent.save(chain, [1, 64])
+    with pytest.raises(InvalidRequest, match="block -1 is named"):
+        agent.load(chain, [-1, 2])
+    with pytest.raises(InvalidRequest, match="2 keys for 1 blocks"):
+        agent.load(chain, [1])
+
+
+def test_keys_that_are_wrong_are_not_stored(rank: Rank) -> None:
+    """An agent in this process says so at once, one in another process in its answer."""
+    for wrong in ([keys(1)[0]] * 2, [b"abc", b"d" * 32]):
+        try:
+            result = rank.save(0, wrong, [1, 2])
+        except InvalidRequest as error:
+            reason = str(error)
+        else:
+            assert (result.stored, result.dropped) == (0, 2)
+            reason = result.reason
+        assert "twice" in reason or "3 bytes" in reason
+
+
+def test_another_epoch_is_another_namespace_and_jobs_of_the_former_end(rank: Rank) -> None:
+    chain, old = keys(3), rank.agents
+    under_way = old[0].save(chain, range(3))
+    rank.agents = rank.home.agents(1 << 40)
+    rank.home.retire(old)
+    rank.home.wait([under_way.done])
+    assert rank.load(0, chain, [40, 41, 42]).pages == 0
+    assert rank.save(0, chain, [1, 2, 3]).stored == 3
+    assert rank.load(0, chain, [40, 41, 42]).pages == 3
+
+
+def test_waiting_for_a_load_ends_with_it(rank: Rank) -> None:
+    chain = keys(3)
+    rank.save(0, chain, [1, 2, 3])
+    job = rank.agents[0].load(chain, [50, 51, 52])
+    rank.home.wait([job.done])
+    assert job.done.result().pages == 3
+
+
+@pytest.mark.parametrize("kind", [InProcess])
+def test_without_a_store_a_save_is_dropped_and_a_load_brings_nothing(kind: type[Any]) -> None:
+    rank = Rank(kind, "127.0.0.1:9")
+    result, loaded = rank.save(0, keys(2), [1, 2]), rank.load(0, keys(2), [40, 41])
+    assert (result.stored, result.dropped) == (0, 2)
+    assert (loaded.pages, bool(loaded.error)) == (0, True)
+    rank.home.close()
+
+
+def test_places_name_the_epoch_that_is_wanted() -> None:
+    place = Rank(InProcess, "127.0.0.1:9").places[0]
+    assert place.at(None) is place.namespace
+    assert place.at(7) == dataclasses.replace(place.namespace, epoch=7)

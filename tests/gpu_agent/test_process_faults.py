@@ -1,0 +1,262 @@
+"""The agents' process is killed, stopped, or talks nonsense; the engine's dies. The engine's calls return at
+once, its orders end, nothing touches its blocks afterwards, and nothing is left behind."""
+
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent import AgentConfig
+from gpu_agent.blocks.homes import Place
+from gpu_agent.layouts.vllm import table_pool
+from gpu_agent.process import channel
+from gpu_agent.process import child as child_module
+from gpu_agent.process import home as home_module
+from gpu_agent.process.home import AgentProcess
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.keys import prefix_hashes
+from kvstore.measure.node_process import NodeProcess
+
+BLOCK, BLOCKS = 16, 32
+WAIT_S = 40.0
+# Agents that stand still before they touch a block, as long as a file is there.
+GATED = """
+import os, sys, time
+from gpu_agent.transfer import TorchTransfer
+from gpu_agent.process.task import main
+
+def behind_gate(move):
+    def gated(*arguments, **named):
+        while os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        return move(*arguments, **named)
+    return gated
+
+TorchTransfer.gather = behind_gate(TorchTransfer.gather)
+TorchTransfer.scatter = behind_gate(TorchTransfer.scatter)
+main(int(sys.argv[2]))
+"""
+# Something that is no agents' process: it sends its arguments but the last, in hex, and falls silent.
+TALKER = """
+import socket, sys, time
+channel = socket.socket(fileno=int(sys.argv[-1]))
+for data in sys.argv[1:-1]:
+    channel.sendall(bytes.fromhex(data))
+    time.sleep(0.3)
+time.sleep(60)
+"""
+READY = "0000000011"
+
+
+def until(reached: Callable[[], bool], home: AgentProcess | None = None) -> None:
+    end = time.monotonic() + WAIT_S
+    while not reached():
+        assert time.monotonic() < end
+        if home is not None:
+            began = time.monotonic()
+            home.poll()
+            assert time.monotonic() - began < 5.0  # never as long as anything that it could wait for
+        time.sleep(0.002)
+
+
+def keys(count: int) -> list[bytes]:
+    return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
+
+
+def place() -> Place:
+    views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
+    pool = table_pool(views, BLOCKS, BLOCK)
+    return Place(Namespace(f"process {secrets.token_hex(8)}", pool.layout), pool)
+
+
+def content(place: Place, blocks: list[int]) -> list[torch.Tensor]:
+    return [plane.bits[blocks].clone() for plane in place.pool.planes]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(child_module, "RESTART_S", 0.05)
+    monkeypatch.setattr(child_module, "CLOSE_S", 2.0)
+
+
+@pytest.fixture
+def homes() -> Iterator[Any]:
+    made: list[AgentProcess] = []
+
+    def make(address: str, command: list[str], **config: Any) -> tuple[AgentProcess, Place]:
+        where = place()
+        limits = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, **config)
+        made.append(AgentProcess([where], ClientConfig(address=address), limits, command))
+        return made[-1], where
+
+    yield make
+    for home in made:
+        home.close()
+        assert home._child.pid is None
+        assert home.check() == []
+
+
+def test_killed_while_it_reads_and_stopped_while_it_writes(
+    homes: Any, shared_node: NodeProcess, tmp_path: pathlib.Path
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    command = [sys.executable, "-c", GATED, str(gate)]
+    home, where = homes(shared_node.address, command, save_timeout_s=30.0, load_timeout_s=3.0)
+    (agent,) = home.agents(None)
+    assert agent is not None
+    chain, blocks = keys(3), [1, 2, 3]
+    with Client(ClientConfig(address=shared_node.address)) as store:
+        save = agent.save(chain, blocks)
+        until(lambda: store.node_status().ram.writing_count > 0, home)
+        assert not save.gathered.done()  # it may be reading
+        os.kill(home._child.pid, signal.SIGKILL)
+        until(save.done.done, home)
+        assert (save.gathered.done(), save.done.result().dropped) == (True, 3)
+        until(lambda: store.node_status().ram.writing_count == 0)
+        assert store.lookup(where.namespace, chain).prefix_pages == 0
+
+        gate.unlink()
+        until(lambda: home._child.ready, home)  # another one
+        save = agent.save(chain, blocks)
+        until(save.done.done, home)
+        assert save.done.result().stored == 3
+
+        gate.touch()
+        before = content(where, [11, 12, 13])
+        load = agent.load(chain, [11, 12, 13])
+        os.kill(home._child.pid, signal.SIGSTOP)
+        until(load.done.done, home)
+        assert load.done.result().pages == 0
+        gate.unlink()
+        assert all(torch.equal(a, b) for a, b in zip(content(where, [11, 12, 13]), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ffffffff11",  # longer than anything
+        "0000000063",  # of an unknown kind
+        "0000000003",  # what only the engine says
+        "0800000012" + "63" * 8,  # an order that was not given
+        "0300000012" + "00" * 3,  # too short
+        "1400000013" + "0100000000000000" + "09000000" + "00000000" + "00000000",  # more pages than ordered
+        "0800000012" + "0100000000000000" + "0800000012" + "0100000000000000",  # read twice
+    ],
+)
+def test_nonsense_ends_the_process_and_its_orders(
+    homes: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(child_module, "RESTART_S", 60.0)
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY, said])
+    (agent,) = home.agents(None)
+    save = agent.save(keys(2), [1, 2])
+    until(lambda: home._child.ready, home)
+    until(save.done.done, home)
+    assert (save.done.result().stored, save.done.result().dropped) == (0, 2)
+    assert "the next one starts in" in caplog.text
+    load = agent.load(keys(1), [1])  # at once, for nobody is there
+    assert (load.done.result(0).pages, load.done.result(0).error) == (0, "the agents' process is not ready")
+    assert agent.save(keys(1), [1]).done.result(0).dropped == 1
+
+
+def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: Any) -> None:
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY], save_timeout_s=0.3, load_timeout_s=0.2)
+    (agent,) = home.agents(None)
+    until(lambda: home._child.ready, home)
+    first = home._child.pid
+    began = time.monotonic()
+    load, save = agent.load(keys(1), [1]), agent.save(keys(1), [2])
+    assert not load.done.done()
+    assert not save.gathered.done()
+    home.wait([load.done, save.done])
+    assert time.monotonic() - began < WAIT_S
+    assert (load.done.result().pages, save.done.result().dropped) == (0, 1)
+    until(lambda: home._child.ready and home._child.pid != first, home)
+
+
+def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a socket holds, to a process that reads nothing: kept up to a limit, then dropped."""
+    monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 1 << 20)
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER])
+    (agent,) = home.agents(None)
+    chain, blocks = keys(30), range(30)
+    refused = 0
+    for _ in range(40_000):
+        job = agent.save(chain, blocks)
+        if job.done.done():
+            refused += 1
+            assert "wait for the agents' process" in str(job.done.result().reason)
+            if refused == 3:
+                break
+    assert refused == 3
+
+
+def test_a_process_that_can_not_be_started_ends_the_start() -> None:
+    with pytest.raises(OSError, match="No such file"):
+        AgentProcess([place()], ClientConfig(), AgentConfig(), ["/nowhere/python"])
+
+
+def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Any) -> None:
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
+    pauses = []
+    for death in range(1, 4):
+        until(lambda death=death: home._child._deaths == death, home)
+        pauses.append(home._child._restart_at - time.monotonic())
+    assert pauses[0] < pauses[1] < pauses[2] < 1.0
+
+
+ENGINE = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from test_process_faults import AgentConfig, AgentProcess, ClientConfig, keys, place
+homes = [AgentProcess([place()], ClientConfig(address=sys.argv[2]), AgentConfig(), sys.argv[3:]) for _ in range(2)]
+for home in homes:
+    home.agents(None)[0].save(keys(3), [1, 2, 3])
+print(*(home._child.pid for home in homes), flush=True)
+while True:
+    for home in homes:
+        home.poll()
+    time.sleep(0.01)
+"""
+
+
+def test_the_death_of_the_engine_leaves_neither_processes_nor_slots(
+    shared_node: NodeProcess, tmp_path: pathlib.Path
+) -> None:
+    """One of the two stands still and can not see it."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    here = str(pathlib.Path(__file__).parent)
+    command = [sys.executable, "-c", textwrap.dedent(ENGINE), here, shared_node.address]
+    with (
+        Client(ClientConfig(address=shared_node.address)) as store,
+        subprocess.Popen([*command, sys.executable, "-c", GATED, str(gate)], stdout=subprocess.PIPE) as engine,
+    ):
+        try:
+            assert engine.stdout is not None
+            agents = [int(pid) for pid in engine.stdout.readline().split()]
+            until(lambda: store.node_status().ram.writing_count == 6)
+            os.kill(agents[0], signal.SIGSTOP)
+        finally:
+            engine.kill()
+        until(lambda: all(map(is_gone, agents)))
+        until(lambda: store.node_status().ram.writing_count == 0)
+
+
+def is_gone(pid: int) -> bool:
+    """Dead, though perhaps not buried: an orphan's new parent may take its time."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

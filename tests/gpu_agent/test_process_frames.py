@@ -1,0 +1,126 @@
+"""What is said between an engine's process and the agents': whole frames, in any pieces, and nothing else."""
+
+import contextlib
+import os
+import random
+import socket
+import threading
+
+import pytest
+
+from gpu_agent.process import channel as channel_module
+from gpu_agent.process import frames
+from gpu_agent.process.channel import AgentsEnd, EngineEnd
+from gpu_agent.process.frames import Kind, Loaded, Order, Saved
+from gpu_agent.process.memory import opened_storages
+from kvstore.errors import ConfigError, Exhausted, InvalidRequest, ProtocolError
+
+ORDER = Order(7, 2, -1, 12.5, [b"k" * 32, b"l" * 16], {"block": bytes(16), "token": b""})
+
+
+def body_of(frame: bytes) -> bytes:
+    nbytes, _ = frames.header(frame)
+    body = frame[frames.HEADER.size :]
+    assert len(body) == nbytes
+    return body
+
+
+def test_what_is_said_is_what_is_heard() -> None:
+    assert frames.parse_order(body_of(frames.order_frame(Kind.SAVE, ORDER))) == ORDER
+    for saved in (Saved(1, 2, 3, 4, "full"), Saved(1, 2, 3, 0, None)):
+        assert frames.parse_saved(body_of(frames.saved_frame(saved))) == saved
+    loaded = Loaded(9, 4, 3, "late")
+    assert frames.parse_loaded(body_of(frames.loaded_frame(loaded))) == loaded
+    assert frames.parse_number(body_of(frames.number_frame(Kind.GATHERED, 5))) == 5
+    assert frames.parse_close(body_of(frames.close_frame(2.5))) == 2.5
+    assert frames.parse_facts(body_of(frames.facts_frame(Kind.ADD, {"number": 1}))) == {"number": 1}
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        frames.parse_order,
+        frames.parse_saved,
+        frames.parse_loaded,
+        frames.parse_number,
+        frames.parse_close,
+        frames.parse_facts,
+    ],
+)
+def test_any_other_bytes_are_refused_by_name(parse: object, seed: int) -> None:
+    draw = random.Random(seed)
+    whole = body_of(frames.order_frame(Kind.SAVE, ORDER))
+    for _ in range(300):
+        data = (
+            draw.randbytes(draw.randrange(80))
+            if draw.random() < 0.5
+            else bytearray(whole[: draw.randrange(len(whole))])
+        )
+        if data:
+            data = bytearray(data)
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        try:
+            parse(bytes(data))  # type: ignore[operator]
+        except ProtocolError:
+            pass  # the only error there is
+
+
+def test_a_frame_that_nobody_would_take_is_not_sent() -> None:
+    with pytest.raises(InvalidRequest, match="at most"):
+        frames.frame(Kind.SETUP, bytes(frames.BODY_NBYTES_MAX + 1))
+
+
+def test_frames_arrive_whole_in_whatever_pieces_they_come() -> None:
+    ours, theirs = socket.socketpair()
+    engine = EngineEnd(ours)
+    sent = (
+        frames.number_frame(Kind.GATHERED, 1) + frames.frame(Kind.READY) + frames.saved_frame(Saved(2, 1, 0, 0, None))
+    )
+    heard = []
+    for byte in sent:
+        theirs.send(bytes((byte,)))
+        heard += engine.received()
+    assert [kind for kind, _ in heard] == [Kind.GATHERED, Kind.READY, Kind.SAVED]
+    assert list(engine.received()) == []
+    theirs.send(frames.frame(Kind.READY))
+    theirs.close()
+    last = engine.received()
+    assert next(last) == (Kind.READY, b"")  # what was said before the end is heard
+    with pytest.raises(ConnectionError):
+        next(last)
+    engine.close()
+
+
+def test_the_engines_end_keeps_what_the_socket_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "UNSENT_NBYTES_MAX", 1 << 20)
+    ours, theirs = socket.socketpair()
+    engine = EngineEnd(ours)
+    order = frames.order_frame(Kind.SAVE, Order(1, 1, -1, 0.0, [bytes(32)] * 1000, {"block": bytes(8000)}))
+    count = 0
+    with contextlib.suppress(Exhausted):
+        while True:
+            engine.send(order)
+            count += 1
+    assert count > 20
+    with pytest.raises(Exhausted, match="bytes of orders wait"):
+        engine.send(order)
+    heard = []
+
+    def listen() -> None:
+        end = AgentsEnd(theirs, os.getpid())
+        heard.extend(end.receive() for _ in range(count))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    while listener.is_alive():
+        engine.flush()
+    assert heard == [(Kind.SAVE, body_of(order))] * count
+    engine.close()
+    theirs.close()
+
+
+def test_memory_that_is_not_there_is_not_mapped() -> None:
+    with pytest.raises(ProtocolError, match="no description of memory"):
+        opened_storages([{"handle": "00"}])
+    with pytest.raises((ConfigError, ProtocolError)):
+        opened_storages([{"descriptor": 9999, "nbytes": 4096}])
