@@ -1,10 +1,15 @@
 """Helpers of the agent's tests: pools filled with random bytes."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from gpu_agent import KVPool
 from kvstore import LayerGroup, PageLayout, Plane
+
+sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -1,120 +1,19 @@
-"""The scheduler's side and the ranks' side of the store together, without an engine: requests are
-dataclasses, KV is random bytes in a pool on the CPU."""
+"""The scheduler's side and the ranks' side of the store together, without an engine."""
 
-import concurrent.futures
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from block_store import TOKENS, FakeRequest, Store
 
-from gpu_agent import AgentConfig
 from gpu_agent.blocks import scheduler
-from gpu_agent.blocks.askers import ThreadAsker
-from gpu_agent.blocks.groups import BlockGroup
-from gpu_agent.blocks.homes import InProcess, Place
-from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import SavePlan
-from gpu_agent.blocks.scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent.blocks.scheduler import Report
 from gpu_agent.layouts.vllm import table_pool
-from kvstore import Client, ClientConfig, Namespace
+from kvstore import Client, ClientConfig
 from kvstore.errors import InvalidRequest
-from kvstore.keys import prefix_hashes
 from kvstore.measure.node_process import NodeProcess
-
-BLOCK = 16
-BLOCKS = 32
-
-
-@dataclass
-class FakeRequest:
-    request_id: str
-    tokens: list[int]
-    num_computed_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.block_hashes = prefix_hashes(self.tokens, BLOCK)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-
-class Store:
-    """One rank, one group, and the scheduler's side. `step` is what an engine does in one."""
-
-    def __init__(self, client: Client, name: str, **options: Any) -> None:
-        """`client`: of the scheduler's side; the ranks' side makes its own."""
-        self.pins: list[int] = []
-        self.views = {f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
-        self.pool = table_pool(self.views, BLOCKS, BLOCK)
-        self.namespace = Namespace(name, self.pool.layout)
-        limits = {"staging_nbytes": 1 << 16, "pending_nbytes_max": 1 << 22}
-        config = AgentConfig(**{name: options.pop(name, limit) for name, limit in limits.items()})
-
-        home = InProcess([Place(self.namespace, self.pool)], client.config, config)
-        self.rank = BlockRank(home, writes=options.pop("writes", True))
-        self.lookups = Lookups(ThreadAsker(client), 5.0)
-        plan = SavePlan(1, options.pop("blocks_max", 16), 4, self.pins.extend, self._unpin)
-        self.scheduler = BlockScheduler(
-            [BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan, **options
-        )
-
-    def _unpin(self, blocks: Any) -> None:
-        for block in blocks:
-            self.pins.remove(block)
-
-    def matched(self, request: FakeRequest, local: int = 0) -> int:
-        end = time.monotonic() + 10
-        while (tokens := self.scheduler.matched(request, local)) is None:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        return tokens
-
-    def step(self, *scheduled: tuple[FakeRequest, int, list[int]]) -> tuple[StepOrders, Any]:
-        """Schedules, runs and sees a step."""
-        tables = {request.request_id: [table] for request, _, table in scheduled}
-        counts = {request.request_id: count for request, count, _ in scheduled}
-        orders = self.scheduler.step(counts, tables.__getitem__)
-        ended = self.run(orders)
-        for request, count, _ in scheduled:
-            request.num_computed_tokens += count
-        self.scheduler.ran(self.rank.report())
-        assert self.scheduler.check() == []
-        return orders, ended
-
-    def run(self, orders: StepOrders) -> Any:
-        self.rank.begin(orders)
-        self.rank.load(orders.loads)
-        self.rank.save(orders.saves)
-        return self.rank.loads_ended()
-
-    def settle(self) -> None:
-        end = time.monotonic() + 10
-        while self.scheduler.busy:
-            assert time.monotonic() < end
-            self.step()
-            time.sleep(0.001)
-        concurrent.futures.wait([job.done for _, job in self.rank._outcomes], 10)  # read before; stored now
-
-    def loaded(self) -> Any:
-        """Steps until a load ends."""
-        end = time.monotonic() + 10
-        while not (ended := self.step()[1]).finished:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        return ended
-
-    def content(self, block: int) -> list[torch.Tensor]:
-        return [view[block].clone() for view in self.views.values()]
-
-    def close(self) -> None:
-        self.rank.close()
-        self.lookups.close()
 
 
 @pytest.fixture
@@ -129,9 +28,6 @@ def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator
         yield make
         for store in made:
             store.close()
-
-
-TOKENS = list(range(70))  # 4 blocks and 6 tokens
 
 
 def test_computed_blocks_come_back_in_other_blocks(stores: Any) -> None:
@@ -392,54 +288,3 @@ def test_a_view_in_any_order_of_memory_makes_the_same_page() -> None:
     assert pools[0].layout == pools[1].layout
     assert all(torch.equal(a.bits, b.bits) for a, b in zip(pools[0].planes, pools[1].planes, strict=True))
     assert pools[0].planes[0].bits.data_ptr() == packed.data_ptr()
-
-
-def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
-    stores: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = stores(blocks_max=1)
-    request, table = FakeRequest("r", TOKENS), [[1, 2, 3, 4, 5]]
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, table, 0)
-    store.step((request, 70, table[0]))
-    store.scheduler.finished(request, table)
-    assert store.scheduler.take_counts().pages_dropped == 3
-    assert store.scheduler.take_counts().pages_dropped == 0
-    assert "3 blocks were not saved" in caplog.text
-    store.settle()
-    assert store.pins == []
-
-
-def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any) -> None:
-    """Of a hundred running requests most end no block in a step, and each look costs the engine."""
-    store = stores()
-    request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    table = [[1, 2, 3, 4, 5]]
-    store.scheduler.allocated(request, table, 0)
-    asked = []
-    for tokens in (20, 11, 20, 19, 1, 56, 1):
-        store.scheduler.step({"r": tokens}, lambda _: asked.append(request.num_computed_tokens) or table)
-        request.num_computed_tokens += tokens
-    assert asked == [0, 31, 51, 127]  # blocks of the prompt at once, later ones four by four
-    assert len(store.pins) == 4
-
-
-def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: Any) -> None:
-    """Its blocks are allocated: they are the limit. It used to fail at once, and always would have."""
-    store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
-    tokens = list(range(BLOCK * 20))
-    request, table = FakeRequest("r", tokens), [list(range(1, 21))]
-    assert store.pool.layout.page_nbytes * 20 > 4096
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, table, 0)
-    store.step((request, len(tokens), table[0]))
-    store.settle()
-    again = FakeRequest("s", tokens)
-    store.scheduler.ask(again)
-    assert store.matched(again) == len(tokens)
-    store.scheduler.allocated(again, [list(range(11, 31))], len(tokens))
-    assert store.loaded().failed == set()

@@ -5,9 +5,12 @@ import subprocess
 import sys
 import textwrap
 
+from gpu_agent.kernels import interrupts
+
 ENGINE = """
-import queue, signal, sys, threading, os, time
-from gpu_agent.kernels.interrupts import interrupts_kept
+import os, queue, runpy, signal, sys, threading
+
+interrupts_kept = runpy.run_path(sys.argv[2])["interrupts_kept"]  # without torch, which takes seconds
 
 requests = queue.Queue()
 signal.signal(signal.SIGTERM, lambda *_: (print("obeyed", flush=True), os._exit(0)))
@@ -29,15 +32,13 @@ requests.get()
 def test_a_waiting_engine_obeys_sigterm_after_kernels_were_compiled() -> None:
     said = {}
     for how in ("kept", "left"):
-        command = [sys.executable, "-c", textwrap.dedent(ENGINE), how]
+        command = [sys.executable, "-c", textwrap.dedent(ENGINE), how, interrupts.__file__]
         said[how] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     assert said == {"kept": "obeyed", "left": "ignored"}
 
 
 def test_signals_without_a_handler_in_python_are_left_alone() -> None:
-    from gpu_agent.kernels.interrupts import interrupts_kept
-
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with interrupts_kept():
+    with interrupts.interrupts_kept():
         pass
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before

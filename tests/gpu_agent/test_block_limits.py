@@ -1,0 +1,75 @@
+"""What an engine's steps cost, and where there is no room: the scheduler's side and the ranks' side together."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from block_store import BLOCK, TOKENS, FakeRequest, Store
+
+from kvstore import Client, ClientConfig
+from kvstore.measure.node_process import NodeProcess
+
+
+@pytest.fixture
+def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
+    made: list[Store] = []
+    with Client(ClientConfig(address=shared_node.address)) as client:
+
+        def make(**options: Any) -> Store:
+            made.append(Store(client, f"scheduler {request.node.name}", **options))
+            return made[-1]
+
+        yield make
+        for store in made:
+            store.close()
+
+
+def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
+    stores: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = stores(blocks_max=1)
+    request, table = FakeRequest("r", TOKENS), [[1, 2, 3, 4, 5]]
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, table, 0)
+    store.step((request, 70, table[0]))
+    store.scheduler.finished(request, table)
+    assert store.scheduler.take_counts().pages_dropped == 3
+    assert store.scheduler.take_counts().pages_dropped == 0
+    assert "3 blocks were not saved" in caplog.text
+    store.settle()
+    assert store.pins == []
+
+
+def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any) -> None:
+    """Of a hundred running requests most end no block in a step, and each look costs the engine."""
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    table = [[1, 2, 3, 4, 5]]
+    store.scheduler.allocated(request, table, 0)
+    asked = []
+    for tokens in (20, 11, 20, 19, 1, 56, 1):
+        store.scheduler.step({"r": tokens}, lambda _: asked.append(request.num_computed_tokens) or table)
+        request.num_computed_tokens += tokens
+    assert asked == [0, 31, 51, 127]  # blocks of the prompt at once, later ones four by four
+    assert len(store.pins) == 4
+
+
+def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: Any) -> None:
+    """Its blocks are allocated: they are the limit. It used to fail at once, and always would have."""
+    store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
+    tokens = list(range(BLOCK * 20))
+    request, table = FakeRequest("r", tokens), [list(range(1, 21))]
+    assert store.pool.layout.page_nbytes * 20 > 4096
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, table, 0)
+    store.step((request, len(tokens), table[0]))
+    store.settle()
+    again = FakeRequest("s", tokens)
+    store.scheduler.ask(again)
+    assert store.matched(again) == len(tokens)
+    store.scheduler.allocated(again, [list(range(11, 31))], len(tokens))
+    assert store.loaded().failed == set()
