@@ -1,7 +1,7 @@
 """LightLLM's own CPU cache client, disk worker and request path, unpatched, over a pool of CPU pages each.
 
-A `Server` is what one LightLLM server process has of them. Every module is the repository's own, with the packages that
-it imports (install.sh); stand-ins are only objects that a GPU's processes would have made: the request, the manager's pipes.
+A `Server` is what one LightLLM server process has of them. Every module is the repository's own, with the packages
+that it imports (install.sh). Stand-ins are only objects that other processes would have made: a request, the pipes.
 """
 
 import inspect
@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "hybrid": {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4}}
 }
 # For tests that are not about time; a test's own setting goes first.
-PATIENT = {"KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "5", "KVSTORE_AGENT_LOAD_TIMEOUT_S": "10", "KVSTORE_BACKOFF_S_MAX": "0.5"}
+PATIENT = {"KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "20", "KVSTORE_AGENT_LOAD_TIMEOUT_S": "30", "KVSTORE_BACKOFF_S_MAX": "0.5"}
 _numbers = itertools.count()
 
 
@@ -109,7 +109,7 @@ class Server:
             self.worker._persist_pages_to_disk(payloads)
         self.settle()
 
-    def settle(self, timeout_s: float = 20.0) -> None:
+    def settle(self, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.service.active_threads("w") or self.service.active_threads("r"):
             assert time.monotonic() < deadline

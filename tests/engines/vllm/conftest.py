@@ -19,6 +19,10 @@ from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found b
 from vllm_server import store_config  # noqa: E402
 
 
+# For tests that are not about time: on a busy machine an answer takes as long as it takes. A test's own options go first.
+PATIENT = {"lookup_timeout_s": 30.0, "load_timeout_s": 60.0, "save_timeout_s": 60.0, "backoff_s_max": 0.1}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The engine and what it imports warn as they like."""
     config.addinivalue_line("filterwarnings", "default")
@@ -63,7 +67,7 @@ def engines() -> Iterator[Callable[..., EngineHandle]]:
     def engine(name: str, store: dict[str, Any] | None = None, **arguments: Any) -> EngineHandle:
         if name not in running:
             if store is not None:
-                arguments["kv_transfer_config"] = store_config(**{"backoff_s_max": 0.1, **store})
+                arguments["kv_transfer_config"] = store_config(**{**PATIENT, **store})
             running[name] = EngineHandle(name, arguments)
         return running[name]
 
