@@ -18,8 +18,7 @@ sys.path.append(str(HERE.parents[2] / "benchmarks"))
 from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found by the lines above
 from vllm_server import store_config  # noqa: E402
 
-
-# For tests that are not about time: on a busy machine an answer takes as long as it takes. A test's own options go first.
+# For tests that are not about time: a busy machine answers late. A test's own options go first.
 PATIENT = {"lookup_timeout_s": 30.0, "load_timeout_s": 60.0, "save_timeout_s": 60.0, "backoff_s_max": 0.1}
 
 
