@@ -108,7 +108,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _warn(self, groups: Any) -> None:
         transfer = self._config.kv_transfer_config
         if isinstance(groups, str):
-            logger.warning("kvstore: nothing is saved or loaded: there is no storing for %s", groups)
+            logger.warning("kvstore: nothing is saved or loaded: this engine has %s", groups)
         if self._sync and len(self._groups) > 1:
             raise ConfigError('option load="sync" needs a model with one KV cache group; leave it at "async"')
         if transfer.kv_load_failure_policy != "recompute":
