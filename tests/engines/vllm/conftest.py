@@ -19,7 +19,13 @@ from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found b
 from vllm_server import store_config  # noqa: E402
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.
-PATIENT = {"lookup_timeout_s": 30.0, "load_timeout_s": 60.0, "save_timeout_s": 60.0, "backoff_s_max": 0.1}
+PATIENT = {
+    "lookup_timeout_s": 30.0,
+    "load_timeout_s": 60.0,
+    "save_timeout_s": 60.0,
+    "connect_timeout_s": 20.0,
+    "backoff_s_max": 0.1,
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -28,7 +28,12 @@ STEP_S_MAX = 3.0
 
 
 # For tests that are not about time.
-PATIENT: dict[str, Any] = {"lookup_timeout_s": 20.0, "load_timeout_s": 20.0, "backoff_s_max": 0.2}
+PATIENT: dict[str, Any] = {
+    "lookup_timeout_s": 20.0,
+    "load_timeout_s": 20.0,
+    "connect_timeout_s": 20.0,
+    "backoff_s_max": 0.2,
+}
 
 
 @pytest.fixture
