@@ -23,7 +23,7 @@ PATIENT = {
     "lookup_timeout_s": 30.0,
     "load_timeout_s": 60.0,
     "save_timeout_s": 60.0,
-    "connect_timeout_s": 20.0,
+    "connect_timeout_s": 5.0,
     "backoff_s_max": 0.1,
 }
 

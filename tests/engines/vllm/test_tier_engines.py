@@ -31,7 +31,7 @@ STEP_S_MAX = 3.0
 PATIENT: dict[str, Any] = {
     "lookup_timeout_s": 20.0,
     "load_timeout_s": 20.0,
-    "connect_timeout_s": 20.0,
+    "connect_timeout_s": 5.0,
     "backoff_s_max": 0.2,
 }
 
