@@ -12,7 +12,7 @@ from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
 Engines = Callable[..., EngineHandle]
 # So long that what is no waiting is little beside them, on a busy machine too: a prompt takes 0.03 s on an idle one.
 LOOKUP_S, LOAD_S, SLOW_S = 4.0, 4.0, 2.0
-COMPUTING_S = 8.0
+COMPUTING_S = 30.0  # less than a save may take
 BACK_S = 60.0  # until an engine uses its store again; it takes some tenths of a second
 WIRES = {"async": "auto", "sync": "bulk"}  # shared memory and sockets: they fail differently
 _seeds = itertools.count(10_000)
@@ -135,7 +135,7 @@ def test_a_hung_node_costs_at_most_a_deadline(
         seconds = [one["seconds"] for one in found]
         assert [answers(one["requests"])[0] for one in found] == expected
         assert max(seconds) < LOOKUP_S + COMPUTING_S
-        assert sum(seconds) < len(prompts) * LOOKUP_S, "each request waited anew"
+        assert min(seconds[1:]) < LOOKUP_S, "each request waited anew"
     finally:
         store.go_on()
     reconnect(victim)
@@ -188,7 +188,8 @@ def test_a_slow_lookup_delays_only_its_own_request(
     assert answers(found) == expected
     assert cached(found) == [96, 0]
     assert found[0]["ttft_s"] > 0.95 * SLOW_S
-    assert found[1]["ttft_s"] < 0.95 * SLOW_S, "it waited for the other one's lookup"
+    # Had it waited, one step would have computed both.
+    assert found[1]["ttft_s"] < found[0]["ttft_s"] - 0.1 * SLOW_S, "it waited for the other one's lookup"
 
 
 def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
@@ -198,9 +199,9 @@ def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
     prompts = [prompt(390 + 10 * len(mode) + i, 100) for i in range(3)]
     expected = answers(plain().alone(*prompts))
     reconnect(victim)
-    victim.arm("save", "slow", seconds=2 * SLOW_S)
+    victim.arm("save", "slow", seconds=5 * SLOW_S)
     found = victim.ask("generate", prompts=prompts[:1])
-    assert found["seconds"] < 1.9 * SLOW_S
+    assert found["seconds"] < 4.9 * SLOW_S
     rest = victim.generate(*prompts[1:])
     victim.settle()
     assert victim.struck() == ["slow at save"]
