@@ -42,8 +42,8 @@ def not_shareable(vllm_config: Any) -> str:
             "without prefix caching: turn prefix caching on)"
         )
     if not cache.enable_prefix_caching:
-        # vLLM turns it off by itself where a prompt must not go on from KV that was there before, or where KV depends on
-        # more than the tokens: MLA on a CPU without AMX (other answers, and no error), batch-invariant kernels.
+        # vLLM turns it off by itself where a prompt must not go on from KV that was there before, or where KV depends
+        # on more than the tokens: MLA on a CPU without AMX (other answers, and no error), batch-invariant kernels.
         return "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; --enable-prefix-caching)"
     return ""
 
