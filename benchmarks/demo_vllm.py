@@ -51,7 +51,9 @@ def step(text: str) -> Iterator[None]:
 
 def ask(model: Path, address: str, prompt: list[int], wait_pages: int) -> dict[str, Any]:
     """A server's life: up, warm, one question, until it has stored `wait_pages` pages, down."""
-    with Server(model, store_config(address), max_model_len=len(prompt) + GENERATED_TOKENS) as server:
+    # A second server that begins beside other work may wait longer than a user's would.
+    config = store_config(address, lookup_timeout_s=10.0)
+    with Server(model, config, max_model_len=len(prompt) + GENERATED_TOKENS) as server:
         server.wait_up()
         server.complete([7] * 16)  # a process's first request is slow; this one is too short to be stored
         answer = server.complete(prompt, GENERATED_TOKENS)

@@ -108,9 +108,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _warn(self, groups: Any) -> None:
         transfer = self._config.kv_transfer_config
         if isinstance(groups, str):
-            logger.warning(
-                "kvstore: this model has %s, which the store does not hold; nothing is saved or loaded", groups
-            )
+            logger.warning("kvstore: nothing is saved or loaded: this engine has %s", groups)
         if self._sync and len(self._groups) > 1:
             raise ConfigError('option load="sync" needs a model with one KV cache group; leave it at "async"')
         if transfer.kv_load_failure_policy != "recompute":

@@ -39,8 +39,12 @@ def not_shareable(vllm_config: Any) -> str:
     if processing and processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
         return (
             "images that are numbered in the order of their arrival, in each process anew (mm_processor_cache_gb 0 "
-            "without prefix caching: turn one of them on)"
+            "without prefix caching: turn prefix caching on)"
         )
+    if not cache.enable_prefix_caching:
+        # vLLM turns it off by itself where a prompt must not go on from KV that was there before, or where KV depends
+        # on more than the tokens: MLA on a CPU without AMX (other answers, and no error), batch-invariant kernels.
+        return "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; --enable-prefix-caching)"
     return ""
 
 

@@ -1,7 +1,10 @@
 """Pages go out of one server's CPU cache and into another's, through LightLLM's own code."""
 
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,28 @@ from kvstore.measure.node_process import NodeProcess
 
 KINDS = ["bf16", "int8", "mla", "hybrid"]
 Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multi_level_kv_cache.cpu_cache_client",
+        "multi_level_kv_cache.disk_cache_worker",
+        "multi_level_kv_cache.manager",
+        "core.objs.io_objs",
+        "core.objs.token_chunck_hash_list",
+        "multimodal_params",
+    ],
+)
+def test_every_module_is_the_repositorys_own(name: str) -> None:
+    """Nothing that runs here is a stand-in, nor is what it imports: what these tests say holds for LightLLM itself."""
+    import lightllm
+
+    root = Path(lightllm.__spec__.submodule_search_locations[0])
+    module = importlib.import_module(f"lightllm.server.{name}")
+    assert Path(module.__file__).is_relative_to(root)
+    loaded = [name for name in ("librosa", "fastapi", "transformers") if name in sys.modules]
+    assert all(importlib.util.find_spec(name).origin for name in loaded)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def options(address: str, **more: Any) -> dict[str, Any]:
         "interface_v1": 1,
         "address": address,
         "model": "test-model",
-        "lookup_timeout_s": 2.0,
-        "load_timeout_s": 5.0,
+        "lookup_timeout_s": 20.0,
+        "load_timeout_s": 30.0,
         **more,
     }
 

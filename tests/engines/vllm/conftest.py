@@ -18,6 +18,15 @@ sys.path.append(str(HERE.parents[2] / "benchmarks"))
 from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found by the lines above
 from vllm_server import store_config  # noqa: E402
 
+# For tests that are not about time: a busy machine answers late. A test's own options go first.
+PATIENT = {
+    "lookup_timeout_s": 30.0,
+    "load_timeout_s": 60.0,
+    "save_timeout_s": 60.0,
+    "connect_timeout_s": 5.0,
+    "backoff_s_max": 0.1,
+}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """The engine and what it imports warn as they like."""
@@ -63,7 +72,7 @@ def engines() -> Iterator[Callable[..., EngineHandle]]:
     def engine(name: str, store: dict[str, Any] | None = None, **arguments: Any) -> EngineHandle:
         if name not in running:
             if store is not None:
-                arguments["kv_transfer_config"] = store_config(**{"backoff_s_max": 0.1, **store})
+                arguments["kv_transfer_config"] = store_config(**{**PATIENT, **store})
             running[name] = EngineHandle(name, arguments)
         return running[name]
 

@@ -27,7 +27,7 @@ import engine_faults
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import Request
 
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -140,8 +140,8 @@ class Engine:
         return {"hashes": [bytes(name).hex() for name in request.block_hashes]}
 
     def cache(self) -> dict[str, Any]:
-        """Of rank 0: how many layers each group of the cache has, and whether block 0, which is nobody's, is
-        still all zeros in every layer."""
+        """Whether vLLM's own prefix caching is on. Of rank 0: how many layers each group of the cache has, and whether
+        block 0, which is nobody's, is still all zeros in every layer."""
 
         def call(worker: Any) -> Any:
             groups = worker.model_runner.kv_cache_config.kv_cache_groups
@@ -151,7 +151,7 @@ class Engine:
             }
 
         found: dict[str, Any] = self.llm.collective_rpc(call)[0]
-        return found
+        return {"prefix_caching": self.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching, **found}
 
 
 def main(argument: str) -> None:

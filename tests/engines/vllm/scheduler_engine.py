@@ -146,11 +146,14 @@ class Engine:
         hash_algorithm: str = "sha256",
         events: bool = False,
         overlap: bool = False,
+        prefix_caching: bool = True,
     ) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
         (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, prefix_caching_hash_algo=hash_algorithm)
+        cache = CacheConfig(
+            block_size=BLOCK, enable_prefix_caching=prefix_caching, prefix_caching_hash_algo=hash_algorithm
+        )
         cache.kv_cache_layout = "LBNHC"
         cache.num_gpu_blocks = blocks
         parallel = ParallelConfig()

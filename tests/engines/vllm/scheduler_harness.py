@@ -122,7 +122,7 @@ class Engine:
     def busy(self) -> bool:
         return self.scheduler.has_requests() or self.scheduler.connector.has_pending_push_work()
 
-    def run(self, seconds: float = 10.0) -> None:
+    def run(self, seconds: float = 60.0) -> None:
         """Steps until nothing is left to do, transfers to the store included."""
         end = time.monotonic() + seconds
         while self.busy():
@@ -131,7 +131,7 @@ class Engine:
             time.sleep(0.002)
         assert self.tier.check() == []
 
-    def serve(self, name: str, tokens: list[int], seconds: float = 10.0) -> int:
+    def serve(self, name: str, tokens: list[int], seconds: float = 60.0) -> int:
         """Tokens of a prompt that were not computed."""
         self.submit(name, tokens)
         self.run(seconds)

@@ -1,6 +1,7 @@
 """The store fails at the worst moments. No request fails, every answer is the one without a store, and nothing
 wrong is left behind: another process finds the pages when the node is back."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +10,12 @@ import pytest
 from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
 
 Engines = Callable[..., EngineHandle]
-LOOKUP_S, LOAD_S = 0.5, 1.0
+# So long that what is no waiting is little beside them, on a busy machine too: a prompt takes 0.03 s on an idle one.
+LOOKUP_S, LOAD_S, SLOW_S = 4.0, 4.0, 2.0
+COMPUTING_S = 30.0  # less than a save may take
+BACK_S = 60.0  # until an engine uses its store again; it takes some tenths of a second
 WIRES = {"async": "auto", "sync": "bulk"}  # shared memory and sockets: they fail differently
-COMPUTING_S = 1.0  # room for what is no waiting, on a busy machine; a prompt takes 0.03 s
+_seeds = itertools.count(10_000)
 
 # What happens to the node, when, and how many of the prompt's blocks are stored before.
 MOMENTS = {
@@ -47,25 +51,27 @@ def victim(mode: str, engines: Engines, models: Callable[..., str], store: Resta
 def node_is_back(store: RestartableNode) -> Iterator[None]:
     yield
     store.start()
-    time.sleep(0.3)  # longer than the pause of the circuit breakers
 
 
 def put(writer: EngineHandle, store: RestartableNode, whole: list[int], tokens: int) -> None:
     """Has the first tokens of a prompt stored, and on disk."""
-    writer.reset()
     if tokens:
+        reconnect(writer)
         writer.generate(whole[: tokens + 1], max_tokens=1)
         writer.settle()
         store.flush()
 
 
 def reconnect(engine: EngineHandle) -> None:
-    """Until the outage of the test before is forgotten: after one, requests wait only 0.05 s for a lookup, and
-    saves are dropped while the circuit breaker is open."""
-    for seed in (98, 99):
-        engine.alone(prompt(seed, 40), max_tokens=1)
-        engine.settle()
-        time.sleep(0.3)
+    """Until the outage before is forgotten: until what the engine saves is stored, and what is stored is a hit.
+    While the circuit breaker is open saves are dropped; after an outage requests wait only 0.05 s for a lookup."""
+    end = time.monotonic() + BACK_S
+    while True:
+        one = prompt(next(_seeds), 40)
+        engine.alone(one, max_tokens=1)
+        if cached(engine.alone(one, max_tokens=1)) == [32]:
+            break
+        assert time.monotonic() < end, "the engine does not use its store again"
     engine.reset()
     engine.struck()
 
@@ -80,10 +86,7 @@ def test_the_node_is_killed(
     whole = prompt(list(MOMENTS).index(moment) + 100 * len(mode), 100)
     expected = answers(plain().alone(whole))
     put(writer, store, whole, 32 * blocks)
-    victim.reset()
-    victim.generate(prompt(99, 40), max_tokens=1)  # is connected
-    victim.settle()
-    victim.struck()
+    reconnect(victim)
     victim.arm(at, do, node_pid=store.pid)
     found = victim.generate(whole)
     assert answers(found) == expected
@@ -91,7 +94,6 @@ def test_the_node_is_killed(
     assert victim.struck() == [f"{do} at {at}"]
 
     store.start()
-    time.sleep(0.3)
     assert answers(victim.alone(whole)) == expected
     reconnect(victim)  # the first call after the restart met a dead connection, and a save behind it is dropped
     assert answers(victim.alone(whole)) == expected
@@ -112,7 +114,7 @@ def test_the_node_is_gone_from_the_start(
     expected = answers(plain().alone(whole))
     assert answers(orphan.alone(whole, whole)) == expected * 2
     store.start()
-    time.sleep(0.3)
+    reconnect(orphan)
     orphan.alone(whole)
     found = orphan.alone(whole)
     assert answers(found) == expected
@@ -126,17 +128,17 @@ def test_a_hung_node_costs_at_most_a_deadline(
     prompts = [prompt(500 + 10 * len(mode) + i, 100) for i in range(4)]
     expected = answers(plain().alone(*prompts))
     put(writer, store, prompts[0], 96)
-    victim.reset()
+    reconnect(victim)
     store.stop()
     try:
         found = [victim.ask("generate", prompts=[one]) for one in prompts]
         seconds = [one["seconds"] for one in found]
         assert [answers(one["requests"])[0] for one in found] == expected
         assert max(seconds) < LOOKUP_S + COMPUTING_S
-        assert sum(seconds) < 2 * (LOOKUP_S + COMPUTING_S), "each request waited anew"
+        assert min(seconds[1:]) < LOOKUP_S, "each request waited anew"
     finally:
         store.go_on()
-    time.sleep(0.3)
+    reconnect(victim)
     assert cached(victim.alone(prompts[0])) == [96]
 
 
@@ -162,7 +164,7 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
     """R7. The blocks are given back when the save has ended."""
     whole, next_one = prompt(600 + len(mode), 100), prompt(700 + len(mode), 100)
     expected = answers(plain().alone(whole, next_one))
-    victim.reset()
+    reconnect(victim)
     victim.arm("save", "stop", node_pid=store.pid)
     found: list[dict[str, Any]] = [victim.ask("generate", prompts=[one], max_tokens=8) for one in (whole, next_one)]
     store.go_on()
@@ -180,13 +182,14 @@ def test_a_slow_lookup_delays_only_its_own_request(
     expected = answers(plain().alone(slow, quick))
     put(writer, store, slow, 96)
     reconnect(victim)
-    victim.arm("lookup", "slow", seconds=0.3)
+    victim.arm("lookup", "slow", seconds=SLOW_S)
     found = victim.generate(slow, quick)
     assert victim.struck() == ["slow at lookup"]
     assert answers(found) == expected
     assert cached(found) == [96, 0]
-    assert found[0]["ttft_s"] > 0.29
-    assert found[1]["ttft_s"] < 0.29, "it waited for the other one's lookup"
+    assert found[0]["ttft_s"] > 0.95 * SLOW_S
+    # Had it waited, one step would have computed both.
+    assert found[1]["ttft_s"] < found[0]["ttft_s"] - 0.1 * SLOW_S, "it waited for the other one's lookup"
 
 
 def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
@@ -196,13 +199,14 @@ def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
     prompts = [prompt(390 + 10 * len(mode) + i, 100) for i in range(3)]
     expected = answers(plain().alone(*prompts))
     reconnect(victim)
-    victim.arm("save", "slow", seconds=1.0)
+    victim.arm("save", "slow", seconds=5 * SLOW_S)
     found = victim.ask("generate", prompts=prompts[:1])
-    assert found["seconds"] < 0.9
+    assert found["seconds"] < 4.9 * SLOW_S
     rest = victim.generate(*prompts[1:])
     victim.settle()
     assert victim.struck() == ["slow at save"]
     assert answers(found["requests"] + rest) == expected
+    reconnect(writer)
     third = writer.alone(*prompts)
     assert cached(third) == [96, 96, 96]
     assert answers(third) == expected

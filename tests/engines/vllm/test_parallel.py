@@ -62,7 +62,7 @@ def test_a_page_without_one_ranks_shard_is_a_miss(
 
 def test_mla_has_one_writer(engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
     """Every rank has the whole latent cache: one of them stores it, all of them load it. The reference is a hit in
-    the engine's own cache (see test_caches.py)."""
+    the engine's own cache; on a CPU without AMX it has none, and stores none (see test_caches.py)."""
     arguments = {"model": models("mla"), "store": {"address": store.address}, "dtype": "bfloat16", **TWO}
     writer, reader = engines("mla writer", **arguments), engines("mla reader", **arguments)
     one = prompt(20, 100)
@@ -70,7 +70,8 @@ def test_mla_has_one_writer(engines: Engines, models: Callable[..., str], store:
     writer.generate(one)
     expected = writer.generate(one)
     writer.settle()
-    assert len(store.pages()) - len(before) == 3
+    pages = 3 if writer.ask("cache")["prefix_caching"] else 0
+    assert len(store.pages()) - len(before) == pages
     found = reader.alone(one)
-    assert cached(found) == cached(expected) == [96]
+    assert cached(found) == cached(expected) == [32 * pages]
     assert answers(found) == answers(expected)

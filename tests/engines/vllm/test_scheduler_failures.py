@@ -191,7 +191,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
                 engine.add(f"r{number}", prompt)
                 engine.run(until=lambda: not engine.scheduler.has_unfinished_requests())
                 assert engine.outputs[f"r{number}"] == answer(prompt, 8)
-            assert time.monotonic() - began < 2 * 3.0
+            assert time.monotonic() - began < 5 * 3.0  # eight that waited would take 24 s
         finally:
             os.kill(node.pid, signal.SIGCONT)
 
@@ -290,6 +290,20 @@ def test_r1_every_fact_is_in_the_namespace(
     connector = engine.ranks[0].connector
     connector.register_kv_caches(engine.ranks[0].kv)
     assert connector._namespaces[0].digest != before
+
+
+def test_an_engine_that_caches_nothing_itself_stays_out_of_the_store(
+    make: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM turns prefix caching off where a prompt must not go on from KV that was there before, and the store is no
+    way around that. The log says so."""
+    make.save(P)
+    engine = make(prefix_caching=False)
+    assert "nothing is saved or loaded" in caplog.text
+    assert "--enable-prefix-caching" in caplog.text
+    assert engine.generate(P) == answer(P, 8)
+    assert engine.cached == {"r": 0}
+    assert all(rank.connector._rank is None for rank in engine.ranks)
 
 
 def test_r22_nothing_is_compiled_or_started_for_the_first_request(

@@ -23,8 +23,17 @@ pytestmark = pytest.mark.filterwarnings("default")
 Start = Callable[..., Engine]
 # A step of the scheduler takes a millisecond or two, on a busy machine much longer; one that waits for the store
 # takes a deadline, of which none here is shorter where it matters.
-DEADLINE_S = 1.5
-STEP_S_MAX = 1.0
+DEADLINE_S = 4.0
+STEP_S_MAX = 3.0
+
+
+# For tests that are not about time.
+PATIENT: dict[str, Any] = {
+    "lookup_timeout_s": 20.0,
+    "load_timeout_s": 20.0,
+    "connect_timeout_s": 5.0,
+    "backoff_s_max": 0.2,
+}
 
 
 @pytest.fixture
@@ -33,7 +42,7 @@ def start(tmp_path: Path, node: NodeProcess) -> Iterator[Start]:
     engines = []
 
     def make(**arguments: Any) -> Engine:
-        options = {"address": node.address, "backoff_s_max": 0.2, **arguments.pop("options", {})}
+        options = {"address": node.address, **PATIENT, **arguments.pop("options", {})}
         model = arguments.pop("model", None) or model_directory(tmp_path / "tiny")
         engines.append(Engine(model, options, **arguments))
         return engines[-1]
@@ -198,9 +207,12 @@ def test_a_store_that_comes_back_is_used_again(start: Start, node: NodeProcess) 
     os.kill(node.pid, signal.SIGSTOP)
     second.serve("away", prompt(60, 3))
     os.kill(node.pid, signal.SIGCONT)
-    first.serve("cold", prompt(60))
-    time.sleep(0.5)  # longer than the breaker's longest pause
-    assert second.serve("back", prompt(60)) == 48
+    end, number = time.monotonic() + 60.0, 10
+    first.serve("cold", prompt(60, number))
+    while second.serve(f"back {number}", prompt(60, number)) != 48:  # another prompt: it has computed this one now
+        assert time.monotonic() < end
+        number += 1
+        first.serve(f"cold {number}", prompt(60, number))
 
 
 def test_of_a_chain_with_a_hole_the_head_is_loaded(start: Start, node: NodeProcess) -> None:
@@ -230,7 +242,7 @@ def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(start: Start,
     try:
         began = time.monotonic()
         assert engine.scheduler.connector.reset_cache()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
         assert not engine.tier.has_pending_work()
     finally:
         os.kill(node.pid, signal.SIGCONT)

@@ -142,6 +142,13 @@ def test_a_wrong_option_ends_the_start(options: dict[str, Any], message: str) ->
         namespace(config(), **options)
 
 
+def test_an_engine_that_caches_nothing_itself_is_refused() -> None:
+    """vLLM turns prefix caching off where a prompt must not go on from KV that was there before."""
+    cache = SimpleNamespace(enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
+        told(SimpleNamespace(model_config=SimpleNamespace(), cache_config=cache), {})
+
+
 def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
     engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
     try:

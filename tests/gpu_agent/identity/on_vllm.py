@@ -78,7 +78,7 @@ def connector(tmp_path: Path, way: Way) -> Namespace:
     ranks = {"tp": 0, "pp": 0, "cp": 0, **way.get("ranks", {})}
     made = config(tmp_path, way)
     if reason := not_shareable(made):  # it says so once and stays out
-        raise ConfigError(f"kvstore: this model has {reason}, which the store does not hold")
+        raise ConfigError(f"kvstore: nothing is saved or loaded: this engine has {reason}")
     caches = tree(kv_cache_groups=[group])
     pools: list[Any] = [tree(layout=layout)]
     (found,) = namespaces(made, caches, identity_of(way.get("options", {})), pools, ranks, 1, way.get("seed", "none"))
