@@ -143,6 +143,10 @@ class DiskIndex:
         self.spaces.counts[number] -= 1
         self.records.remove(record)
 
+    def make_room_for_spaces(self) -> None:
+        if self.spaces.crowded:
+            self.drop_empty_spaces()
+
     def drop_empty_spaces(self) -> None:
         self.gone += map(namespace_key, self.spaces.drop_empty())
 

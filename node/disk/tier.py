@@ -100,8 +100,7 @@ class DiskTier:
         now_s = self._clock_s()
         with self._lock:
             for prefix_hash in reversed(prefix_hashes):
-                record = self._find(digest, prefix_hash)
-                if record:
+                if record := self._find(digest, prefix_hash):
                     self.records.touch(record, now_s)
 
     def info(self, digest: bytes, prefix_hash: bytes) -> BelowInfo | None:
@@ -114,8 +113,7 @@ class DiskTier:
         number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
-        pages = self._pages(page_key(number, max(key_prefix, after)))
-        for prefix_hash in hashes_of(pages, number, key_prefix, after):
+        for prefix_hash in hashes_of(self._pages(page_key(number, max(key_prefix, after))), number, key_prefix, after):
             if self.present(digest, [prefix_hash])[0]:
                 yield prefix_hash
 
@@ -235,8 +233,7 @@ class DiskTier:
         now_s = self._clock_s()
         reserved: list[tuple[Page, int]] = []
         with self._lock:
-            if self._index.spaces.crowded:
-                self._index.drop_empty_spaces()
+            self._index.make_room_for_spaces()
         try:
             # One may have been offered twice.
             visible = {(p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE}

@@ -124,7 +124,7 @@ def test_more_extents_than_the_process_may_open_are_refused(
     monkeypatch.setattr("node.disk.data_dir.resource.getrlimit", lambda which: (256, 4096))
     monkeypatch.setattr("node.disk.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits))
     nodes.start()
-    assert raised == [(544, 4096)]
+    assert raised[0] == (544, 4096), "before those for connections"
 
 
 def test_an_extent_that_found_too_little_space_gives_it_back(

@@ -69,7 +69,7 @@ def listed(client: Any) -> set[bytes]:
 def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(
     nodes: Any, make_pages: Any
 ) -> None:
-    node = nodes.start(namespaces_max=4)
+    node = nodes.start(namespaces_max=8)
     client = nodes.connect(node)
     kept = [make_pages("kept", salt=str(number)) for number in range(2)]
     for pages in kept:
@@ -79,7 +79,7 @@ def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_one
         gone.put(client, gone.keys(1), durable=True)
         client.remove_namespace(gone.namespace)
     client.flush()
-    node = nodes.restart(node, namespaces_max=4)
+    node = nodes.restart(node, namespaces_max=8)
     client = nodes.connect(node)
     assert listed(client) >= {pages.digest for pages in kept}
     for pages in kept:
@@ -90,7 +90,7 @@ def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_one
 
 
 def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(nodes: Any, make_pages: Any) -> None:
-    node = nodes.start(namespaces_max=8)
+    node = nodes.start(namespaces_max=16)  # half for one peer
     client = nodes.connect(node)
     spaces = [make_pages("salted", salt=str(number)) for number in range(8)]
     for pages in spaces:

@@ -18,7 +18,8 @@ def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody
     stored = [page.prefix_hash for page in client.stat(pages.namespace, keys) if page.on_disk]
     assert len(stored) == 300, "of 8 KiB, more than twice the RAM"
     in_ram = {page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram}
-    assert client.pin(pages.namespace, list(in_ram), 60.0) == [True] * len(in_ram), "so nothing has room"
+    half = sorted(in_ram)[: len(in_ram) // 2]  # more may not be pinned
+    assert client.pin(pages.namespace, half, 60.0) == [True] * len(half)
     before = client.node_status().totals
     assert client.verify(pages.namespace, stored) == (len(stored), 0, 0)
     after = client.node_status().totals
