@@ -61,7 +61,8 @@ def main(argv: list[str]) -> None:
     growth = (max(private[-quarter:]) - max(private[-2 * quarter : -quarter])) // quarter
     verdict = "met" if growth <= AIM_NBYTES else "missed"
     report.notes.append(
-        f"highest of the last quarter above the one before: {growth} bytes a round of {args.pages} pages; aim at most {AIM_NBYTES}: {verdict}"
+        f"highest of the last quarter above the one before: {growth} bytes a round of {args.pages} pages; "
+        f"aim at most {AIM_NBYTES}: {verdict}"
     )
     report.show(args.json)
 
