@@ -17,9 +17,11 @@ def in_range(kind: type[Message], **fields: Any) -> Message:
 
 
 def _unsigned(kind: Any) -> dict[str, int]:
-    """The largest value of each unsigned field that is not repeated."""
+    """The largest value of each unsigned field that is not repeated. (A descriptor's `label` is gone in protobuf 7.)"""
+    empty = kind()
     return {
         field.name: (1 << 32 if field.cpp_type == field.CPPTYPE_UINT32 else 1 << 64) - 1
         for field in kind.DESCRIPTOR.fields
-        if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) and field.label != field.LABEL_REPEATED
+        if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64)
+        and isinstance(getattr(empty, field.name), int)
     }
