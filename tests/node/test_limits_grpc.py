@@ -156,10 +156,11 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(node: Node, ch
     assert next(first).status == health_pb2.HealthCheckResponse.NOT_SERVING
     node.grpc.set_serving(True)
     assert next(first).status == SERVING
+    others = []  # kept, or they would be cancelled
     for _ in range(2):
         stub = health_pb2_grpc.HealthStub(channels())
-        for other in [stub.Watch(request, timeout=60.0) for _ in range(20)]:
-            assert next(other).status == SERVING
+        others.append([stub.Watch(request, timeout=60.0) for _ in range(20)])
+        assert [next(other).status for other in others[-1]] == [SERVING] * 20
     with pytest.raises(grpc.RpcError) as caught:
         next(first)
     assert caught.value.code() is EXHAUSTED
