@@ -1,5 +1,8 @@
 """Commands about the disk tier, against a node with a data directory."""
 
+import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,13 +80,21 @@ def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None
         assert "--data-dir" in ran.stderr
 
 
+def keeper_of(node_pid: int) -> int:
+    """The node's only child."""
+    found = [pid for path in Path(f"/proc/{node_pid}/task").glob("*/children") for pid in path.read_text().split()]
+    assert len(found) == 1
+    return int(found[0])
+
+
 def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, data_dir: Path, tmp_path: Path) -> None:
-    """The extents' directory is gone: a page for which no block is left needs an extent that can not be made."""
-    extents = data_dir / "extents"
-    extents.rename(data_dir / "taken away")
-    page = tmp_path / "larger"
-    page.write_bytes(bytes(9 << 20))
-    ran = on_disk("put", str(page), "--create-opaque", "larger", "--tokens", "1", "--durable")
+    """Its keeper is killed; what stands where a trial wants to write keeps the disk from being believed in."""
+    obstacle = data_dir / "extents" / "trial"
+    obstacle.mkdir()
+    os.kill(keeper_of(json.loads(on_disk("status", "--json").stdout)["pid"]), signal.SIGKILL)
+    page = tmp_path / "page"
+    page.write_bytes(bytes(1 << 20))
+    ran = on_disk("put", str(page), "--create-opaque", "stopped", "--tokens", "1", "--durable")
     assert ran.code == 4
     assert "durable" in ran.stderr or "safe" in ran.stderr
     assert on_disk("flush").code == 4
@@ -91,6 +102,6 @@ def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, dat
     assert "DEGRADED" in status.stdout
     assert "kvstore recover" in status.stdout
     assert on_disk("recover").code == 4
-    (data_dir / "taken away").rename(extents)
+    obstacle.rmdir()
     assert on_disk("recover").code == 0
     assert "SERVING" in on_disk("status").stdout
