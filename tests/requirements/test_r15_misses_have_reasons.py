@@ -105,9 +105,11 @@ def test_r15_pages_that_were_not_stored_are_counted_by_reason(
         assert counters(client, chain).pages_put_exists == 1
     elif outcome == "full":
         chain.put(client, chain.keys(*range(16)))
-        client.pin(chain.namespace, chain.keys(*range(1, 16)), 60.0)
+        client.pin(chain.namespace, chain.keys(*range(1, 9)), 60.0)
+        held = node.tier.acquire(chain.namespace.digest, chain.keys(*range(9, 16)), False, 0).pages
         chain.put(client, chain.keys(0, 100, 101))
         assert counters(client, chain).pages_put_full == 2
+        node.tier.release([page for page in held if page is not None])
     else:
         with node.sessions.open("test") as session:
             session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
