@@ -233,6 +233,13 @@ class SlotAllocator:
         """Blocks in use there."""
         return [b for unit in area if (b := self._blocks[unit]) is not None and b.start == unit]
 
+    def areas(self, level: int) -> Iterator[range]:
+        """All areas of this level, those within larger blocks left out."""
+        for start in range(0, len(self._blocks), 1 << level):
+            block = self._blocks[start]
+            if block is None or block.kind.level <= level:
+                yield range(start, start + (1 << level))
+
     def mean_use(self, area: range) -> float:
         """Of the slots there that are in use; there is one."""
         blocks = self.blocks_in(area)

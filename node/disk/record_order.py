@@ -20,6 +20,7 @@ LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, 
 VICTIMS = 256  # of one search
 SIZES_TRIED = 4
 AREAS_TRIED = 4  # places of one size, the coldest first
+PLACES_TRIED = 16  # of any size, when nothing else is left
 AREA_LOOKED_AT = 4096  # records of an area
 AREA_RECORDS = 16  # oldest records of a size, in search of them
 
@@ -50,6 +51,7 @@ class RecordOrder:
         self._ends: dict[int, _Ends] = {}
         self._pinned: Agenda[int] = Agenda()  # records by the end of their pin, s
         self._ages = Ages(self._oldest_s, lambda: self._left <= 0)
+        self._place = 0  # that was tried last
         self._left = 0  # records that may be looked at still
         self._area = range(0)  # whose records are leaving, but have not all gone
 
@@ -145,7 +147,17 @@ class RecordOrder:
             for area in self._areas(size, self._slots.level(slot_nbytes)):
                 if found := self._leaving(area):
                     return found
-        return [ours] if ours else []
+        return [ours] if ours else self._any(self._slots.level(slot_nbytes))
+
+    def _any(self, level: int) -> list[int]:
+        """The last resort: what lies in any place of this level. A few are tried, the next call tries others."""
+        count = self._slots.unit_count >> level
+        for _ in range(min(PLACES_TRIED, count)):
+            self._place = (self._place + 1) % count
+            area = self._slots.area((self._place << level) * self._slots.unit_nbytes, level)
+            if found := self._leaving(area):
+                return found
+        return []
 
     def _areas(self, size: int, level: int) -> list[range]:
         """Places for a block of this level where the oldest records of a slot size lie, the coldest first."""

@@ -92,7 +92,12 @@ class Eviction:
         if ours is not None:
             self._forget(ours, "evicted", None)
             return True
-        return self.order.expire_pins(now_ms) > 0
+        if self.order.expire_pins(now_ms):
+            return True
+        for area in self._slots.areas(self._slots.level(size)):  # the last resort, in turns like all the rest
+            if (yield from self._clearing.clear(area)):
+                return True
+        return False
 
     def _oldest(self, size: int) -> Work[Page | None]:
         """Of this size, however many are held."""

@@ -290,3 +290,14 @@ def test_hundred_thousand_records_come_and_go_without_growth() -> None:
     assert len(records._table) == table_count
     assert max(records.records()) <= 4096 + 4096
     assert records.check() == []
+
+
+def test_the_one_place_on_disk_that_can_be_cleared_is_found_wherever_it_is() -> None:
+    records = Records(64 * EXTENT_NBYTES, EXTENT_NBYTES)
+    stored = [records.reserve(1, number.to_bytes(16, "big"), 4096) for number in range(64 * 16)]
+    for number, record in enumerate(stored):
+        records.publish(record, bytes(16), number)
+    for record in stored[0 : 63 * 16 : 16]:
+        records.pin(record, 1 << 30)
+    found = next(victims for _ in range(64) if (victims := records.victims(EXTENT_NBYTES, 5000)))
+    assert sorted(found) == sorted(stored[63 * 16 :])

@@ -186,6 +186,19 @@ def test_a_place_with_a_page_being_read_or_written_is_not_cleared(sandbox: Any) 
     assert box.get(small, small.keys(100)) == [True]
 
 
+def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is(sandbox: Any) -> None:
+    box = sandbox(64 * EXTENT, EXTENT)
+    small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
+    keys = small.keys(*range(64 * 16))
+    for start in range(0, len(keys), 16):
+        box.now_ms += 1
+        box.put(small, keys[start : start + 16])
+    box.acquire(small, keys[0 : 63 * 16 : 16])  # one of each extent but the last, whose pages are the newest
+    box.now_ms += 1
+    assert box.put(large, large.keys(0)) == [Verdict.WRITE]
+    assert box.present(small, keys) == set(keys[: 63 * 16])
+
+
 def test_pinned_pages_that_fill_their_extents_are_left_in_peace(sandbox: Any) -> None:
     box = sandbox(4 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
