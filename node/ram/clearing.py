@@ -9,13 +9,18 @@
 A page that somebody began to read meanwhile ends it; then what has gone is gone, and the rest stays.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from node.ram.order import UseOrder
 from node.ram.page import Page, State
 from node.ram.turn import Move, Turn, Work
 from node.slots import Block, SlotAllocator
+
+LOOKED_AT = 4096  # pages, in search of those that pinned ones can take the place of
+LOOKED_AT_LEAST = 64
 
 
 class Clearing:
@@ -77,9 +82,8 @@ class Clearing:
     def _empty(self, blocks: list[Block], pinned: list[Page], loose: dict[int, int]) -> Work[bool]:
         targets: dict[Page, int] = {}
         waiting: list[Page] = []  # for the slots of pages elsewhere that are evicted for them
-        elsewhere = {page.namespace.slot_nbytes: 0 for page in pinned}
-        for size in elsewhere:
-            elsewhere[size] = self._order.count(size) - loose.get(size, 0)
+        wanted = Counter(page.namespace.slot_nbytes for page in pinned)
+        elsewhere = {size: self._count_elsewhere(size, count, loose.get(size, 0)) for size, count in wanted.items()}
         try:
             for page in pinned:
                 size = page.namespace.slot_nbytes
@@ -106,6 +110,12 @@ class Clearing:
         finally:
             for target in targets.values():
                 self._slots.free(target)
+
+    def _count_elsewhere(self, size: int, wanted: int, loose: int) -> int:
+        """Pages of this size outside the area that may go, as far as so many are wanted and a look shows."""
+        looked_at = islice(self._order.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST)
+        free = (page for page in looked_at if not page.holds and not self._slots.block_of(page.offset).closed)
+        return len(list(islice(free, wanted)))
 
     def _target(self, page: Page) -> int | None:
         """A slot outside the area; until the page is there it belongs to one that nobody can find."""

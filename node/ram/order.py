@@ -4,7 +4,7 @@ Visible pages are in the list of their size, pinned ones in none. Not thread-saf
 guards it. No call takes longer the more pages, sizes, holds or pins there are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from node.ram.ages import Ages
@@ -101,10 +101,11 @@ class UseOrder:
 
     # ---- who is oldest -------------------------------------------------------------------
 
-    def count(self, slot_nbytes: int) -> int:
-        """Pages of this size that are not pinned, held ones included."""
+    def oldest_first(self, slot_nbytes: int) -> Iterator[Page]:
+        """Pages of this size that are not pinned, but for those held that were in the way. Nothing may change
+        meanwhile."""
         lru = self._lists.get(slot_nbytes)
-        return lru.count if lru is not None else 0
+        return lru.oldest_first() if lru is not None else iter(())
 
     def oldest(self, slot_nbytes: int) -> Page | None:
         """Oldest page of a slot size that nobody holds. None: there is none, or the turn is over."""
