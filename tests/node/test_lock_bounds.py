@@ -159,7 +159,7 @@ def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make:
 
 def placement(sandbox: Any, sizes: int, removed: bool) -> int:
     """Bytecodes of a few placements on a full tier, after pages of so many sizes were stored."""
-    box = sandbox(1 << 27, 1 << 22)
+    box = sandbox(1 << 25, 1 << 22)
     for number in range(1, sizes + 1):
         pages = box.open(str(number), PAGE * (1 + number % 1000))
         box.commit(box.reserve(pages, pages.keys(0)))
