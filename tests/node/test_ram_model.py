@@ -33,6 +33,12 @@ class Model:
     def held(self, key: Key) -> bool:
         return any(key == other for other, _, _ in self.holds.values())
 
+    def outlive(self, key: Key) -> None:
+        """The key is removed: its bytes stay for those who hold them, and do not hold the page that is next put."""
+        for ticket, (other, page, offset) in self.holds.items():
+            if other == key:
+                self.holds[ticket] = ((key[0], b""), page, offset)
+
 
 class Simulation:
     """One random operation a step; `compare` after each."""
@@ -126,6 +132,7 @@ class Simulation:
         for key in keys:
             self.model.pinned.pop((name, key), None)
             self.model.visible.discard((name, key))
+            self.model.outlive((name, key))
 
     def pin(self) -> None:
         name, keys = self.batch()
