@@ -82,20 +82,23 @@ class FrameSocket:
         set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
         set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
 
-    def send_frame(self, header: bytes, payload_nbytes: int = 0) -> None:
+    def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""
-        self.send(pack_fixed(len(header), payload_nbytes) + header)
+        self.send(pack_fixed(len(header), payload_nbytes) + header, at_once)
 
-    def send(self, data: bytes | memoryview) -> None:
+    def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
+        """`at_once`: what the socket takes without waiting is sent whatever time it is."""
         view = memoryview(data)
         nbytes = view.nbytes
+        flags = socket.MSG_DONTWAIT if at_once else 0
         try:
             while view.nbytes:
-                self._check_deadline("send")
+                if not flags:
+                    self._check_deadline("send")
                 try:
-                    view = view[self._sock.send(view) :]
+                    view = view[self._sock.send(view, flags) :]
                 except BlockingIOError:
-                    pass
+                    flags = 0
         finally:
             self.torn = self.torn or 0 < view.nbytes < nbytes
 

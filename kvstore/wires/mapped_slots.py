@@ -14,8 +14,8 @@ from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import Lease, exchange, request_header
 from kvstore.wires.unix_sockets import DescriptorSocket
 
-# A release is a few bytes, for which a socket has room at once, also that of a node that is stopped; after the
-# deadline of a call that failed, so short.
+# A release is a few bytes, for which a socket has room at once, also that of a node that is stopped. If it has none,
+# this is after the deadline of a call that failed, so short.
 RELEASE_S = 0.1
 
 
@@ -113,6 +113,6 @@ def release(lease: Lease[DescriptorSocket]) -> None:
         return
     try:
         lease.connection.arm(RELEASE_S)
-        lease.connection.send_frame(request_header("release", pb.ReleaseRequest()))
+        lease.connection.send_frame(request_header("release", pb.ReleaseRequest()), at_once=True)
     except OSError:
         lease.in_step = False

@@ -279,3 +279,21 @@ def test_a_node_stops_without_those_that_do_not_let_go(
     assert not os.path.exists(node.shm.path)
     with socket.socket(socket.AF_UNIX) as late, pytest.raises(FileNotFoundError):
         late.connect(node.shm.path)
+
+
+@pytest.mark.parametrize("what", ["held", "reserved"])
+def test_a_client_that_stood_still_releases_all_the_same(
+    node: Node, connect: Any, pages: Any, settle: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A thread that did not run for longer than a release may take: the node would keep the slots for good."""
+    monkeypatch.setattr("kvstore.wires.mapped_slots.RELEASE_S", -1.0)
+    client, keys = connect(node, "shm"), pages.keys(0, 1)
+    pages.put(client, keys)
+    if what == "held":
+        with client.open_get(pages.namespace, keys) as held:
+            assert held.hits == [True, True]
+    else:
+        with client.open_put(pages.namespace, pages.keys(2, 3)) as slots:
+            assert len(slots.pages) == 2
+    settle(node, sessions=None)
+    assert client.stats.connects == 1
