@@ -3,12 +3,12 @@
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
                older u32, newer u32 (LRU of its slot size) | last use u32 s | expiry u32 s
     hashes:    the whole prefix hash, and a byte for its length
-    table:     open addressing, record numbers, at most 3/4 full
+    table:     record numbers by mark (node/disk/record_table.py), at most 3/4 full
     slots:     the owner of each, u32
 
 A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash of
-it, is the place in the table and spares most comparisons; it is keyed anew in each process, so
-hashes that are alike (counters, say) do not crowd one place of the table. Record 0 is no record.
+it with the namespace's number, is the place in the table and spares most comparisons; it is keyed anew in each
+process, so hashes that are alike (counters, say) do not crowd one place of the table. Record 0 is no record.
 Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
 """
 
@@ -22,6 +22,7 @@ from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.hashes import BLOCK_COUNT, Hashes
 from node.disk.record_order import RecordOrder
+from node.disk.record_table import PLACE_MASK, PLACE_SHIFT, RecordTable
 from node.slots import SlotAllocator
 
 if TYPE_CHECKING:
@@ -29,14 +30,6 @@ if TYPE_CHECKING:
 
 _MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
 _MARK_MASK = (1 << 32) - 1
-
-
-def _table_places(count: int) -> int:
-    """Of a table in which so many records leave a quarter free: a power of two."""
-    places = 1024
-    while count * 4 >= places * 3:
-        places *= 2
-    return places
 
 
 class Records:
@@ -52,8 +45,7 @@ class Records:
         self._expiry_s = array("I", [0])
         self._checksum = array("Q", bytes(CHECKSUM_NBYTES))
         self._free = array("I")
-        self._table = array("I", bytes(4 * 1024))
-        self._mask = len(self._table) - 1
+        self._table = RecordTable(self._mark_of)
         self._busy: dict[int, int] = {}  # records that are being read or written -> how often
         self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
         self._order = RecordOrder(self.slots, self._offset, self._used_s, lambda record: record not in self._busy)
@@ -63,37 +55,17 @@ class Records:
 
     def find(self, namespace: int, prefix_hash: bytes) -> int:
         """Number of the record, 0 if there is none."""
-        table, mask, marks, matches = self._table, self._mask, self._mark, self._hashes.matches
-        mark = hash(prefix_hash) & _MARK_MASK
-        place = (mark ^ namespace * _MIX) & mask
-        while record := table[place]:
+        table, marks, matches = self._table, self._mark, self._hashes.matches
+        mark = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
+        places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
+        while record := places[place]:
             if marks[record] == mark and self._namespace[record] == namespace and matches(record, prefix_hash):
                 return record
-            place = (place + 1) & mask
+            place = (place + 1) & PLACE_MASK
         return 0
 
-    def _home(self, record: int) -> int:
-        return (self._mark[record] ^ self._namespace[record] * _MIX) & self._mask
-
-    def _insert(self, record: int) -> None:
-        place = self._home(record)
-        while self._table[place]:
-            place = (place + 1) & self._mask
-        self._table[place] = record
-
-    def _delete(self, record: int) -> None:
-        """Backward shift: no tombstones, so the table never degrades."""
-        table, mask = self._table, self._mask
-        hole = self._home(record)
-        while table[hole] != record:
-            hole = (hole + 1) & mask
-        place = (hole + 1) & mask
-        while moved := table[place]:
-            if (place - self._home(moved)) & mask >= (place - hole) & mask:
-                table[hole] = moved
-                hole = place
-            place = (place + 1) & mask
-        table[hole] = 0
+    def _mark_of(self, record: int) -> int:
+        return self._mark[record]
 
     # ---- a record's life -----------------------------------------------------------------
 
@@ -126,8 +98,7 @@ class Records:
         """Orders all that was restored by its last use, and makes it found. Until here nothing of a row
         is kept but in the arrays: a million small objects would leave the heap full of holes."""
         self.slots.claimed()
-        self._table = array("I", bytes(4 * _table_places(self.count)))
-        self._mask = len(self._table) - 1
+        self._table.expect(self.count)
         by_size: dict[int, array[int]] = {}
         for block in self.slots.blocks():
             records = [record for record in block.owners if record]
@@ -135,7 +106,7 @@ class Records:
             block.used_sum = sum(self._used_s[record] for record in records)
         for numbers in by_size.values():
             for record in sorted(numbers, key=self._used_s.__getitem__):
-                self._insert(record)
+                self._table.insert(record)
                 self._order.push_newest(record)
 
     def _new(self, namespace: int, prefix_hash: bytes) -> int:
@@ -154,19 +125,17 @@ class Records:
             self._free.extend(range(first + BLOCK_COUNT - 1, first - 1, -1))
         record = self._free.pop()
         self._hashes[record] = prefix_hash
-        self._mark[record] = hash(prefix_hash) & _MARK_MASK
+        self._mark[record] = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
         self._namespace[record] = namespace
         return record
 
     def publish(self, record: int, checksum: bytes, used_s: int, expiry_s: int = 0) -> None:
         """The page is on disk: it can be found from now on, as the newest of its size."""
-        if self.count * 4 >= len(self._table) * 3:
-            self._grow()
         self._checksum[2 * record : 2 * record + 2] = array("Q", checksum)
         self._expiry_s[record] = expiry_s
         self._used_s[record] = used_s
         self._order.block_of(record).used_sum += used_s
-        self._insert(record)
+        self._table.insert(record)
         self._order.push_newest(record)
         self.count += 1
         self.end_use(record)
@@ -180,7 +149,7 @@ class Records:
         """Forgets a published record. Its slot is free at once, or when the last use of it ends."""
         self._order.block_of(record).used_sum -= self._used_s[record]
         self._order.withdraw(record)
-        self._delete(record)
+        self._table.delete(record)
         self.count -= 1
         if record in self._busy:
             self._doomed.add(record)
@@ -190,12 +159,6 @@ class Records:
     def _release(self, record: int) -> None:
         self.slots.free(self.offset(record))
         self._free.append(record)
-
-    def _grow(self) -> None:
-        self._table = array("I", bytes(4 * 2 * len(self._table)))
-        self._mask = len(self._table) - 1
-        for record in self.records():
-            self._insert(record)
 
     # ---- use -----------------------------------------------------------------------------
 
@@ -221,10 +184,7 @@ class Records:
 
     def can_be_found(self, record: int) -> bool:
         """Whether it is a page's: published and not removed."""
-        place = self._home(record)
-        while (found := self._table[place]) and found != record:
-            place = (place + 1) & self._mask
-        return found == record
+        return record in self._table
 
     @property
     def number_end(self) -> int:
@@ -278,14 +238,8 @@ class Records:
         published = list(self.records())
         if len(published) != self.count or self._order.count != self.count:
             wrong.append(f"{len(published)} records are linked, {self.count} counted")
-        if sum(1 for record in self._table if record) != self.count:
-            wrong.append(f"{sum(1 for record in self._table if record)} records in the table, {self.count} counted")
-        for record in published:
-            place = self._home(record)
-            while self._table[place] and self._table[place] != record:
-                place = (place + 1) & self._mask
-            if not self._table[place]:
-                wrong.append(f"record {record} is linked but can not be found")
+        wrong += self._table.check(self.count)
+        wrong += [f"record {record} is linked but can not be found" for record in published if record not in self._table]
         reserved = set(self._busy) - set(published)
         owned = [record for block in self.slots.blocks() for record in block.owners if record]
         if sorted(owned) != sorted([*published, *reserved]):

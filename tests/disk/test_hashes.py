@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
+from node.disk.record_table import PLACE_MASK, PLACE_SHIFT
 from node.disk.records import Records
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
@@ -83,13 +84,14 @@ def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
     records = Records(1 << 30, 1 << 22)
     for number in range(20_000):
         records.publish(records.reserve(1, number.to_bytes(32, "big"), 4096), bytes(16), 5)
-    table, mask = records._table, records._mask
+    table = records._table
     looked_at = 0
     for number in range(20_000):
         record = records.find(1, number.to_bytes(32, "big"))
-        place = records._home(record)
-        while table[place] != record:
-            place, looked_at = (place + 1) & mask, looked_at + 1
+        mark = records._mark[record]
+        places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
+        while places[place] != record:
+            place, looked_at = (place + 1) & PLACE_MASK, looked_at + 1
     assert looked_at < 4 * 20_000
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.checksum import checksum, key_seed
+from node.disk.record_table import FULL, RecordTable
 from node.disk.records import Records
 from node.disk.rows import PageRow
 
@@ -271,8 +272,35 @@ def test_a_record_takes_about_64_bytes_beside_its_hash(nbytes: int, record_count
             arrays = [value for value in vars(records).values() if isinstance(value, array)]
             arrays += records._order.links
             arrays += [block.owners for block in records.slots.blocks()]
-            total_nbytes = sum(map(sys.getsizeof, arrays)) + records._hashes.nbytes
+            segments = set(records._table.segments)
+            arrays += [segment.places for segment in segments]
+            total_nbytes = sum(map(sys.getsizeof, [*arrays, *segments, records._table.segments]))
+            total_nbytes += records._hashes.nbytes
             assert total_nbytes <= (64 + nbytes) * count, f"{total_nbytes / count} for each of {count} records"
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_no_page_waits_for_the_whole_table_to_grow(monkeypatch: pytest.MonkeyPatch, restored: bool) -> None:
+    """Of the records that are there already a new one moves at most a segment full, however many there are."""
+    moved, put = [0], RecordTable._put
+
+    def counted(*args: Any) -> None:
+        moved[0] += 1
+        put(*args)
+
+    monkeypatch.setattr(RecordTable, "_put", counted)
+    records, rng, longest = Records(1 << 28, 1 << 24), random.Random(3), 0
+    if restored:
+        for number in range(20_000):
+            assert records.restore(restored_row(1, rng.randbytes(32), 4096, number * 4096))
+        records.restored()
+        assert moved[0] <= 2 * 20_000
+    for _ in range(30_000):
+        moved[0] = 0
+        records.publish(records.reserve(1, rng.randbytes(32), 4096), bytes(16), 5)
+        longest = max(longest, moved[0])
+    assert FULL // 2 < longest <= 2 * FULL
+    assert records.check() == []
 
 
 def test_hundred_thousand_records_come_and_go_without_growth() -> None:
@@ -282,12 +310,12 @@ def test_hundred_thousand_records_come_and_go_without_growth() -> None:
     for i in range(4096):
         stored.append(records.reserve(1, os.urandom(16), 4096))
         records.publish(stored[-1], bytes(16), i)
-    table_count = len(records._table)
+    table_count = len(records._table.segments)
     for _ in range(20_000):
         victim = records.victims(4096, 1 << 20)
         records.remove(victim[0])
         records.publish(records.reserve(1, os.urandom(16), 4096), bytes(16), 5000)
-    assert len(records._table) == table_count
+    assert len(records._table.segments) <= 2 * table_count
     assert max(records.records()) <= 4096 + 4096
     assert records.check() == []
 
