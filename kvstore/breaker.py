@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvstore.errors import Unavailable
 
 PAUSE_S_MIN = 0.1
+PAUSE_PER_COST = 4
 
 
 class CircuitBreaker:
@@ -27,6 +28,7 @@ class CircuitBreaker:
         self._open_until = 0.0
         self._trying = False
         self._cause = ""
+        self._cost_s = 0.0
 
     def enter(self) -> None:
         """Call before trying. Raises Unavailable at once while the breaker is open."""
@@ -48,7 +50,8 @@ class CircuitBreaker:
                 self._failures = 0
                 self._trying = False
 
-    def failure(self, cause: Exception) -> None:
+    def failure(self, cause: Exception, cost_s: float = 0.0) -> None:
+        """`cost_s`: how long the caller had waited for it."""
         with self._lock:
             # Calls that were under way when it opened tell of the same outage: it counts once.
             if self._failures and not self._trying and self._clock() < self._open_until:
@@ -56,7 +59,9 @@ class CircuitBreaker:
             self._trying = False
             self._failures += 1
             self._cause = str(cause)
+            self._cost_s = cost_s
             self._open_until = self._clock() + self._pause_s()
 
     def _pause_s(self) -> float:
-        return min(self._pause_s_max, PAUSE_S_MIN * (1 << min(self._failures - 1, 16)))
+        doubled = PAUSE_S_MIN * (1 << min(self._failures - 1, 16))
+        return min(self._pause_s_max, max(doubled, PAUSE_PER_COST * self._cost_s))

@@ -107,12 +107,13 @@ class NodeLink:
         """Runs one call under breaker and deadline."""
         deadline.remaining()  # a caller who comes too late says nothing about the node
         self._breaker.enter()
+        began = self._clock()
         try:
             result = self._run(call, namespace, deadline)
         except (Unavailable, DeadlineExceeded) as error:
             self.failure_count += 1
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
-                self._breaker.failure(error)
+                self._breaker.failure(error, self._clock() - began)
             raise
         except KVStoreError as error:
             if error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it

@@ -10,6 +10,7 @@ import kvstore
 from kvstore.config import load
 from kvstore.errors import ConfigError
 from node.config import NodeConfig
+from node.garbage import SeldomCollections
 from node.server import Node
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -68,6 +69,7 @@ def main() -> None:
         print(f"kvstore-node: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    SeldomCollections()
     node.start()
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     address = f"[{host}]" if ":" in host else host

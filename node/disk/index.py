@@ -23,6 +23,9 @@ from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
 AGAIN = -1  # no record number
+# Of a namespace that goes, under one lock: a millisecond or two.
+FORGET_LOOKED_AT = 4096
+FORGOTTEN = 256
 
 
 class RowBatch(NamedTuple):
@@ -135,6 +138,16 @@ class DiskIndex:
         records, space = self.records, self.spaces.values[number]
         return Borrowed(record, space, prefix_hash, records.offset(record), records.checksum(record))
 
+    def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int, now_s: int) -> list[bool]:
+        """As `DiskTier.pin`."""
+        records = [self.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
+        pinned = [record > 0 and self.records.pinned_until_s(record) > now_s for record in records]
+        if ttl_s:
+            self.records.check_pins(filter(None, records))
+        for record in filter(None, records):
+            self.records.pin(record, now_s + ttl_s if ttl_s else 0)
+        return [record > 0 for record in records] if ttl_s else pinned
+
     # ---- forget --------------------------------------------------------------------------
 
     def forget(self, record: int) -> None:
@@ -150,13 +163,16 @@ class DiskIndex:
     def drop_empty_spaces(self) -> None:
         self.gone += map(namespace_key, self.spaces.drop_empty())
 
-    def forget_some(self, digest: bytes, numbers: range) -> int:
-        """Forgets those of the records `numbers` that are pages of a namespace; how many."""
-        space = self.spaces.known(digest)
-        found = [record for record in numbers if self.records.is_published(record, space)]
-        for record in found:
-            self.forget(record)
-        return len(found)
+    def forget_some(self, digest: bytes, first: int) -> tuple[int, int]:
+        """Forgets some of the pages of a namespace, from record `first` on: how many, and which is to be next."""
+        space, found = self.spaces.known(digest), 0
+        end = min(first + FORGET_LOOKED_AT, self.records.number_end)
+        while first < end and found < FORGOTTEN:
+            if self.records.is_published(first, space):
+                self.forget(first)
+                found += 1
+            first += 1
+        return found, first
 
     def forget_doubtful(self) -> int:
         """After a failed sync: forgets what may not be on the medium; how many pages."""

@@ -6,14 +6,17 @@ there are: a search that was cut short goes on with the next.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.ram.agenda import Agenda
 from node.ram.ages import Ages
 from node.ram.aside import Aside
+from node.ram.pins import PINNED_SHARE
 from node.slots import Block, SlotAllocator
 
 LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, in one search
@@ -50,6 +53,9 @@ class RecordOrder:
         self.links = (self._older, self._newer)
         self._ends: dict[int, _Ends] = {}
         self._pinned: Agenda[int] = Agenda()  # records by the end of their pin, s
+        self._pinned_blocks: dict[int, int] = {}  # by start: how many pinned records are there
+        self.pinned_nbytes = 0  # of those blocks, which serve no other size
+        self.pinned_nbytes_max = int(slots.region_nbytes * PINNED_SHARE)
         self._ages = Ages(self._oldest_s, lambda: self._left <= 0)
         self._place = 0  # that was tried last
         self._left = 0  # records that may be looked at still
@@ -90,7 +96,9 @@ class RecordOrder:
             self.push_newest(record)
 
     def withdraw(self, record: int) -> None:
-        if not self._pinned.discard(record):
+        if self._pinned.discard(record):
+            self._count_pin(record, -1)
+        else:
             self._unlink(record)
 
     def give_back(self, record: int) -> None:
@@ -103,9 +111,39 @@ class RecordOrder:
         if until_s:
             if record not in self._pinned:
                 self._unlink(record)
+                self._count_pin(record, 1)
             self._pinned.put(record, until_s)
         elif self._pinned.discard(record):
-            self.push_newest(record)
+            self._end_pin(record)
+
+    def _end_pin(self, record: int) -> None:
+        self._count_pin(record, -1)
+        self.push_newest(record)
+
+    def _count_pin(self, record: int, more: int) -> None:
+        block = self.block_of(record)
+        count = self._pinned_blocks.get(block.start, 0)
+        if not count:
+            self.pinned_nbytes += self._nbytes(block)
+        if count + more:
+            self._pinned_blocks[block.start] = count + more
+        else:
+            del self._pinned_blocks[block.start]
+            self.pinned_nbytes -= self._nbytes(block)
+
+    def _nbytes(self, block: Block) -> int:
+        return self._slots.unit_nbytes << block.kind.level
+
+    def check_pins(self, records: Iterable[int]) -> None:
+        """Raises Exhausted if these can not be pinned too."""
+        blocks = {block.start: block for block in map(self.block_of, records)}
+        nbytes = self.pinned_nbytes
+        nbytes += sum(self._nbytes(block) for start, block in blocks.items() if start not in self._pinned_blocks)
+        if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
+            raise Exhausted(
+                f"with these, pinned pages would keep {nbytes} bytes of the disk from others, at most "
+                f"{self.pinned_nbytes_max} may be kept (half of disk_nbytes); unpin some, or wait until their pins end"
+            )
 
     def pinned_until_s(self, record: int) -> int:
         return self._pinned.key(record) or 0
@@ -138,7 +176,7 @@ class RecordOrder:
         where the oldest pages of that size are; so many at a time."""
         self._left = LOOKED_AT
         for record in self._pinned.take(now_s, LOOKED_AT):
-            self.push_newest(record)
+            self._end_pin(record)
         if found := self._leaving(self._area):
             return found
         ours = self._oldest(slot_nbytes)
@@ -215,3 +253,12 @@ class RecordOrder:
                 following = self._newer[record]
                 yield record
                 record = following
+
+    def check(self) -> list[str]:
+        """Violations of what must always hold about pins; empty if all is well."""
+        blocks = {block.start: block for block in map(self.block_of, self._pinned)}
+        counts = Counter(self.block_of(record).start for record in self._pinned)
+        nbytes = sum(map(self._nbytes, blocks.values()))
+        if counts == self._pinned_blocks and nbytes == self.pinned_nbytes:
+            return []
+        return [f"{len(counts)} blocks of {nbytes} bytes have pinned records, counted {self.pinned_nbytes} bytes"]

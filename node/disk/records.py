@@ -15,7 +15,7 @@ Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvstore.checksum import CHECKSUM_NBYTES
@@ -201,6 +201,10 @@ class Records:
         """A pinned record can not go; when its pin ends it is the newest. `until_s` 0 ends the pin."""
         self._order.pin(record, until_s)
 
+    def check_pins(self, records: Iterable[int]) -> None:
+        """Raises Exhausted if these, all published, can not be pinned too."""
+        self._order.check_pins(records)
+
     def victims(self, slot_nbytes: int, now_s: int) -> list[int]:
         """Records whose removal helps to free a slot of this size: if none is free then, ask again. Empty
         if nothing may go."""
@@ -234,12 +238,14 @@ class Records:
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        wrong = self.slots.check()
+        wrong = self.slots.check() + self._order.check()
         published = list(self.records())
         if len(published) != self.count or self._order.count != self.count:
             wrong.append(f"{len(published)} records are linked, {self.count} counted")
         wrong += self._table.check(self.count)
-        wrong += [f"record {record} is linked but can not be found" for record in published if record not in self._table]
+        wrong += [
+            f"record {record} is linked but can not be found" for record in published if record not in self._table
+        ]
         reserved = set(self._busy) - set(published)
         owned = [record for block in self.slots.blocks() for record in block.owners if record]
         if sorted(owned) != sorted([*published, *reserved]):

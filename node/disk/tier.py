@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
-FORGET_RECORDS = 8192  # records looked at under one lock when a namespace goes: about a millisecond
 
 
 class DiskTier:
@@ -197,22 +196,20 @@ class DiskTier:
 
     def remove_namespace(self, digest: bytes) -> int:
         """Forgets every page of a namespace; how many. Not in one go: others are served meanwhile."""
-        removed = 0
-        for first in range(1, self.records.number_end, FORGET_RECORDS):
+        removed, first = 0, 1
+        while first < self.records.number_end:
             with self._lock:
-                removed += self._index.forget_some(digest, range(first, first + FORGET_RECORDS))
+                count, first = self._index.forget_some(digest, first)
+            removed += count
         return removed
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned."""
-        now_s = self._clock_s()
+        """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned.
+        Raises Exhausted, and pins none, if too much would be pinned."""
         with self._lock:
-            records = [self._find(digest, prefix_hash) for prefix_hash in prefix_hashes]
-            pinned = [record > 0 and self.records.pinned_until_s(record) > now_s for record in records]
-            for record in records:
-                if record:
-                    self.records.pin(record, now_s + ttl_s if ttl_s else 0)
-            return [record > 0 for record in records] if ttl_s else pinned
+            if self.poisoned:
+                return [False] * len(prefix_hashes)
+            return self._index.pin(digest, prefix_hashes, ttl_s, self._clock_s())
 
     def has_room(self, slot_nbytes: int) -> bool:
         """Whether a page of this size can be stored without evicting another."""

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from node.disk.counters import DiskCounters
-from node.ram.page import Page, State
+from node.disk.later import Later
+from node.ram.page import Page
 from node.ram.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class DiskWriter:
 
     def __init__(self, disk: Store, queue_nbytes_max: int) -> None:
         self._disk = disk
-        self._later: deque[tuple[int, Page]] = deque()  # (RAM's placed_nbytes when it is due, page)
+        self._later = Later()  # due at RAM's placed_nbytes
         self._queue_nbytes_max = queue_nbytes_max
         self._changed = threading.Condition()
         self._queue: deque[Page | _Barrier] = deque()
@@ -96,8 +97,8 @@ class DiskWriter:
         with self._changed:
             if pages and not urgent and not self._disk.has_room(pages[0].namespace.slot_nbytes):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
-                self._later.extend((due, page) for page in pages)
-                self._drop_evicted()
+                for page in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
+                    self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
                 if self._is_due():
                     self._changed.notify_all()
                 return 0
@@ -188,22 +189,17 @@ class DiskWriter:
         with self._changed:
             room_nbytes = self._queue_nbytes_max - self.queue_nbytes
             while self._is_due() and len(pages) < BATCH_PAGES_MAX:
-                room_nbytes -= self._later[0][1].namespace.slot_nbytes
+                room_nbytes -= self._later.first()[1].namespace.slot_nbytes
                 if room_nbytes < 0 and (pages or self._queue):
                     break
-                pages.append(self._later.popleft()[1])
+                pages.append(self._later.pop())
         held = self._tier.hold_visible(pages) if pages else []
         with self._changed:
             self.queue_nbytes += sum(page.namespace.slot_nbytes for page in held)
         return held
 
-    def _drop_evicted(self) -> None:
-        """Keeps the list of who waits in proportion to RAM, even if the disk hangs and nobody's time comes."""
-        if len(self._later) > 2 * self._tier.visible_count + LATER_PAGES:
-            self._later = deque(entry for entry in self._later if entry[1].state is State.VISIBLE)
-
     def _is_due(self) -> bool:
-        return bool(self._later) and self._later[0][0] <= self._tier.eviction.placed_nbytes
+        return bool(self._later) and self._later.first()[0] <= self._tier.eviction.placed_nbytes
 
     def _done(self, pages: list[Page], barrier: _Barrier | None) -> None:
         self._tier.release(pages)

@@ -35,7 +35,8 @@ class Below(Protocol):
     def remove_namespace(self, digest: bytes) -> int: ...
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """True for each that is there. `ttl_s` 0 ends pins: True for each that was pinned."""
+        """True for each that is there. `ttl_s` 0 ends pins: True for each that was pinned. Raises Exhausted, and
+        pins none, if too much would be pinned."""
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         """How many of the pages, from the first on, it takes; they stay held until it releases them.

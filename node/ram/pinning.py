@@ -22,10 +22,10 @@ class Pinning:
             self._order.expire_pins(now_ms)
             pages = [tier.live(index, prefix_hash) for prefix_hash in prefix_hashes]
             self._order.pins.check_room([page for page in pages if page is not None])
+            below = tier.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))  # may be exhausted too
             for page in pages:
                 if page is not None:
                     self._order.pin(page, now_ms + ttl_ms)
-            below = tier.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))
             return [page is not None or there for page, there in zip(pages, below, strict=True)]
 
     def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:

@@ -1,9 +1,13 @@
 """The circuit breaker with a clock moved by hand."""
 
+from typing import Any
+
 import pytest
 
+from kvstore import ClientConfig, DeadlineExceeded, Unavailable
 from kvstore.breaker import PAUSE_S_MIN, CircuitBreaker
-from kvstore.errors import Unavailable
+from kvstore.deadline import Deadline
+from kvstore.link import NodeLink
 
 
 class Clock:
@@ -88,3 +92,32 @@ def test_calls_that_fail_together_are_one_outage(breaker: CircuitBreaker, clock:
     assert pause_s(breaker, clock) == pytest.approx(PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)
     breaker.failure(OSError())
     assert pause_s(breaker, clock) == pytest.approx(2 * PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)
+
+
+def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
+    breaker: CircuitBreaker, clock: Clock
+) -> None:
+    """Doubling from 0.1 s alone, callers of a node that hangs would wait for it most of the time."""
+    for cost_s, paused_s in ((1.0, 4.0), (5.0, 10.0)):
+        breaker.failure(TimeoutError(), cost_s)
+        assert pause_s(breaker, clock) == pytest.approx(paused_s, abs=PAUSE_S_MIN / 2)
+    breaker.failure(OSError())
+    assert pause_s(breaker, clock) == pytest.approx(0.4, abs=PAUSE_S_MIN / 2)
+
+
+def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(fake_node: Any, clock: Clock) -> None:
+    link = NodeLink(fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock)
+
+    def hang(link: Any, deadline: Deadline) -> Any:
+        clock.now += 2
+        raise DeadlineExceeded("hangs")
+
+    with pytest.raises(DeadlineExceeded):
+        link.run(hang, None, Deadline(5))
+    clock.now += 7.9
+    with pytest.raises(Unavailable, match=r"next try in 0\.1 s; last: hangs"):
+        link.run(hang, None, Deadline(5))
+    clock.now += 0.2
+    with pytest.raises(DeadlineExceeded):
+        link.run(hang, None, Deadline(5))
+    link.close()

@@ -124,16 +124,28 @@ def test_other_namespaces_are_served_while_a_large_one_is_removed(
     nodes: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes in pieces; what is stored in it meanwhile may stay."""
-    monkeypatch.setattr("node.disk.tier.FORGET_RECORDS", 3)
+    monkeypatch.setattr("node.disk.index.FORGOTTEN", 3)
     node = nodes.start()
+    pieces: list[int] = []
+    forget_some = node.disk._index.forget_some
+
+    def forget_counted(digest: bytes, first: int) -> tuple[int, int]:
+        count, following = forget_some(digest, first)
+        pieces.append(count)
+        return count, following
+
+    monkeypatch.setattr(node.disk._index, "forget_some", forget_counted)
     client = nodes.connect(node)
     other = make_pages("another model")
     pages.put(client, pages.keys(*range(20)), durable=True)
     other.put(client, other.keys(*range(20)), durable=True)
+    pages.drop_from_ram(node)
     with ThreadPoolExecutor(1) as pool:
         removal = pool.submit(client.remove_namespace, pages.namespace)
         assert other.get(nodes.connect(node), other.keys(*range(20))) == [True] * 20
         assert removal.result(10.0) >= 20
+    assert max(pieces) == 3
+    assert sum(pieces) <= 20
     assert pages.on_disk(node, pages.keys(*range(20))) == [False] * 20
     assert other.on_disk(node, other.keys(*range(20))) == [True] * 20
 

@@ -258,7 +258,10 @@ def test_capacity_follows_a_change_of_page_size(nodes: Any, pages: Any, make_pag
     assert client.node_status().disk.used_nbytes <= 1 << 20
 
 
-def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(nodes: Any, pages: Any) -> None:
+def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.record_order.PINNED_SHARE", 1)
     node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=2 << 20)
     client = nodes.connect(node)
     keys, more = pages.keys(*range(128)), pages.keys(*range(200, 208))
@@ -274,6 +277,24 @@ def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(nodes
     client.unpin(pages.namespace, keys)
     assert pages.put(client, more, durable=True) == [STORED] * 8
     assert pages.on_disk(node, more) == [True] * 8
+
+
+def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Any, pages: Any) -> None:
+    node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=4 << 20)
+    client = nodes.connect(node)
+    keys = pages.keys(*range(128))
+    pages.put(client, keys, durable=True)
+    assert all(client.pin(pages.namespace, keys[:64], 1000.0))
+    with pytest.raises(Exhausted, match="half of disk_nbytes"):
+        client.pin(pages.namespace, keys[60:80], 1000.0)
+    assert [stat.pin_ttl_ms > 0 for stat in client.stat(pages.namespace, keys[:80])] == [True] * 64 + [False] * 16
+    assert all(client.pin(pages.namespace, keys[:64], 2000.0)), "those that are pinned may be pinned for longer"
+    assert all(client.unpin(pages.namespace, keys[:32]))
+    client.remove(pages.namespace, keys[32:64])
+    assert node.disk.records._order.pinned_nbytes == 0
+    assert all(client.pin(pages.namespace, keys[64:], 0.001))
+    assert node.disk.records.victims(8192, node.disk._clock_s() + 2)
+    assert node.disk.records._order.pinned_nbytes == 0, "their pins are over"
 
 
 def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Any, pages: Any) -> None:

@@ -1,0 +1,54 @@
+"""Pages that wait for their turn on a full disk, against a plain list."""
+
+import random
+
+import pytest
+
+from node.disk.later import SIFTED, Later
+from node.ram.page import Page, State
+
+
+class Space:
+    """As much of a namespace as a page refers to."""
+
+
+def page(state: State = State.VISIBLE) -> Page:
+    made = Page(Space(), b"", 0)  # type: ignore[arg-type]
+    made.state = state
+    return made
+
+
+def test_they_leave_in_the_order_in_which_they_came(seed: int) -> None:
+    rng, later = random.Random(seed), Later()
+    came: list[tuple[int, Page]] = []
+    for due in range(5000):
+        came.append((due, page()))
+        later.add(*came[-1], count_max=64)
+        if rng.random() < 0.4:
+            rng.choice(came)[1].state = State.DOOMED
+        if rng.random() < 0.3:
+            due_first, first = later.first()
+            assert later.pop() is first
+            while came[0][1] is not first:
+                assert came.pop(0)[1].state is State.DOOMED, "a page that RAM has is left out"
+            assert came.pop(0) == (due_first, first)
+    left = [later.pop() for _ in range(len(later))]
+    assert [waiting for waiting in left if waiting.state is State.VISIBLE] == [
+        waiting for _, waiting in came if waiting.state is State.VISIBLE
+    ]
+    with pytest.raises(IndexError):
+        later.first()
+
+
+def test_evicted_pages_are_dropped_a_few_at_a_time() -> None:
+    later = Later()
+    for due in range(1000):
+        later.add(due, page(State.DOOMED if due % 2 else State.VISIBLE), count_max=1000)
+    lengths = []
+    for due in range(1000, 2000):
+        before = len(later)
+        later.add(due, page(), count_max=1000)
+        assert len(later) >= before + 1 - SIFTED
+        lengths.append(len(later))
+    assert max(lengths[:500]) <= 1000, "as long as there are evicted ones"
+    assert lengths[-1] == 1500, "what RAM still has stays"

@@ -1,0 +1,76 @@
+"""Full collections of Python's garbage: not because of pages, and still now and then."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from node.garbage import SeldomCollections
+from node.ram.page import Page
+
+
+class Space:
+    """As much of a namespace as a page refers to."""
+
+
+class Ring:
+    """In a cycle with itself, so that only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.ring = self
+
+
+def full_count() -> int:
+    return gc.get_stats()[2]["collections"]
+
+
+def many_pages(count: int) -> list[Page]:
+    space = Space()
+    return [Page(space, number.to_bytes(32, "big"), 0) for number in range(count)]  # type: ignore[arg-type]
+
+
+def test_new_pages_are_no_reason_for_a_full_collection() -> None:
+    """Python alone would have one for each quarter more."""
+    gc.collect()
+    before = full_count()
+    kept = many_pages(200_000)
+    assert full_count() > before, "this test shows nothing: Python collects differently now"
+    seldom = SeldomCollections()
+    try:
+        before = full_count()
+        kept += many_pages(200_000)
+        assert full_count() == before
+    finally:
+        seldom.stop()
+
+
+def test_cycles_are_freed_all_the_same() -> None:
+    thresholds = gc.get_threshold()
+    ring = Ring()
+    gc.collect()  # it is old now
+    gone = threading.Event()
+    weakref.finalize(ring, gone.set)
+    seldom = SeldomCollections(interval_s_min=0.01)
+    try:
+        del ring
+        assert gone.wait(30.0)
+    finally:
+        seldom.stop()
+    assert gc.get_threshold() == thresholds
+
+
+def test_full_collections_take_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes 30 ms is not followed by another before 30 s."""
+    times: list[float] = []
+
+    def slow() -> None:
+        times.append(time.monotonic())
+        threading.Event().wait(0.03)
+
+    monkeypatch.setattr("node.garbage.gc.collect", slow)
+    seldom = SeldomCollections(interval_s_min=0.001)
+    threading.Event().wait(0.5)
+    seldom.stop()
+    assert len(times) == 1
