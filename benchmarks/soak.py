@@ -5,7 +5,7 @@ Each round fills a namespace of its own with pages of 4 KiB and empties it again
 arena is not in it) is printed after each round. What one round needs is there after the first few; from
 then on it may not grow: aim at most 128 KiB a round.
 
-    python benchmarks/soak.py [--rounds 32] [--pages 16384] [--evict] [--disk] [--json]
+    python benchmarks/soak.py [--rounds 64] [--pages 16384] [--evict] [--disk] [--json]
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def fill(client: Client, namespace: Namespace, pages: int) -> None:
 
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=32, help="namespaces, one after the other (%(default)s)")
+    options.add_argument("--rounds", type=int, default=64, help="namespaces, one after the other (%(default)s)")
     options.add_argument("--pages", type=int, default=16_384, help="pages of each (%(default)s)")
     options.add_argument("--evict", action="store_true", help="never remove: let the next round evict")
     options.add_argument("--disk", action="store_true", help="with a disk tier")
