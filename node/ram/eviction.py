@@ -90,6 +90,7 @@ class Eviction:
                     return True
         ours = yield from self._oldest(size)
         if ours is not None:
+            self.turn.left -= 1
             self._forget(ours, "evicted", None)
             return True
         if self.order.expire_pins(now_ms):

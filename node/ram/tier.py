@@ -151,7 +151,10 @@ class RamTier:
             below = self.below.present(digest, prefix_hashes)
             result = Reservation(index, list(prefix_hashes))
             full = False
+            turn = self.eviction.turn
             for prefix_hash, is_below in zip(prefix_hashes, below, strict=True):
+                if not turn.take():
+                    yield None
                 page, new = index.pages.get(prefix_hash), None
                 while page is None and new is None and not (is_below or full):
                     new = self._place(index, prefix_hash, now_ms)

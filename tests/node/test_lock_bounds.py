@@ -130,6 +130,22 @@ def make_size_classes(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, Inventory(box.tier).size_classes)
 
 
+def make_batch(sandbox: Any, count: int) -> Callable[[], int]:
+    """As many pages as there is room for, in one call."""
+    box = sandbox(-(-count * PAGE // EXTENT) * EXTENT, EXTENT)
+    pages = box.open("empty", PAGE)
+    return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(count))))
+
+
+def make_batch_over_pins(sandbox: Any, count: int) -> Callable[[], int]:
+    """The same in a full tier, the pins of a third of whose pages have just ended."""
+    box, pages, keys = full(sandbox, count)
+    for start in range(0, count // 3, 50):
+        box.pin(pages, keys[start : start + 50], 1000)
+    box.now_ms += 1000
+    return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(50_000, 50_000 + count // 2))))
+
+
 def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
     """A page as large as an extent takes the place of many small ones."""
     box, _, _ = full(sandbox, 4 * count, extent=count * PAGE)
@@ -148,6 +164,8 @@ def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
         make_list,
         make_unsaved,
         make_size_classes,
+        make_batch,
+        make_batch_over_pins,
         make_other_size,
     ],
 )
