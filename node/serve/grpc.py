@@ -171,12 +171,12 @@ class Servicer:
     # ---- how methods are called ----------------------------------------------------------
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        ours: dict[str, Any] = {
-            method.name: self._unary(method) for method in _SCHEMA.methods if not method.server_streaming
-        }
         # Frames with page bytes stay in their wire form: see `chunk_frame`.
-        ours["Put"] = self._handler(self._put, self._calls, None, pb.PutFrameReply.SerializeToString)
-        ours["Get"] = self._handler(self._get, self._calls, pb.GetRequest.FromString, None)
+        streams = {
+            "Put": self._handler(self._put, self._calls, None, pb.PutFrameReply.SerializeToString),
+            "Get": self._handler(self._get, self._calls, pb.GetRequest.FromString, None),
+        }
+        ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
         health_forms = Request.FromString, Reply.SerializeToString
         health = {
             "Check": self._handler(self._check, self._health_calls, *health_forms),

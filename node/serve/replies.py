@@ -3,6 +3,8 @@ brought into its field's range, because a message refuses one that is not."""
 
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
+
 Message = TypeVar("Message")
 
 _LIMITS: dict[type, dict[str, int]] = {}
@@ -17,11 +19,12 @@ def in_range(kind: type[Message], **fields: Any) -> Message:
 
 
 def _unsigned(kind: Any) -> dict[str, int]:
-    """The largest value of each unsigned field that is not repeated. (A descriptor's `label` is gone in protobuf 7.)"""
+    """The largest value of each unsigned field that is not repeated. (A descriptor's `label` is gone in protobuf 7, and
+    its constants came with 4.25: `make test-protobuf`.)"""
     empty = kind()
+    largest = {FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1, FieldDescriptor.CPPTYPE_UINT64: (1 << 64) - 1}
     return {
-        field.name: (1 << 32 if field.cpp_type == field.CPPTYPE_UINT32 else 1 << 64) - 1
+        field.name: largest[field.cpp_type]
         for field in kind.DESCRIPTOR.fields
-        if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64)
-        and isinstance(getattr(empty, field.name), int)
+        if field.cpp_type in largest and isinstance(getattr(empty, field.name), int)
     }

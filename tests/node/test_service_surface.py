@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import MethodDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -46,7 +47,9 @@ def test_reflection_describes_the_whole_service(channel: grpc.Channel) -> None:
     described = DescriptorPool(database).FindServiceByName("kvstore.KVStore")
     ours = pb.DESCRIPTOR.services_by_name["KVStore"]
     assert [method.name for method in described.methods] == [method.name for method in ours.methods]
-    assert described.methods_by_name["Put"].client_streaming
+    put = MethodDescriptorProto()
+    described.methods_by_name["Put"].CopyToProto(put)
+    assert put.client_streaming
     lookup = described.methods_by_name["Lookup"].input_type
     assert [field.name for field in lookup.fields] == ["namespace", "prefix_hashes", "touch"]
 
