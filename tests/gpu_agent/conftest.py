@@ -24,6 +24,12 @@ def _seeded() -> None:
     torch.default_generator.manual_seed(20)
 
 
+@pytest.fixture(autouse=True)
+def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default an agent writes 128 MiB at its start: longer than most tests take."""
+    monkeypatch.setenv("KVSTORE_AGENT_STAGING_BYTES", str(1 << 20))
+
+
 @pytest.fixture
 def token_pool() -> KVPool:
     """Two layers of K and V, 96 token slots, pages of 8 tokens and 1 KiB."""

@@ -40,13 +40,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for source in SOURCES:
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy2
         copy(ROOT / source, work / source)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", work / "dist", work)
-    (wheel,) = (work / "dist").iterdir()
+    build = "import setuptools.build_meta as backend; backend.build_wheel('dist')"  # what pip calls, without pip
+    run(sys.executable, "-c", build, cwd=work)
+    (wheel,) = (work / "dist").glob("*.whl")
     assert wheel.name.startswith("kvstore_llm-")
     run(sys.executable, "-m", "venv", "--without-pip", work / "venv")
     python = work / "venv" / "bin" / "python"
-    run(*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel)
     # Python reads no .pth of a folder that a .pth names: our own editable install stays out of it.
     (site,) = (work / "venv" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
