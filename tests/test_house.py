@@ -239,12 +239,14 @@ assert kvstore.Client and kvstore.__version__
     [
         ("kvstore", {"node", "gpu_agent", "torch", "typer", "rich", "prometheus_client", "numpy"}),
         ("node.server", {"gpu_agent", "torch", "typer", "rich", "transformers", "numpy"}),
-        ("gpu_agent", {"node", "typer", "rich", "prometheus_client", "transformers", "cupy"}),
+        ("gpu_agent", {"node", "typer", "rich", "prometheus_client", "transformers", "cupy", "numpy"}),
     ],
 )
 def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]) -> None:
-    loaded = run(f"import sys; import {module}; print(*{{m.partition('.')[0] for m in sys.modules}})").split()
-    assert set(loaded) & strangers == set()
+    code = f"import sys; import {module}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    if module == "gpu_agent":  # without torch itself: it takes seconds, and what it loads is its own
+        code = f"import sys; from unittest.mock import MagicMock; sys.modules['torch'] = MagicMock(); {code}"
+    assert set(run(code).split()) & strangers == set()
 
 
 def test_generated_stubs_are_what_the_generator_makes(tmp_path: pathlib.Path) -> None:

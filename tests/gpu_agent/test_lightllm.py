@@ -295,9 +295,11 @@ def test_active_threads_counts_until_a_task_is_done(service: PyLocalCacheService
 
 
 def test_the_module_is_found_in_the_folder_that_the_command_prints() -> None:
-    """Both in one process, for torch's sake. The command is the one behind `python -m`."""
+    """The command is the one behind `python -m`; torch, which takes seconds to import, plays no part."""
     code = """
 import contextlib, io, runpy, sys
+from unittest.mock import MagicMock
+sys.modules["torch"] = MagicMock()
 with contextlib.redirect_stdout(io.StringIO()) as said:
     runpy.run_module("gpu_agent.engines.lightllm", run_name="__main__", alter_sys=True)
 folder = said.getvalue().strip()

@@ -18,6 +18,7 @@ from gpu_agent.kernels.staged import StagedTransfer
 from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
 
 Tensors = dict[tuple[str, int, str], torch.Tensor]
+Unit = tuple[torch.Tensor, torch.Tensor, int]
 Case = tuple[PageLayout, Tensors, dict[tuple[str, str], str]]
 CASES: dict[str, Callable[[], Case]] = {}
 
@@ -152,9 +153,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def walk(
-    pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int
-) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int) -> list[Unit]:
     """(tensor, bytes in its storage, token) of every unit of a page, in page order."""
     found = []
     for group in pool.layout.groups:
