@@ -33,8 +33,9 @@ class Restartable:
         self.process = NodeProcess(*FLAGS, *self._ports, *flags)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def node() -> Iterator[Restartable]:
+    """For all tests here: each leaves one that runs."""
     node = Restartable()
     yield node
     node.process.kill()
@@ -148,9 +149,10 @@ def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, clien
         raise failures[0]
 
 
-def test_a_node_that_talks_a_lot_is_not_stopped_by_it() -> None:
+def test_a_node_that_talks_a_lot_is_not_stopped_by_it(node: Restartable) -> None:
     """Nobody reads a child's messages while it runs: they must not fill a pipe and block it."""
-    with NodeProcess(*FLAGS) as process, Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
+    process = node.process
+    with Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
         put(client, keys_of(1))
         for _ in range(800):  # the node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as sock:
