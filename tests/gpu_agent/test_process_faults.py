@@ -27,7 +27,7 @@ from kvstore.keys import prefix_hashes
 from kvstore.measure.node_process import NodeProcess
 
 BLOCK, BLOCKS = 16, 32
-WAIT_S = 40.0
+WAIT_S = 120.0  # three starts of torch on a busy machine
 # Agents that stand still before they touch a block, as long as a file is there.
 GATED = """
 import os, sys, time
@@ -65,7 +65,7 @@ def until(reached: Callable[[], bool], home: AgentProcess | None = None) -> None
             began = time.monotonic()
             home.poll()
             assert time.monotonic() - began < 5.0  # never as long as anything that it could wait for
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def keys(count: int) -> list[bytes]:
