@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: a real node in a child process, and a client of it."""
 
 import concurrent.futures
+import gc
 import os
 import random
 import shutil
@@ -16,9 +17,17 @@ import pytest
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable
 from kvstore.measure.node_process import NodeProcess
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return.
 LATE_S = 0.25
 MEASURED_COUNT = 3
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection looks through it again. Transformers asks for one at every turn, and each
+    took a quarter of a second."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

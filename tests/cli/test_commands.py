@@ -46,7 +46,7 @@ def test_every_command_prints_one_json_value_with_json(
         "unpin": [*named, hashes[0].hex()],
         "verify": [*named, "--all"],
         "rm": [*named, hashes[0].hex()],
-        "bench": ["--seconds", "0.1", "--page-nbytes", "4KiB", "--batch", "2"],
+        "bench": ["--seconds", "0.02", "--page-nbytes", "4KiB", "--batch", "2"],
         "replay": [str(trace)],
     }
     on_disk = {"flush", "scrub", "recover"}  # these need a node with a data directory: test_disk.py
@@ -89,7 +89,7 @@ def test_every_command_without_json_shows_something_for_people(
         ["pin", *named, key],
         ["unpin", *named, key],
         ["verify", *named, key],
-        ["bench", "--seconds", "0.1", "--page-nbytes", "4KiB"],
+        ["bench", "--seconds", "0.02", "--page-nbytes", "4KiB"],
         ["replay", str(trace)],
         ["rm", *named, key],
     ):

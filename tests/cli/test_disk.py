@@ -14,26 +14,28 @@ from kvstore.measure.node_process import NodeProcess
 Kvstore = Callable[..., Any]
 
 
-@pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
-    return tmp_path / "data"
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("node") / "data"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def node(data_dir: Path) -> Iterator[NodeProcess]:
+    """For all tests here: each finds the page of `on_disk` and no other, and a disk that works."""
     flags = ("--ram-bytes", "16MiB", "--data-dir", str(data_dir), "--disk-bytes", "64MiB")
     with NodeProcess(*flags, "--disk-extent-bytes", "16MiB", "--scrub-bytes-per-s", "0") as node:
         yield node
 
 
 @pytest.fixture
-def on_disk(node: NodeProcess, kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kvstore:
+def on_disk(node: NodeProcess, kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kvstore]:
     """Runs commands on a node that has one durable page of 8 KiB of model `m`, tokens 1."""
     monkeypatch.setenv("KVSTORE_ADDRESS", node.address)
     page = tmp_path / "page"
     page.write_bytes(bytes(range(256)) * 32)
     assert kvstore("put", str(page), "--create-opaque", "m", "--tokens", "1", "--durable").code == 0
-    return kvstore
+    yield kvstore
+    assert kvstore("rm", "-m", "m", "--all", "--yes").code == 0
 
 
 def test_flush_scrub_and_recover_tell_what_they_did(on_disk: Kvstore) -> None:

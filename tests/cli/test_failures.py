@@ -250,17 +250,31 @@ def test_importing_kvstore_imports_neither_typer_nor_rich() -> None:
 def test_shell_completion_offers_namespaces_and_is_silent_without_a_node(
     kvstore: Kvstore, client: Client, space: Namespace
 ) -> None:
+    """What the shell's script runs, in one process: only its start would be repeated."""
     client.open(space)
-
-    def complete(*words: str) -> list[str]:
-        environ = {**os.environ, "_KVSTORE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(("kvstore", *words))}
-        environ["COMP_CWORD"] = str(len(words))
-        script = "import sys; sys.argv = ['kvstore']; from kvstore.cli.app import main; main()"
-        ran = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
-        assert ran.stderr == ""
-        return ran.stdout.split()
-
-    assert space.digest.hex() in complete("ls", "-n", space.digest.hex()[:4])
-    assert complete("ls", "-m", space.model[:12]) == [space.model]
-    assert complete("-a", NOBODY, "ls", "-n", "0") == []
-    assert "lookup" in complete("l")
+    asked = [
+        ["ls", "-n", space.digest.hex()[:4]],
+        ["ls", "-m", space.model[:12]],
+        ["-a", NOBODY, "ls", "-n", "0"],
+        ["l"],
+    ]
+    script = """
+import os, sys
+sys.argv = ["kvstore"]
+from kvstore.cli.app import main
+for words in sys.stdin.read().splitlines():
+    os.environ |= {"COMP_WORDS": "kvstore " + words, "COMP_CWORD": str(len(words.split()))}
+    try:
+        main()
+    except SystemExit:
+        print("---")
+"""
+    environ = {**os.environ, "_KVSTORE_COMPLETE": "complete_bash"}
+    command, words = [sys.executable, "-c", script], "\n".join(map(" ".join, asked))
+    ran = subprocess.run(command, env=environ, input=words, capture_output=True, text=True, check=False)
+    assert ran.stderr == ""
+    digests, models, nothing, commands, end = [offer.split() for offer in ran.stdout.split("---")]
+    assert space.digest.hex() in digests
+    assert models == [space.model]
+    assert nothing == end == []
+    assert "lookup" in commands

@@ -1,5 +1,6 @@
-"""A node that is killed and started again: clients find it by themselves, on both wires."""
+"""A node that is killed and started again: clients find it by themselves, on every wire."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -32,8 +33,9 @@ class Restartable:
         self.process = NodeProcess(*FLAGS, *self._ports, *flags)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def node() -> Iterator[Restartable]:
+    """For all tests here: each leaves one that runs."""
     node = Restartable()
     yield node
     node.process.kill()
@@ -55,30 +57,43 @@ def get(client: Client, keys: list[bytes]) -> list[bool]:
     return hits
 
 
-@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, wire: str) -> None:
+WIRES = ("shm", "bulk", "grpc")
+
+
+@pytest.fixture
+def clients(node: Restartable) -> Iterator[list[Client]]:
+    """One over each wire: a restart is the same for all."""
+    with contextlib.ExitStack() as stack:
+        configs = [ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05) for wire in WIRES]
+        yield [stack.enter_context(Client(config)) for config in configs]
+
+
+def test_after_a_restart_the_next_call_works_and_misses(node: Restartable, clients: list[Client]) -> None:
     """The very next call, with no error in between: the namespace is opened again too."""
-    with Client(ClientConfig(address=node.address, wire=wire)) as client:
-        put(client, keys_of(1, 2))
-        assert get(client, keys_of(1, 2)) == [True, True]
-        node.restart()
-        assert get(client, keys_of(1, 2)) == [False, False]
-        put(client, keys_of(1, 2))
-        assert get(client, keys_of(1, 2)) == [True, True]
-        assert client.wire_name == wire
+    for number, client in enumerate(clients):
+        put(client, keys_of(number, 10 + number))
+        assert get(client, keys_of(number, 10 + number)) == [True, True]
+    node.restart()
+    for number, client in enumerate(clients):
+        assert get(client, keys_of(number, 10 + number)) == [False, False], client.wire_name
+        put(client, keys_of(number, 10 + number))
+        assert get(client, keys_of(number, 10 + number)) == [True, True]
+    assert tuple(client.wire_name for client in clients) == WIRES
 
 
-@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(node: Restartable, wire: str) -> None:
-    with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05)) as client:
-        put(client, keys_of(1))
-        node.process.kill()
+def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(node: Restartable, clients: list[Client]) -> None:
+    for number, client in enumerate(clients):
+        put(client, keys_of(number))
+    node.process.kill()
+    for number, client in enumerate(clients):
         for _ in range(3):
             with pytest.raises(Unavailable):
-                get(client, keys_of(1))
+                get(client, keys_of(number))
         assert client.wire_name == "none"
-        node.restart()
-        assert eventually(lambda: get(client, keys_of(1))) == [False]
+    node.restart()
+    for number, client in enumerate(clients):
+        assert eventually(lambda client=client, number=number: get(client, keys_of(number))) == [False]
+    assert tuple(client.wire_name for client in clients) == WIRES
 
 
 def eventually(call: Callable[[], Any]) -> Any:
@@ -92,15 +107,15 @@ def eventually(call: Callable[[], Any]) -> Any:
             threading.Event().wait(0.02)
 
 
-@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, wire: str) -> None:
-    """Only errors of ours, no wrong byte, and all threads work again afterwards."""
+def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, clients: list[Client]) -> None:
+    """Only errors of ours, no wrong byte, and all threads work again afterwards: four for each wire."""
     stop = threading.Event()
     failures: list[BaseException] = []
-    rounds = [0] * 8
+    rounds = [0] * 4 * len(clients)
 
     def work(number: int) -> None:
-        while not stop.wait(0.001):
+        client = clients[number % len(clients)]
+        while not stop.wait(0.02):  # a node that starts needs the core too
             keys = keys_of(*range(number * 10, number * 10 + 4))
             try:
                 put(client, keys)
@@ -113,31 +128,31 @@ def test_threads_that_share_a_client_get_over_a_restart(node: Restartable, wire:
                 return
 
     def wait_for_more() -> None:
-        wanted, end = [count + 3 for count in rounds], time.monotonic() + 10.0
+        wanted, end = [count + 3 for count in rounds], time.monotonic() + 30.0
         while any(count < want for count, want in zip(rounds, wanted, strict=True)) and not failures:
             assert time.monotonic() < end, "a thread does not get over it"
             threading.Event().wait(0.01)
 
-    with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05)) as client:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(2):
-                wait_for_more()
-                node.restart()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(rounds))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(2):
             wait_for_more()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+            node.restart()
+        wait_for_more()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     if failures:
         raise failures[0]
 
 
-def test_a_node_that_talks_a_lot_is_not_stopped_by_it() -> None:
+def test_a_node_that_talks_a_lot_is_not_stopped_by_it(node: Restartable) -> None:
     """Nobody reads a child's messages while it runs: they must not fill a pipe and block it."""
-    with NodeProcess(*FLAGS) as process, Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
+    process = node.process
+    with Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
         put(client, keys_of(1))
         for _ in range(800):  # the node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as sock:

@@ -163,7 +163,7 @@ def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: Any, what: str) -
     with pytest.raises(ProtocolError):
         call(request, pages, [0, 1], Deadline(20))
     while "release" not in node.heard:
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.03)
     assert wire.arena.memory == bytes(ARENA)
 
 
@@ -181,7 +181,7 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
     assert wire.get(GET, list(map(memoryview, buffers)), [0, 1], Deadline(20)) == ([True, False], [1])
     assert buffers[0] == page
     while node.heard != ["put", "commit", "get", "release"]:
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.03)
 
 
 @pytest.mark.parametrize("nbytes", [1, STEP_NBYTES - 1, STEP_NBYTES, 2 * STEP_NBYTES + 7])
@@ -323,14 +323,14 @@ def test_a_closed_clients_map_goes_with_its_last_view(start: Callable[..., NodeP
         assert maps_of_arenas() == before + 1
     del held, client
     while maps_of_arenas() != before + 1:  # the populating thread may still be at it
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.03)
     assert bytes(view) == b"4" * 10
     del view
     gc.collect()
     end = Deadline(5.0)
     while maps_of_arenas() != before:
         end.remaining()
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.03)
 
 
 def entered_nbytes() -> int:
@@ -356,10 +356,10 @@ def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(start: Callable[.
     end = Deadline(10.0)
     while entered_nbytes() < 16 << 20:
         end.remaining()
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.03)
     with client.open_get(NAMESPACE, KEYS[:1]) as held:
         client.close()
         while entered_nbytes() > PAGE:
             end.remaining()
-            threading.Event().wait(0.005)
+            threading.Event().wait(0.03)
         assert held.pages[0] == b"5" * PAGE

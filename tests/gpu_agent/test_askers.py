@@ -1,8 +1,10 @@
 """Questions of a scheduler, asked by threads or by a process of their own: the same answers."""
 
+import inspect
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from gpu_agent.blocks.askers import Asker, ThreadAsker
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.process import child
 from gpu_agent.process.asking import AskProcess
+from gpu_agent.process.home import AgentProcess
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.layout import opaque_layout
@@ -20,6 +23,17 @@ from kvstore.measure.node_process import NodeProcess
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 WAIT_S = 40.0
+
+
+# A process that asks needs no torch, which takes most of its start. With torch: test_homes.py starts the usual one.
+LIGHT = """
+import sys
+from unittest.mock import MagicMock
+sys.modules["torch"] = MagicMock()
+from gpu_agent.process.task import main
+main(int(sys.argv[1]))
+"""
+COMMAND = [sys.executable, "-c", LIGHT]
 
 
 def namespace(epoch: int = 0) -> Namespace:
@@ -48,7 +62,7 @@ def store(shared_node: NodeProcess) -> Iterator[Client]:
 @pytest.fixture(scope="module", params=["threads", "process"])
 def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Asker]:
     config = ClientConfig(address=shared_node.address)
-    asker: Any = AskProcess(config) if request.param == "process" else ThreadAsker(Client(config))
+    asker: Any = AskProcess(config, COMMAND) if request.param == "process" else ThreadAsker(Client(config))
     if request.param == "process":
         until(asker, lambda: asker._child.ready)
     yield asker
@@ -85,13 +99,18 @@ def test_many_questions_have_each_their_own_answer(asker: Asker, store: Client) 
     assert found == [tuple(i < number % 5 for i in range(4)) for number in range(20)]
 
 
+def test_the_usual_command_is_that_of_the_agents_process() -> None:
+    usual = [inspect.signature(kind).parameters["command"].default for kind in (AskProcess, AgentProcess)]
+    assert usual == [child.COMMAND] * 2
+
+
 def test_its_death_is_a_miss_and_then_there_is_another(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "RESTART_S", 0.05)
     name = namespace()
     store.put(name, KEYS[:2], [bytes(4096)] * 2)
-    asker = AskProcess(ClientConfig(address=shared_node.address))
+    asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
     lookups = Lookups(asker, 5.0)
     lookups.open([name])
     lookups.ask("early", [([name], KEYS)])  # it is only just starting

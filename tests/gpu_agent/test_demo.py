@@ -1,11 +1,10 @@
-"""`make demo` with a small model: two fresh processes, one node, equal logits, and an exit status
-that says when they are not."""
+"""`make demo` with a small model: two processes, one node, equal logits, and an exit status that says when they
+are not."""
 
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvstore import Client
+from kvstore import Client, ClientConfig
+from kvstore.measure.node_process import NodeProcess
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "demo.py"
 PROCESS = SCRIPT.with_name("demo_process.py")
@@ -39,11 +39,35 @@ def module(path: Path) -> ModuleType:
     return found
 
 
-def test_a_second_process_answers_the_same_from_loaded_pages(text: Path) -> None:
-    command = [sys.executable, str(SCRIPT), *SMALL, "--text", str(text), "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    result = json.loads(done.stdout)
+@pytest.fixture
+def client(shared_node: NodeProcess) -> Iterator[Client]:
+    """Over one wire: the demo takes the one that it gets."""
+    with Client(ClientConfig(address=shared_node.address)) as client:
+        yield client
+
+
+def test_a_second_process_answers_the_same_from_loaded_pages(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This process is the first, which saves: it has transformers already. The second one is fresh."""
+    demo, process = module(SCRIPT), module(PROCESS)
+    fresh, roles = demo.run_child, []
+
+    def run_child(role: str, address: str, args: argparse.Namespace) -> Any:
+        roles.append(role)
+        if role == "answer":
+            return fresh(role, address, args)
+        with Client(ClientConfig(address=address)) as client:
+            subject = process.Subject(args, client)
+            with subject.adapter:
+                return process.save_document(subject, client)
+
+    monkeypatch.setattr(demo, "run_child", run_child)
+    monkeypatch.setattr(demo, "NODE_FLAGS", ("--ram-bytes", "16MiB"))  # a node writes all of its memory at its start
+    status = demo.main([*SMALL, "--text", str(text), "--json"])
+    said = capsys.readouterr()
+    assert (status, said.err, roles) == (0, "", ["save", "answer"]), said.out
+    result = json.loads(said.out)
     assert result["equal"] is result["kv_equal"] is result["logits_equal"] is result["tokens_equal"] is True
     assert result["kv_saved"] == result["kv_loaded"] == result["kv_computed"]
     assert result["pages_stored"] == result["pages"] == 8
@@ -98,10 +122,17 @@ def test_a_difference_is_an_exit_status(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is False
 
 
-def test_a_child_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
+def test_a_child_that_fails_ends_the_demo_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo = module(SCRIPT)
+    (tmp_path / "demo_process.py").write_text("import sys; print('words of', *sys.argv[1:4], file=sys.stderr); exit(3)")
+    monkeypatch.setattr(demo, "HERE", tmp_path)
+    with pytest.raises(SystemExit, match=r"that should save failed:\nwords of save --address 127.0.0.1:9$"):
+        demo.run_child("save", "127.0.0.1:9", demo.parser().parse_args(SMALL))
+
+
+def test_too_short_a_text_fails_with_words(client: Client, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("hi")
-    args = demo.parser().parse_args([*SMALL, "--text", str(short)])
-    with pytest.raises(SystemExit, match=r"the process that should save failed:\n.*gives 2 tokens, less than a page"):
-        demo.run_child("save", "127.0.0.1:9", args)
+    arguments = ["save", "--address", client.config.address, *SMALL, "--text", str(short)]
+    with pytest.raises(SystemExit, match="gives 2 tokens, less than a page"):
+        module(PROCESS).main(arguments)

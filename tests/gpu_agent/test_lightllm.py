@@ -1,7 +1,6 @@
 """What LightLLM's module `light_mem` promises, without LightLLM: its namespace, and that nothing raises."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -296,15 +295,18 @@ def test_active_threads_counts_until_a_task_is_done(service: PyLocalCacheService
 
 
 def test_the_module_is_found_in_the_folder_that_the_command_prints() -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "gpu_agent.engines.lightllm"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert said == light_mem_path()
-    path = os.pathsep.join([said, *sys.path])
-    code = (
-        "import light_mem, sys; print(light_mem.__file__, light_mem.PyLocalCacheService._n, 'lightllm' in sys.modules)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
-    ).stdout.split()
-    assert found == [f"{said}/light_mem/__init__.py", "1", "False"]
+    """The command is the one behind `python -m`; torch, which takes seconds to import, plays no part."""
+    code = """
+import contextlib, io, runpy, sys
+from unittest.mock import MagicMock
+sys.modules["torch"] = MagicMock()
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    runpy.run_module("gpu_agent.engines.lightllm", run_name="__main__", alter_sys=True)
+folder = said.getvalue().strip()
+assert "light_mem" not in sys.modules
+sys.path.insert(0, folder)
+import light_mem
+print(folder, light_mem.__file__, light_mem.PyLocalCacheService._n, "lightllm" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert found == [light_mem_path(), f"{light_mem_path()}/light_mem/__init__.py", "1", "False"]

@@ -1,6 +1,8 @@
 """Objects through a real node: batches with holes come back byte by byte; what goes wrong is a value, and no
 view is touched when it is too late."""
 
+import contextlib
+import dataclasses
 import hashlib
 import os
 import signal
@@ -230,34 +232,47 @@ def test_close_returns_when_nothing_can_touch_a_view(client: Client, scope: Name
     assert store.exists(names).result(0).values == [False] * 2
 
 
-@pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(wire: str, scope: Namespace) -> None:
+def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) -> None:
+    """Over two wires, one after the other; each has objects of its own."""
     config = AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=0.3, load_timeout_s=0.5, save_timeout_s=0.5)
-    names, sources, targets = names_of(scope, 4), contents(4), empty(4)
-    with NodeProcess("--ram-bytes", "64MiB") as node:
+    wires, flags = ("shm", "bulk"), ("--ram-bytes", "64MiB")
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(NodeProcess(*flags))
         port = node.address.rpartition(":")[2]
-        with Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.3)) as client:
-            store = ObjectStore(client, config)
-            store.put(names, sources).result(WAIT_S)
-            signal_node(node, signal.SIGSTOP)
-            start = time.monotonic()
-            calls = [store.get(names, targets), store.put(names, sources), store.exists(names)]
-            calls += [store.get(names, targets) for _ in range(10)]
-            results = [call.result(WAIT_S) for call in calls]
-            assert time.monotonic() - start < 4.0  # a deadline for each call would be 6
-            assert all(result.error for result in results)
-            assert not any(results[0].values)
-            assert not any(results[2].values)
-            signal_node(node, signal.SIGCONT)
-            assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
-            node.kill()
+        stores = []
+        for wire in wires:
+            client = Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.3))
+            stores.append(ObjectStore(stack.enter_context(client), config))
+            stack.callback(stores[-1].close)
+        scopes = [dataclasses.replace(scope, revision=wire) for wire in wires]
+        objects = [(store, names_of(mine, 4)) for store, mine in zip(stores, scopes, strict=True)]
+        for store, names in objects:
+            hung(node, store, names)
+        node.kill()
+        for store, names in objects:
             assert store.exists(names).result(WAIT_S).error
-            with NodeProcess("--ram-bytes", "64MiB", "--port", port):  # empty, at the same address
-                assert eventually(lambda: PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values)
-                targets = empty(4)
-                assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
-                assert torch.equal(torch.stack(targets), torch.stack(sources))
-            store.close()
+        stack.enter_context(NodeProcess(*flags, "--port", port))  # empty, at the same address
+        for store, names in objects:
+            sources, targets = contents(4), empty(4)
+            assert eventually(lambda: PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values)  # noqa: B023
+            assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))  # noqa: B023
+            assert torch.equal(torch.stack(targets), torch.stack(sources))
+
+
+def hung(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None:
+    sources, targets = contents(4), empty(4)
+    store.put(names, sources).result(WAIT_S)
+    signal_node(node, signal.SIGSTOP)
+    start = time.monotonic()
+    calls = [store.get(names, targets), store.put(names, sources), store.exists(names)]
+    calls += [store.get(names, targets) for _ in range(10)]
+    results = [call.result(WAIT_S) for call in calls]
+    assert time.monotonic() - start < 4.0  # a deadline for each call would be 6
+    assert all(result.error for result in results)
+    assert not any(results[0].values)
+    assert not any(results[2].values)
+    signal_node(node, signal.SIGCONT)
+    assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
 
 
 def signal_node(node: NodeProcess, number: signal.Signals) -> None:

@@ -189,14 +189,20 @@ def test_a_node_that_is_gone_is_a_miss() -> None:
         pages.close()
 
 
+@pytest.fixture(scope="module")
+def stopped_node() -> Iterator[NodeProcess]:
+    """One that may be stopped, if it is let go on."""
+    with NodeProcess("--ram-bytes", "16MiB") as node:
+        yield node
+
+
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alone(wire: str) -> None:
-    memory, hashes = random_memory(), chain("hung", 6)
+def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alone(
+    wire: str, stopped_node: NodeProcess
+) -> None:
+    memory, hashes, node = random_memory(), chain(f"hung {wire}", 6), stopped_node
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    with (
-        NodeProcess("--ram-bytes", "16MiB") as node,
-        Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client,
-    ):
+    with Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client:
         pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
         stored(pages, hashes[:3], [0, 1, 2])
         os.kill(node.pid, signal.SIGSTOP)

@@ -3,6 +3,7 @@ every layout of the engines, at random slots, pages anywhere in memory, and noth
 staged pipeline runs on a simulated device everywhere, and on a GPU where there is one."""
 
 import copy
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gpu_agent.kernels.staged import StagedTransfer
 from kvstore import InvalidRequest, LayerGroup, PageLayout, Plane
 
 Tensors = dict[tuple[str, int, str], torch.Tensor]
+Unit = tuple[torch.Tensor, torch.Tensor, int]
 Case = tuple[PageLayout, Tensors, dict[tuple[str, str], str]]
 CASES: dict[str, Callable[[], Case]] = {}
 
@@ -133,18 +135,17 @@ for _order in itertools.permutations(range(4)):
     CASES["blocks_in_memory_order_" + "".join("BHNC"[i] for i in _order)] = lambda order=_order: block_pool(order)
 
 
-# ---- the oracle: addresses from strides, one element at a time -----------------------------------
+# ---- the oracle: addresses from strides, one element at a time, one unit at a time ---------------
 
 
-def element_bytes(tensor: torch.Tensor, slot: int) -> list[range]:
-    """Byte ranges in the storage of one unit's elements, row-major."""
-    size = tensor.element_size()
-    found = []
-    for index in itertools.product(*(range(n) for n in tensor.shape[1:])):
-        offset = tensor.storage_offset() + slot * tensor.stride(0)
-        offset += sum(i * stride for i, stride in zip(index, tensor.stride()[1:], strict=True))
-        found.append(range(offset * size, (offset + 1) * size))
-    return found
+@functools.cache
+def unit_bytes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> torch.Tensor:
+    """Where the bytes of a unit's elements are, from its first element's: row-major."""
+    found: list[int] = []
+    for index in itertools.product(*map(range, shape)):
+        offset = sum(i * stride for i, stride in zip(index, strides, strict=True))
+        found.extend(range(offset * size, (offset + 1) * size))
+    return torch.tensor(found)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,18 +153,19 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int) -> list[tuple[torch.Tensor, int, int]]:
-    """(tensor, byte in its storage, token) of every byte of a page, in page order."""
+def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int) -> list[Unit]:
+    """(tensor, bytes in its storage, token) of every unit of a page, in page order."""
     found = []
     for group in pool.layout.groups:
         for layer in group.layers:
             for plane in group.planes:
                 tensor = tensors[group.name, layer, plane.name]
+                inside = unit_bytes(tensor.shape[1:], tensor.stride()[1:], tensor.element_size())
                 space = next(p.space for p in pool.planes if (p.piece.group, p.piece.plane) == (group.name, plane))
                 per_page = pool.layout.page_tokens // plane.unit_tokens
                 for unit in range(page * per_page, (page + 1) * per_page):
-                    for part in element_bytes(tensor, units[space][unit]):
-                        found.extend((tensor, byte, unit * plane.unit_tokens) for byte in part)
+                    first = tensor.storage_offset() + units[space][unit] * tensor.stride(0)
+                    found.append((tensor, inside + first * tensor.element_size(), unit * plane.unit_tokens))
     return found
 
 
@@ -243,11 +245,10 @@ def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(name: str, mo
     units = random_units(pool, 3)
     pages = Pages(3, layout.page_nbytes)
     mover[0].gather(pool, pool.unit_table(tables(units), 3), pages.rows, mover[0].fence(pool))
-    storages = {t.data_ptr(): storage_bytes(t).tolist() for t in tensors.values()}
     pages.check_guards()
     for page in range(3):
-        expected = [storages[tensor.data_ptr()][byte] for tensor, byte, _ in walk(pool, tensors, units, page)]
-        assert pages.rows[page].tolist() == expected
+        expected = [storage_bytes(tensor).cpu()[places] for tensor, places, _ in walk(pool, tensors, units, page)]
+        assert torch.equal(pages.rows[page], torch.cat(expected))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -259,15 +260,16 @@ def test_scatter_writes_its_slots_and_nothing_else(name: str, mover: tuple[Trans
     step = max(space.unit_tokens for space in pool.spaces.values())
     skip = min(step, layout.page_tokens)
     pages = Pages(2, layout.page_nbytes).fill(torch.randint(0, 256, (2, layout.page_nbytes), dtype=torch.uint8))
-    storage_of = {t.untyped_storage().data_ptr(): storage_bytes(t).tolist() for t in tensors.values()}
+    storage_of = {t.untyped_storage().data_ptr(): storage_bytes(t).clone().cpu() for t in tensors.values()}
     for page in range(2):
-        values = pages.rows[page].tolist()
-        for value, (tensor, byte, token) in zip(values, walk(pool, tensors, units, page), strict=True):
+        walked = walk(pool, tensors, units, page)
+        values = pages.rows[page].split([len(places) for _, places, _ in walked])
+        for value, (tensor, places, token) in zip(values, walked, strict=True):
             if token >= skip:
-                storage_of[tensor.untyped_storage().data_ptr()][byte] = value
+                storage_of[tensor.untyped_storage().data_ptr()][places] = value
     mover[0].scatter(pool, pool.unit_table(tables(units), 2), pages.rows, mover[0].fence(pool), skip)
     for tensor in tensors.values():
-        assert storage_bytes(tensor).tolist() == storage_of[tensor.untyped_storage().data_ptr()]
+        assert torch.equal(storage_bytes(tensor).cpu(), storage_of[tensor.untyped_storage().data_ptr()])
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from gpu_agent import KVPool, TorchTransfer
-from gpu_agent.host.unit_copies import RUN_NBYTES, UnitCopies
+from gpu_agent.host import unit_copies
+from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.layouts.group import GroupView, pool_of
 
 COUNT = 5
+RUN_NBYTES = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def _small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_copies, "RUN_NBYTES", RUN_NBYTES)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -148,18 +148,27 @@ def test_weights_are_looked_for_where_the_engine_keeps_them(tmp_path: Path, hub:
 
 
 def test_the_hubs_cache_is_where_its_own_client_has_it(tmp_path: Path) -> None:
-    code = "from huggingface_hub.constants import HF_HUB_CACHE\nfrom kvstore.config import hub_cache_dir\n"
-    code += "print(HF_HUB_CACHE, hub_cache_dir())"
     usual = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "XDG_"))}
-    for variables in (
+    code = """
+import ast, importlib, os, sys
+from huggingface_hub import constants
+from kvstore.config import hub_cache_dir
+usual = dict(os.environ)
+for variables in ast.literal_eval(sys.argv[1]):
+    os.environ.clear()
+    os.environ.update(usual | variables)
+    print(importlib.reload(constants).HF_HUB_CACHE, hub_cache_dir())
+"""
+    variables = (
         {"XDG_CACHE_HOME": str(tmp_path)},
         {"HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path)},
         {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)},
-    ):
-        environment = {**usual, **variables}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        theirs, ours = done.stdout.split()
-        assert theirs == ours
+    )
+    command = [sys.executable, "-c", code, repr(variables)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=usual)
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert len({theirs for theirs, _ in said}) == len(variables)
+    assert [ours for _, ours in said] == [theirs for theirs, _ in said]
 
 
 # ---- a snapshot of a hub ---------------------------------------------------------------------------------------------
