@@ -30,7 +30,7 @@ class CountedLock:
         self._count = 0
         frame = sys._getframe(1)
         frame.f_trace = self._step
-        frame.f_trace_opcodes = True
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         sys.settrace(self._enter)
 
     def __exit__(self, *_: object) -> None:
@@ -40,7 +40,7 @@ class CountedLock:
         self._lock.release()
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes = True
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step
 
     def _step(self, frame: FrameType, event: str, arg: Any) -> Any:

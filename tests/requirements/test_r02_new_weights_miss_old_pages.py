@@ -11,35 +11,37 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
 
 
 def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
-    tmp_path: Path, connect: Any, make_chain: Any, wire: str
+    tmp_path: Path, connect: Any, make_chain: Any
 ) -> None:
-    """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers."""
+    """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers. Each wire has a model
+    of its own."""
     flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
-    old, new = make_chain("model"), make_chain("model", epoch=1)
     for is_restarted in (False, True):
         with NodeProcess(*flags) as process:
-            client = connect(process.address, wire)
-            if not is_restarted:
-                assert old.put(client, KEYS[:6]) == [PutOutcome.STORED] * 6
-                assert client.lookup(new.namespace, KEYS).prefix_pages == 0
-                assert new.get(client, KEYS) == [False] * 8
-                assert new.put(client, KEYS[:4]) == [PutOutcome.STORED] * 4
-                client.flush()
-            assert new.get(client, KEYS) == [True] * 4 + [False] * 4
-            assert old.get(client, KEYS) == [True] * 6 + [False] * 2
-            assert [page.prefix_hash for page in client.list_pages(new.namespace)] == sorted(KEYS[:4])
-            assert client.lookup(make_chain("model", epoch=2).namespace, KEYS).prefix_pages == 0
+            for wire in ("shm", "bulk", "grpc"):
+                client, model = connect(process.address, wire), f"model {wire}"
+                old, new = make_chain(model), make_chain(model, epoch=1)
+                if not is_restarted:
+                    assert old.put(client, KEYS[:6]) == [PutOutcome.STORED] * 6
+                    assert client.lookup(new.namespace, KEYS).prefix_pages == 0
+                    assert new.get(client, KEYS) == [False] * 8
+                    assert new.put(client, KEYS[:4]) == [PutOutcome.STORED] * 4
+                    client.flush()
+                assert new.get(client, KEYS) == [True] * 4 + [False] * 4
+                assert old.get(client, KEYS) == [True] * 6 + [False] * 2
+                assert [page.prefix_hash for page in client.list_pages(new.namespace)] == sorted(KEYS[:4])
+                assert client.lookup(make_chain(model, epoch=2).namespace, KEYS).prefix_pages == 0
 
 
-def test_r02_the_old_epochs_space_can_be_had_back_at_once(tmp_path: Path, connect: Any, make_chain: Any) -> None:
-    flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
+def test_r02_the_old_epochs_space_can_be_had_back_at_once(
+    tmp_path: Path, start_node: Any, connect: Any, make_chain: Any
+) -> None:
     old, new = make_chain("model"), make_chain("model", epoch=1)
-    with NodeProcess(*flags) as process:
-        client = connect(process.address)
-        old.put(client, KEYS)
-        new.put(client, KEYS[:2])
-        client.flush()
-        assert client.remove_namespace(old.namespace) == 8
-        status = client.node_status()
-        assert (status.disk.page_count, status.ram.page_count) == (2, 2)
-        assert new.get(client, KEYS[:2]) == [True, True]
+    client = connect(start_node(data_dir=str(tmp_path), disk_nbytes=128 << 20))
+    old.put(client, KEYS)
+    new.put(client, KEYS[:2])
+    client.flush()
+    assert client.remove_namespace(old.namespace) == 8
+    status = client.node_status()
+    assert (status.disk.page_count, status.ram.page_count) == (2, 2)
+    assert new.get(client, KEYS[:2]) == [True, True]
