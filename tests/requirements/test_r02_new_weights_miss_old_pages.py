@@ -1,13 +1,27 @@
 """R2: after a weight update the epoch is raised, and the old weights' pages miss, in RAM and on disk."""
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvstore import PutOutcome
-from kvstore.measure.node_process import NodeProcess
+from node.config import NodeConfig
+from node.server import Node
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(8)]
+
+
+@contextlib.contextmanager
+def running(data_dir: Path) -> Iterator[Node]:
+    ports = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+    node = Node(NodeConfig(data_dir=str(data_dir), ram_nbytes=4 << 20, disk_nbytes=128 << 20, drain_s=0.5, **ports))
+    node.start()
+    try:
+        yield node
+    finally:
+        node.stop()
 
 
 def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
@@ -15,11 +29,10 @@ def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
 ) -> None:
     """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers. Each wire has a model
     of its own."""
-    flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
     for is_restarted in (False, True):
-        with NodeProcess(*flags) as process:
+        with running(tmp_path) as node:
             for wire in ("shm", "bulk", "grpc"):
-                client, model = connect(process.address, wire), f"model {wire}"
+                client, model = connect(node, wire), f"model {wire}"
                 old, new = make_chain(model), make_chain(model, epoch=1)
                 if not is_restarted:
                     assert old.put(client, KEYS[:6]) == [PutOutcome.STORED] * 6
@@ -34,14 +47,15 @@ def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
 
 
 def test_r02_the_old_epochs_space_can_be_had_back_at_once(
-    tmp_path: Path, start_node: Any, connect: Any, make_chain: Any
+    tmp_path: Path, connect: Any, make_chain: Any
 ) -> None:
     old, new = make_chain("model"), make_chain("model", epoch=1)
-    client = connect(start_node(data_dir=str(tmp_path), disk_nbytes=128 << 20))
-    old.put(client, KEYS)
-    new.put(client, KEYS[:2])
-    client.flush()
-    assert client.remove_namespace(old.namespace) == 8
-    status = client.node_status()
-    assert (status.disk.page_count, status.ram.page_count) == (2, 2)
-    assert new.get(client, KEYS[:2]) == [True, True]
+    with running(tmp_path) as node:
+        client = connect(node)
+        old.put(client, KEYS)
+        new.put(client, KEYS[:2])
+        client.flush()
+        assert client.remove_namespace(old.namespace) == 8
+        status = client.node_status()
+        assert (status.disk.page_count, status.ram.page_count) == (2, 2)
+        assert new.get(client, KEYS[:2]) == [True, True]
