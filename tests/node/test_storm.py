@@ -66,7 +66,7 @@ class Storm:
 
     def get_ranges(self) -> None:
         client, space, keys = self.batch()
-        offset = self.rng.randrange(space.nbytes)
+        offset = self.rng.randrange(1, space.nbytes)  # no byte may be asked for twice
         parts = [(0, 1), (offset, self.rng.randint(1, space.nbytes - offset))]
         buffers = [bytearray(1 + parts[1][1]) for _ in keys]
         ranges = [pb_range(*part) for part in parts]
