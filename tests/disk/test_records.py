@@ -7,8 +7,6 @@ from array import array
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from kvstore.checksum import checksum, key_seed
 from node.disk.record_table import FULL, RecordTable
 from node.disk.records import Records
@@ -197,7 +195,9 @@ def test_records_do_what_a_naive_model_does(seed: int) -> None:
     while play.doomed:
         play.end_use()
     play.check()
-    assert all(play.met[what] > 5 for what in ("oldest went", "another size gave way", "removed while in use")), play.met
+    assert all(play.met[what] > 5 for what in ("oldest went", "another size gave way", "removed while in use")), (
+        play.met
+    )
 
 
 def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read_ends() -> None:
@@ -270,10 +270,10 @@ def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
     assert records.check() == []
 
 
-@pytest.mark.parametrize(("nbytes", "record_count"), [(32, 100_000), (64, 100_000)])
-def test_a_record_takes_about_64_bytes_beside_its_hash(nbytes: int, record_count: int) -> None:
+def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
     """Whether the table has just grown or is nearly full; slots and their owners included. The longest hashes waste
     the most."""
+    nbytes, record_count = 64, 100_000
     records = Records(1 << 30, 1 << 26)
     rng = random.Random(7)
     for count in range(1, record_count + 1):

@@ -11,9 +11,9 @@ import pytest
 
 from kvstore import ConfigError
 from kvstore.config import load
-from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
 from node.main import main
+from node.server import Node
 
 MIB = 1 << 20
 
@@ -70,9 +70,7 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def run_node(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., Ended]]:
+def run_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
     """The command in this process, for starts that fail; any other exception than its end is a traceback."""
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -133,14 +131,14 @@ def test_help_names_every_setting_with_its_range(run_node: Callable[..., Ended])
 
 
 def test_a_second_node_on_the_same_port_is_refused(
-    run_node: Callable[..., Ended], shared_node: NodeProcess
+    run_node: Callable[..., Ended], start_node: Callable[..., Node]
 ) -> None:
-    port = shared_node.address.rpartition(":")[2]
+    node = start_node()
     host = ["--host", "127.0.0.1", "--ram-bytes", "16MiB"]
-    grpc = run_node(*host, "--port", port, "--bulk-port", "0", "--metrics-port", "0")
-    bulk = run_node(*host, "--port", "0", "--bulk-port", str(shared_node.bulk_port), "--metrics-port", "0")
-    metrics = run_node(*host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(shared_node.metrics_port))
-    for done, taken in ((grpc, port), (bulk, shared_node.bulk_port), (metrics, shared_node.metrics_port)):
+    grpc = run_node(*host, "--port", str(node.grpc.port), "--bulk-port", "0", "--metrics-port", "0")
+    bulk = run_node(*host, "--port", "0", "--bulk-port", str(node.bulk.port), "--metrics-port", "0")
+    metrics = run_node(*host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(node.metrics.port))
+    for done, taken in ((grpc, node.grpc.port), (bulk, node.bulk.port), (metrics, node.metrics.port)):
         assert done.status == 2
         assert "can not listen on 127.0.0.1" in done.stderr
         assert f"port={taken}" in done.stderr

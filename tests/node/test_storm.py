@@ -20,7 +20,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
 from node.server import Node
 
-EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1500)
+EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)
 WORKERS = 4
 KEYS = 60  # of each namespace: more than fit
 

@@ -46,9 +46,7 @@ def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
                 assert client.lookup(make_chain(model, epoch=2).namespace, KEYS).prefix_pages == 0
 
 
-def test_r02_the_old_epochs_space_can_be_had_back_at_once(
-    tmp_path: Path, connect: Any, make_chain: Any
-) -> None:
+def test_r02_the_old_epochs_space_can_be_had_back_at_once(tmp_path: Path, connect: Any, make_chain: Any) -> None:
     old, new = make_chain("model"), make_chain("model", epoch=1)
     with running(tmp_path) as node:
         client = connect(node)
