@@ -50,7 +50,9 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(
     start_node: Callable[..., Node], connect: Any, make_chain: Callable[..., Any], wire: str
 ) -> None:
     """64 pages of room, 4 readers, a writer that evicts with every put: each hit has the right bytes. The writer
-    goes on until all that there is room for was replaced five times and there were hits in plenty."""
+    goes on until there were hits in plenty, and so many evictions that a read that holds nothing is found out: most
+    where the node does least between a page and its reader."""
+    wanted = {"shm": 2000, "bulk": 2000, "grpc": 320}[wire]
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
     client = connect(node, wire)
     chain = make_chain("contested")
@@ -62,7 +64,7 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(
 
     def read(number: int) -> None:
         try:
-            while not stop.wait(0.001):  # the writer wants its turns, too
+            while not stop.is_set():
                 hits[number] += sum(chain.get(client, chain.keys(*range(number * 20, number * 20 + 20))))
         except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
             failures.append(error)
@@ -71,7 +73,7 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(
     for thread in threads:
         thread.start()
     start, end = 0, time.monotonic() + 60.0
-    while (counters.pages_evicted < 320 or sum(hits) <= 100) and time.monotonic() < end and not failures:
+    while (counters.pages_evicted < wanted or sum(hits) <= 100) and time.monotonic() < end and not failures:
         chain.put(client, chain.keys(*(number % 96 for number in range(start, start + 8))))
         start += 8
     stop.set()
@@ -79,6 +81,6 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(
         thread.join()
     if failures:
         raise failures[0]
-    assert counters.pages_evicted >= 320
+    assert counters.pages_evicted >= wanted
     assert sum(hits) > 100
     assert client.stats.corrupt_pages == 0
