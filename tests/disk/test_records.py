@@ -7,6 +7,8 @@ from array import array
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from kvstore.checksum import checksum, key_seed
 from node.disk.record_table import FULL, RecordTable
 from node.disk.records import Records
