@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import os
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,8 +150,6 @@ def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -
     """Every node of the test uses `layer`; all are checked and stopped at its end."""
 
     monkeypatch.setattr(node.server, "KeptDir", functools.partial(DataDir, layer=layer))
-    # How long the metrics server takes to notice that it shall stop: half a second of every test.
-    monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
     nodes = Nodes(tmp_path / "data", layer)
     yield nodes
     nodes.close()

@@ -292,7 +292,7 @@ def main() -> int:
     started = time.monotonic()
     for number in range(arguments.cycles):
         try:
-            (tight if number % 4 == 3 else roomy).cycle(number)
+            (tight if number % 4 == 2 else roomy).cycle(number)
         except Failure as failure:
             print(f"FAILED in cycle {number}, seed {seed}, data left in {root}: {failure}")
             return 1

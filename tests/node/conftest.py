@@ -203,7 +203,7 @@ class Bystander:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(0.002):
+            while not self._stop.wait(0.005):
                 keys = self._pages.keys(*range(self.rounds, self.rounds + 4))
                 try:
                     outcomes = self._pages.put(self._client, keys)

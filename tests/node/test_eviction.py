@@ -45,7 +45,7 @@ def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any) -> Non
     pages = box.open("model", PAGE)
     reference = ReferenceLru(128)
     universe = pages.keys(*range(400))
-    for _ in range(1500):
+    for _ in range(600):
         box.now_ms += rng.randint(0, 3)
         start = rng.randrange(380)
         chain = universe[start : start + rng.randint(1, 20)]
@@ -289,7 +289,7 @@ def test_order_is_exact_while_pages_are_held_and_after(seed: int, sandbox: Any) 
     for key in order:
         box.put(pages, [key])
     held: dict[bytes, Any] = {}
-    for number in range(64, 1000):
+    for number in range(64, 500):
         box.now_ms += rng.randint(0, 1)
         key = rng.choice(order)
         action = rng.random()

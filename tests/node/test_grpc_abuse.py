@@ -127,21 +127,24 @@ class Held:
         return iter(self._queue.get, None)
 
 
-@pytest.mark.parametrize("stage", ["after begin", "within the data", "before the commit"])
-def test_a_put_that_stalls_is_cancelled(
-    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any, stage: str
+def test_puts_that_stall_are_cancelled(
+    node: Node, stub: Any, bystander: Any, settle: Callable[..., None], space: Any
 ) -> None:
-    frames = {
-        "after begin": [begin(space, 100, 101)],
-        "within the data": [begin(space, 100, 101), chunk(1000)],
-        "before the commit": [begin(space, 100, 101), chunk(2 * PAGE)],
-    }[stage]
-    held = Held(*frames)
-    with bystander(node), pytest.raises(grpc.RpcError) as caught:
-        list(stub.Put(iter(held), timeout=30.0))
-    held.end()
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "(stall_s)" in caught.value.details()
+    """After the begin, within the data, and before the commit."""
+    stalling = [
+        Held(begin(space, 100, 101)),
+        Held(begin(space, 102, 103), chunk(1000)),
+        Held(begin(space, 104, 105), chunk(2 * PAGE)),
+    ]
+    with bystander(node):
+        calls = [stub.Put(iter(held), timeout=30.0) for held in stalling]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "(stall_s)" in caught.value.details()
+    for held in stalling:
+        held.end()
     assert stored(node, space) == 8
     settle(node, sessions=1)
 
@@ -192,13 +195,15 @@ def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
     settle: Callable[..., None],
     how: str,
 ) -> None:
-    node = start_node(ram_nbytes=64 << 20, batch_nbytes_max=32 << 20)
+    """16 MiB: more than gRPC and the socket buffers take."""
+    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20)
     space = make_pages(how, 1 << 20)
-    space.put(connect(node), space.keys(*range(32)))
-    request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*range(32)))
+    space.put(connect(node), space.keys(*range(16)))
+    request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*range(16)))
     with bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         call = KVStoreStub(channel).Get(request, timeout=30.0)
         assert all(next(call).begin.hits)
+        assert node.tier.held_count >= 16, "it is being sent"
         if how == "cancels":
             call.cancel()
         settle(node, sessions=None)

@@ -176,15 +176,15 @@ def trickle(writer: Any, nbytes: int) -> None:
 def test_a_put_that_trickles_is_ended_however_steady_it_is(
     start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
 ) -> None:
-    node = start_node(stall_s=1.0, batch_nbytes_max=4 << 20)
-    pages = make_pages("trickle", PAGE)
+    node, nbytes = start_node(stall_s=0.5, batch_nbytes_max=4 << 20), PAGE // 2
+    pages = make_pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     writer = raw(node)
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=PAGE)
+    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes)
     assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
-    writer.send(pack_fixed(0, PAGE))
+    writer.send(pack_fixed(0, nbytes))
     with pytest.raises(ConnectionError):
-        trickle(writer, PAGE)
+        trickle(writer, nbytes)
     settle(node, sessions=0)
     assert node.tier.visible_count == 0
 

@@ -159,8 +159,9 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(node: Node, ch
     others = []  # kept, or they would be cancelled
     for _ in range(2):
         stub = health_pb2_grpc.HealthStub(channels())
-        others.append([stub.Watch(request, timeout=60.0) for _ in range(20)])
-        assert [next(other).status for other in others[-1]] == [SERVING] * 20
+        for _ in range(20):  # one after the other: a call that has not asked for anything leaves before all others
+            others.append(stub.Watch(request, timeout=60.0))
+            assert next(others[-1]).status == SERVING
     with pytest.raises(grpc.RpcError) as caught:
         next(first)
     assert caught.value.code() is EXHAUSTED
@@ -191,16 +192,16 @@ def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: 
 def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
     start_node: Callable[..., Node], connect: Any, make_pages: Any, silence: Any, settle: Any
 ) -> None:
-    node = start_node(stall_s=1.0, batch_nbytes_max=4 << 20)
-    pages = make_pages("trickle", PAGE)
+    node, nbytes = start_node(stall_s=0.5, batch_nbytes_max=4 << 20), PAGE // 2
+    pages = make_pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     frames = silence()
-    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=PAGE)
+    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=nbytes)
     frames.say(pb.PutFrame(begin=put))
     stop = threading.Event()
 
     def trickle() -> None:  # 320 KiB a second: no stall, but less than 1 MiB
-        for _ in range(64):
+        for _ in range(0, nbytes, 16 << 10):
             frames.say(pb.PutFrame(chunk=pb.PageChunk(data=bytes(16 << 10))))
             if stop.wait(0.05):
                 return

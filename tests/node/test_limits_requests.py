@@ -172,12 +172,17 @@ def test_a_transfer_has_a_limit_that_does_not_renew(monkeypatch: pytest.MonkeyPa
 # ---- when the node itself fails --------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def disk_node(start_node: Callable[..., Node], tmp_path_factory: pytest.TempPathFactory) -> Node:
+    return start_node(data_dir=str(tmp_path_factory.mktemp("data")), disk_nbytes=64 << 20)
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_stat_and_list_bear_a_clock_that_was_set_back(
-    start_node: Callable[..., Node], connect: Any, make_pages: Any, tmp_path: Any, wire: str
+    disk_node: Node, connect: Any, make_pages: Any, wire: str
 ) -> None:
     """A negative age in an unsigned field raised, which closed the connection."""
-    node = start_node(data_dir=str(tmp_path), disk_nbytes=64 << 20)
+    node = disk_node
     pages = make_pages(f"clock {wire}")
     client = connect(node, wire, timeout_s=30.0)
     keys = [b"1" * 32, b"2" * 32]

@@ -1,16 +1,19 @@
 """A node's settings, alone and as `kvstore-node` takes them from its command line and environment."""
 
-import os
+import logging
+import signal
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvstore import ConfigError
 from kvstore.config import load
-from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
+from node.main import main
+from node.server import Node
 
 MIB = 1 << 20
 
@@ -60,11 +63,28 @@ def test_defaults_fit_together_whatever_the_ram(ram_nbytes: int) -> None:
     assert config.ram_nbytes > ram_nbytes - config.extent_nbytes, "more than an extent was given away"
 
 
-def run_node(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "node.main", *flags]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=30, env={**os.environ, **environ}, check=False
-    )
+class Ended(NamedTuple):
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
+    """The command in this process, for starts that fail; any other exception than its end is a traceback."""
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def run(*flags: str, **environ: str) -> Ended:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["kvstore-node", *flags])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    yield run
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.mark.parametrize(
@@ -78,37 +98,47 @@ def run_node(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
         (["--ram-bytes", "60TiB"], {}, "bytes of memory available here"),
     ],
 )
-def test_a_bad_setting_ends_the_command_with_status_2(flags: list[str], environ: dict[str, str], named: str) -> None:
+def test_a_bad_setting_ends_the_command_with_status_2(
+    run_node: Callable[..., Ended], flags: list[str], environ: dict[str, str], named: str
+) -> None:
     done = run_node(*flags, **environ)
-    assert done.returncode == 2, done.stderr
+    assert done.status == 2
     assert done.stdout == ""
     assert named in done.stderr
-    assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_flag_ends_the_command_with_status_2() -> None:
+def test_so_it_does_for_whoever_started_it() -> None:
+    command = [sys.executable, "-m", "node.main", "--port", "http"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvstore-node: port='http' is no number in 0..65535")
+    assert done.stderr.count("\n") == 1, "no traceback"
+
+
+def test_an_unknown_flag_ends_the_command_with_status_2(run_node: Callable[..., Ended]) -> None:
     done = run_node("--turbo")
-    assert done.returncode == 2
+    assert done.status == 2
     assert "--turbo" in done.stderr
 
 
-def test_help_names_every_setting_with_its_range() -> None:
+def test_help_names_every_setting_with_its_range(run_node: Callable[..., Ended]) -> None:
     done = run_node("--help")
-    assert done.returncode == 0
+    assert done.status == 0
     text = " ".join(done.stdout.split())
     assert "--ram-bytes" in text
     assert "; 1..16384)" in text
     assert "examples:" in text
 
 
-def test_a_second_node_on_the_same_port_is_refused(shared_node: NodeProcess) -> None:
-    port = shared_node.address.rpartition(":")[2]
+def test_a_second_node_on_the_same_port_is_refused(
+    run_node: Callable[..., Ended], start_node: Callable[..., Node]
+) -> None:
+    node = start_node()
     host = ["--host", "127.0.0.1", "--ram-bytes", "16MiB"]
-    grpc = run_node(*host, "--port", port, "--bulk-port", "0", "--metrics-port", "0")
-    bulk = run_node(*host, "--port", "0", "--bulk-port", str(shared_node.bulk_port), "--metrics-port", "0")
-    metrics = run_node(*host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(shared_node.metrics_port))
-    for done, taken in ((grpc, port), (bulk, shared_node.bulk_port), (metrics, shared_node.metrics_port)):
-        assert done.returncode == 2
+    grpc = run_node(*host, "--port", str(node.grpc.port), "--bulk-port", "0", "--metrics-port", "0")
+    bulk = run_node(*host, "--port", "0", "--bulk-port", str(node.bulk.port), "--metrics-port", "0")
+    metrics = run_node(*host, "--port", "0", "--bulk-port", "0", "--metrics-port", str(node.metrics.port))
+    for done, taken in ((grpc, node.grpc.port), (bulk, node.bulk.port), (metrics, node.metrics.port)):
+        assert done.status == 2
         assert "can not listen on 127.0.0.1" in done.stderr
         assert f"port={taken}" in done.stderr
-        assert "Traceback" not in done.stderr

@@ -1,9 +1,10 @@
 """The RAM tier in a seeded simulation, beside a model that knows what must be visible, held and pinned.
 
 The model does not know whom eviction chooses; it knows whom it must not choose, and that nobody is
-chosen unless space was asked for.
+chosen unless space was asked for. KVSTORE_MODEL_STEPS=20000 makes for longer lives.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ EXTENT = 64 << 10
 EXTENTS = 8
 PAGE_SIZES = {"tiny": 100, "small": 4096, "middle": 8192, "odd": 20_000, "large": 65_536}
 KEYS = 40  # of each namespace
+STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 1000)
 Key = tuple[str, bytes]
 
 
@@ -53,8 +55,8 @@ class Simulation:
         self.done: dict[str, int] = {}
 
     def batch(self) -> tuple[str, list[bytes]]:
-        # Traffic moves between page sizes: a few hundred steps prefer one of them.
-        name = self.rng.choice([*self.spaces, list(self.spaces)[self.box.now_ms // 4000 % len(self.spaces)]])
+        # Traffic moves between page sizes: each is preferred for about 170 steps, in turns.
+        name = self.rng.choice([*self.spaces, list(self.spaces)[self.box.now_ms // 2000 % len(self.spaces)]])
         return name, [self.spaces[name].key(n) for n in self.rng.sample(range(KEYS), self.rng.randint(1, 8))]
 
     def step(self) -> None:
@@ -204,10 +206,10 @@ class Simulation:
         assert self.box.slots.extent_free_count == EXTENTS
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(2))
 def test_a_random_life_agrees_with_the_model(seed: int, part: int, sandbox: Any) -> None:
     simulation = Simulation(random.Random(f"{seed}/{part}"), sandbox)
-    for _ in range(2500):
+    for _ in range(STEPS):
         simulation.step()
     simulation.finish()
     # The simulation must have met what it is for.

@@ -141,41 +141,44 @@ OUT_OF_ORDER = """
 import os, socket, sys
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.unix_sockets import DescriptorSocket
-sock = socket.socket(socket.AF_UNIX)
-sock.connect(sys.argv[1])
-connection = DescriptorSocket(sock)
-connection.arm(5.0)
-connection.send_frame_with(os.pidfd_open(os.getpid()), pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString())
-connection.recv_frame_with(1 << 20)
-for request in sys.argv[2:]:
-    connection.send_frame(bytes.fromhex(request))
-    reply = pb.BulkReply.FromString(connection.recv_frame(1 << 20)[0])
-print(reply.error.code, reply.error.message, flush=True)
-input()
+for line in sys.stdin:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(sys.argv[1])
+    connection = DescriptorSocket(sock)
+    connection.arm(5.0)
+    connection.send_frame_with(os.pidfd_open(os.getpid()), pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString())
+    connection.recv_frame_with(1 << 20)
+    for request in line.split():
+        connection.send_frame(bytes.fromhex(request))
+        reply = pb.BulkReply.FromString(connection.recv_frame(1 << 20)[0])
+    print(reply.error.code, reply.error.message, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "wrong"),
-    [("put", "put", "a put before the one before it"), ("get", "get", "a get before the one before it")]
-    + [(op, "commit", "a commit without a put") for op in ("get", "lookup")],
-)
-def test_one_put_and_one_get_at_a_time(
-    node: Node, pages: Any, settle: Any, first: str, second: str, wrong: str
-) -> None:
+def test_one_put_and_one_get_at_a_time(node: Node, pages: Any, settle: Any) -> None:
     """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he lives."""
     lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
     requests = {"put": put_of(pages, 10), "get": get_of(pages, 1), "lookup": lookup, "commit": pb.CommitRequest()}
-    words = [pb.BulkRequest(**{op: requests[op]}).SerializeToString().hex() for op in (first, second)]
     assert node.shm is not None
-    command = [sys.executable, "-c", OUT_OF_ORDER, node.shm.path, *words]
+    command = [sys.executable, "-c", OUT_OF_ORDER, node.shm.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
-        code, _, message = process.stdout.readline().partition(" ")
-        assert (int(code), wrong in message) == (UNIMPLEMENTED, True)
-        while first != "lookup" and not node.shm.status().orphan_page_count:
-            threading.Event().wait(0.005)
-        assert node.tier.held_count + node.tier.writing_count == (first != "lookup")
+        for first, second, wrong, counts in (
+            ("put", "put", "a put before the one before it", (0, 1)),
+            ("get", "get", "a get before the one before it", (1, 1)),
+            ("lookup", "commit", "a commit without a put", (1, 1)),
+            ("get", "commit", "a commit without a put", (1, 1)),  # the same page: one is held, twice
+        ):
+            words = [pb.BulkRequest(**{op: requests[op]}).SerializeToString().hex() for op in (first, second)]
+            orphans = node.shm.status().orphan_count
+            process.stdin.write(" ".join(words) + "\n")
+            process.stdin.flush()
+            code, _, message = process.stdout.readline().partition(" ")
+            assert (int(code), wrong in message) == (UNIMPLEMENTED, True)
+            while first != "lookup" and node.shm.status().orphan_count == orphans:
+                threading.Event().wait(0.005)
+            assert (node.tier.held_count, node.tier.writing_count) == counts
         process.kill()
     settle(node)
 
@@ -247,17 +250,22 @@ from kvstore.wires.shm import ShmWire
 from node.server import Node
 os.setuid(12345)
 wire = ShmWire({str(path)!r}, {node.service.instance_id!r}, ClientConfig(shm_dir={str(path.parent)!r}))
-try:
-    wire.connect(Deadline(5))
-except Unavailable as error:
-    print(error)
+while input():
+    try:
+        wire.connect(Deadline(5))
+    except Unavailable as error:
+        print(error, flush=True)
 """
     says = ["Permission denied", f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345"]
     try:
-        for mode, said in zip((0o600, 0o666), says, strict=True):
-            os.chmod(path, mode)
-            done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-            assert said in done.stdout, done.stderr
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+            for mode, said in zip((0o600, 0o666), says, strict=True):
+                os.chmod(path, mode)
+                process.stdin.write("connect\n")
+                process.stdin.flush()
+                assert said in process.stdout.readline()
+            process.kill()
     finally:
         os.chmod(path, 0o600)
         for parent, mode in zip(parents, modes, strict=True):

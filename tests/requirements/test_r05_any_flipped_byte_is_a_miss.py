@@ -10,6 +10,12 @@ from node.ram.page import Page
 from node.server import Node
 
 
+@pytest.fixture(scope="module")
+def node(start_node: Callable[..., Node]) -> Node:
+    """With room for the four pages of every test here."""
+    return start_node()
+
+
 def page_of(node: Node, chain: Any, key: bytes) -> Page:
     """The page's record, with which its bytes in the arena can be found."""
     with node.tier.inspected(chain.namespace.digest, key) as page:
@@ -50,9 +56,8 @@ DAMAGES = [flip_one, flip_last, truncate, shift, replace]
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("read", ["get", "get_ranges", "verify"])
 def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str, damage: Any, read: str
+    node: Node, connect: Any, chain: Any, wire: str, damage: Any, read: str
 ) -> None:
-    node = start_node()
     client = connect(node, wire)
     keys = chain.keys(*range(4))
     chain.put(client, keys)
@@ -74,10 +79,7 @@ def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
     assert chain.get(client, keys) == [True] * 4
 
 
-def test_r05_two_pages_that_changed_places_are_both_misses(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
-) -> None:
-    node = start_node()
+def test_r05_two_pages_that_changed_places_are_both_misses(node: Node, connect: Any, chain: Any, wire: str) -> None:
     client = connect(node, wire)
     keys = chain.keys(0, 1, 2)
     chain.put(client, keys)
@@ -89,10 +91,7 @@ def test_r05_two_pages_that_changed_places_are_both_misses(
     assert client.lookup(chain.namespace, keys).present == (False, False, True)
 
 
-def test_r05_a_prefix_ends_at_a_damaged_page(
-    start_node: Callable[..., Node], connect: Any, chain: Any, wire: str
-) -> None:
-    node = start_node()
+def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Any, chain: Any, wire: str) -> None:
     client = connect(node, wire)
     keys = chain.keys(*range(4))
     chain.put(client, keys)

@@ -164,26 +164,32 @@ def test_r07_a_node_that_stops_answering(
 
 
 def test_r07_closing_does_not_wait_for_a_node_that_stopped(
-    node_process: NodeProcess, stop: Callable[[], None], connect: Any, chain: Any, wire: str
+    node_process: NodeProcess, stop: Callable[[], None], connect: Any, chain: Any
 ) -> None:
     """Nor does it disturb the call that hangs, which returns by its own deadline."""
-    client = connect(node_process.address, wire, timeout_s=60.0)
-    chain.put(client, chain.keys(1))
+    clients = [connect(node_process.address, wire, timeout_s=60.0) for wire in ("shm", "bulk", "grpc")]
+    for client in clients:
+        chain.put(client, chain.keys(1))
     stop()
 
-    def call() -> None:
+    def call(client: Client) -> None:
         with pytest.raises((DeadlineExceeded, Unavailable)):
             CALLS["get"](client, chain, 1.2)
 
-    calling = threading.Thread(target=call)
-    calling.start()
+    calling = [threading.Thread(target=call, args=(client,)) for client in clients]
+    closing = [threading.Thread(target=client.close) for client in clients]
+    for thread in calling:
+        thread.start()
     time.sleep(0.1)
-    closing = threading.Thread(target=client.close)
-    closing.start()
-    closing.join(1.0)
-    assert not closing.is_alive()
-    calling.join(30.0)
-    assert not calling.is_alive()
+    for thread in closing:
+        thread.start()
+    end = time.monotonic() + 1.0
+    for thread in closing:
+        thread.join(max(0.0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in closing)
+    for thread in calling:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in calling)
 
 
 def test_r07_a_node_that_goes_on_is_used_again(

@@ -31,18 +31,18 @@ def test_r09_every_put_succeeds_while_many_clients_poll(
 
     def poll(number: int) -> None:
         while not stop.is_set():
-            poller.lookup(chain.namespace, chain.keys(*range(600)))
+            poller.lookup(chain.namespace, chain.keys(*range(160)))
             polls[number] += 1
 
     threads = [threading.Thread(target=poll, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     try:
-        for number in range(600):
+        for number in range(160):
             assert [outcome.name for outcome in chain.put(writer, chain.keys(number))] == ["STORED"]
     finally:
         stop.set()
         for thread in threads:
             thread.join()
     assert all(polls)
-    assert chain.get(writer, chain.keys(*range(584, 600))) == [True] * 16
+    assert chain.get(writer, chain.keys(*range(144, 160))) == [True] * 16

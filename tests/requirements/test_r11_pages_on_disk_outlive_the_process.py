@@ -38,59 +38,62 @@ def restartable(tmp_path: Path) -> Iterator[Restartable]:
 
 
 def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
-    restartable: Restartable, connect: Any, make_chain: Any, wire: str
+    restartable: Restartable, connect: Any, make_chain: Any
 ) -> None:
-    client = connect(restartable.address, wire)
-    small, large = make_chain("small"), make_chain("large", 100_000)
-    for chain in (small, large):
-        pages = [chain.content(key) for key in KEYS[:32]]
-        client.put(chain.namespace, KEYS[:32], pages, Keep(durable=True))
+    """Through a client of each wire; each has pages of its own."""
+    clients = {wire: connect(restartable.address, wire) for wire in ("shm", "bulk", "grpc")}
+    chains = {wire: (make_chain(f"small {wire}"), make_chain(f"large {wire}", 100_000)) for wire in clients}
+    for wire, client in clients.items():
+        for chain in chains[wire]:
+            pages = [chain.content(key) for key in KEYS[:32]]
+            client.put(chain.namespace, KEYS[:32], pages, Keep(durable=True))
     restartable.kill_and_restart()
-    # The very next calls, with no error in between.
-    assert client.lookup(small.namespace, KEYS).prefix_pages == 32
-    assert small.get(client, KEYS) == [True] * 32 + [False] * 32
-    assert large.get(client, KEYS[:32]) == [True] * 32
-    assert client.node_status().disk.pages_read == 64
-    assert client.stats.failures == 0
+    for number, (wire, client) in enumerate(clients.items(), 1):
+        small, large = chains[wire]
+        # The very next calls, with no error in between.
+        assert client.lookup(small.namespace, KEYS).prefix_pages == 32
+        assert small.get(client, KEYS) == [True] * 32 + [False] * 32
+        assert large.get(client, KEYS[:32]) == [True] * 32
+        assert client.node_status().disk.pages_read == number * 64
+        assert client.stats.failures == 0
 
 
-def test_r11_what_flush_acknowledged_survives_every_one_of_several_kills(
+def test_r11_what_flush_acknowledged_survives_every_kill_and_readers_under_way_hit_again(
     restartable: Restartable, connect: Any, make_chain: Any
 ) -> None:
-    client = connect(restartable.address)
+    """The node dies under a reader that goes on asking: it sees misses or errors, and then hits; every byte it ever
+    gets is right."""
     chain = make_chain("chain")
-    for count in range(16, 65, 16):
-        chain.put(client, KEYS[:count])
-        assert client.flush() == count
-        restartable.kill_and_restart()
-        assert chain.get(client, KEYS) == [True] * count + [False] * (64 - count)
-
-
-def test_r11_readers_under_way_see_misses_or_errors_and_then_hits(
-    restartable: Restartable, connect: Any, make_chain: Any
-) -> None:
-    """The node dies under a reader that goes on asking; every byte it ever gets is right."""
-    client = connect(restartable.address, backoff_s_max=0.2)
-    chain = make_chain("chain")
-    client.put(chain.namespace, KEYS, [chain.content(key) for key in KEYS], Keep(durable=True))
+    client, readers_client = connect(restartable.address), connect(restartable.address, backoff_s_max=0.2)
     stop, hits = threading.Event(), [0]
 
     def read() -> None:
         while not stop.is_set():
             try:
-                hits[0] += chain.get(client, KEYS).count(True)
+                hits[0] += chain.get(readers_client, KEYS).count(True)
             except KVStoreError:
-                stop.wait(0.01)
+                pass
+            stop.wait(0.01)
+
+    def wait_for_hits(wanted: int) -> None:
+        wanted += hits[0]
+        for _ in range(1000):
+            if hits[0] >= wanted or not reader.is_alive():
+                break
+            stop.wait(0.01)
+        assert hits[0] >= wanted, "it did not come back by itself"
 
     reader = threading.Thread(target=read)
     reader.start()
-    restartable.kill_and_restart()
-    before = hits[0]
-    for _ in range(1000):
-        if hits[0] >= before + 128 or not reader.is_alive():
-            break
-        stop.wait(0.01)
-    stop.set()
-    reader.join()
-    assert hits[0] >= before + 128, "it did not come back by itself"
-    assert client.stats.corrupt_pages == 0
+    try:
+        for count in (32, 64):
+            chain.put(client, KEYS[:count])
+            assert client.flush() == count
+            wait_for_hits(count)
+            restartable.kill_and_restart()
+            assert chain.get(client, KEYS) == [True] * count + [False] * (64 - count)
+            wait_for_hits(2 * count)
+    finally:
+        stop.set()
+        reader.join()
+    assert readers_client.stats.corrupt_pages == 0

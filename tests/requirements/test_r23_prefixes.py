@@ -1,6 +1,6 @@
 """R23: prefix-aware eviction and longest-prefix query: a chain loses its end before its beginning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,11 +9,19 @@ from kvstore import Client
 from node.server import Node
 
 
+@pytest.fixture(scope="module")
+def node(start_node: Callable[..., Node]) -> Node:
+    """It takes 32 pages."""
+    return start_node(ram_nbytes=128 << 10, extent_nbytes=128 << 10)
+
+
 @pytest.fixture
-def client(start_node: Callable[..., Node], connect: Any, wire: str) -> Client:
-    """Of a node that takes 32 pages."""
-    client: Client = connect(start_node(ram_nbytes=128 << 10, extent_nbytes=128 << 10), wire)
-    return client
+def client(node: Node, connect: Any, chain: Any, wire: str) -> Iterator[Client]:
+    """Of a node that is empty."""
+    client: Client = connect(node, wire)
+    assert node.tier.visible_count == 0
+    yield client
+    client.remove_namespace(chain.namespace)
 
 
 def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Any) -> None:
