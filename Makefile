@@ -10,7 +10,7 @@ RUNS ?= 50
 # A file's tests stay together in one worker: they share their node.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-crash test-power test-protobuf dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo test test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
+	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
@@ -74,6 +75,11 @@ test-protobuf: $(READY)
 		PYTHONPATH=.venv-protobuf/$$version $(BIN)/python -m pytest tests/node/test_service_surface.py tests/node/test_bad_requests.py \
 			tests/node/test_grpc_abuse.py tests/node/test_limits_grpc.py tests/core/test_client.py tests/core/test_messages.py tests/cli/test_commands.py || exit 1; \
 	done
+
+test-clients: $(READY)
+	@command -v npm >/dev/null || { echo "needs Node.js 18 or newer with npm"; exit 1; }
+	cd docs/clients && npm install --no-audit --no-fund --no-package-lock
+	$(BIN)/python -m pytest tests/clients
 
 docker-test: $(READY)
 	KVSTORE=$(BIN)/kvstore docker/test.sh
