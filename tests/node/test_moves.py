@@ -97,6 +97,27 @@ def test_all_pages_of_a_namespace_go_though_some_move_meanwhile(sandbox: Any, mo
     assert box.tier.check() == []
 
 
+@pytest.mark.parametrize("oldest", [0, 4, 12])
+def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
+    sandbox: Any, monkeypatch: pytest.MonkeyPatch, oldest: int
+) -> None:
+    """It is part of a larger free block by then. Closed and opened again, it was free twice, or the rest was lost."""
+    box = sandbox(EXTENT, EXTENT)
+    small, middle = box.open("small", PAGE), box.open("middle", 4 * PAGE)
+    keys = small.keys(*range(16))
+    box.put(small, keys)
+    box.now_ms += 1
+    box.get(small, keys[:oldest] + keys[oldest + 4 :])
+    monkeypatch.setattr("node.ram.turn.STEPS", 1)
+    monkeypatch.setattr("node.ram.turn.time.sleep", lambda _: box.remove(small, keys))
+    box.put(middle, middle.keys(0))
+    assert box.tier.check() == []
+    monkeypatch.undo()
+    box.put(small, keys[:12])
+    assert box.get(middle, middle.keys(0)) + box.get(small, keys[:12]) == [True] * 13
+    assert box.tier.check() == []
+
+
 @pytest.mark.parametrize("way", ["remove", "remove_namespace", "evict"])
 def test_a_namespace_that_was_emptied_gives_its_table_back(sandbox: Any, way: str) -> None:
     box = sandbox(256 * EXTENT, EXTENT)
