@@ -9,6 +9,7 @@ given.
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,12 +83,18 @@ def _of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
+def _one_word(fact: Any) -> str:
+    """Quoted where it would look like two facts, or like a fact and the salt."""
+    text = str(fact)
+    return json.dumps(text) if any(mark in text for mark in ' "\n') else text
+
+
 def facts_text(engine: str, **facts: Any) -> str:
     """`"vllm backend=FLASH_ATTN kv_dtype=fp8"`: for a namespace's salt, in the order of the names.
 
     Readable, so that `kvstore ls` shows why two engines do not share; too long, it ends in a digest.
     """
-    text = " ".join([engine, *(f"{name}={facts[name]}" for name in sorted(facts))])
+    text = " ".join([engine, *(f"{name}={_one_word(facts[name])}" for name in sorted(facts))])
     room = TEXT_NBYTES_MAX // 2
     if len(text.encode()) <= room:
         return text

@@ -3,12 +3,12 @@
     region  | extent 0                        | extent 1                        | extent 2
     blocks  | A A A A A A A . | B   | C C . . | D                               | (free)
 
-A region is cut into extents of one size, that of the largest page. An extent is halved, and halved
-again, down to 1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty
-one joins its other half and serves any, so capacity follows when the mix of page sizes changes.
-(Slabs that never give memory back calcify: the size that came first keeps it.) How large the blocks
-of a slot size are follows from that size alone: the smallest that leaves at most 1/16 of itself
-unused. So a page keeps about 16 slots of its size from others, and never a whole extent of small ones.
+A region is cut into extents of one size, that of the largest page. An extent is halved, and halved again, down to
+1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty one joins its other half and
+serves any, so capacity follows when the mix of page sizes changes. (Slabs that never give memory back calcify: the
+size that came first keeps it.) How large the blocks of a slot size are follows from that size alone: the smallest
+that leaves at most 1/16 of itself unused. So a page keeps about 16 slots of its size from others, and never a whole
+extent of small ones.
 """
 
 from array import array
@@ -47,11 +47,9 @@ class SizeClass:
 
 
 class Block:
-    """One block in use. `owners[i]` is what lives in slot i, falsy if it is free.
-
-    `start` counts the smallest blocks, from the start of the region. `used_sum` is the sum of its
-    owners' last uses, kept by the tier in the tier's unit of time. A `closed` one gives no slots.
-    """
+    """One block in use. `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
+    from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier in the tier's
+    unit of time. A `closed` one gives no slots."""
 
     __slots__ = ("closed", "free", "kind", "offset", "owners", "start", "used_sum")
 
@@ -233,6 +231,10 @@ class SlotAllocator:
         """Blocks in use there."""
         return [b for unit in area if (b := self._blocks[unit]) is not None and b.start == unit]
 
+    def is_free(self, area: range) -> bool:
+        """Nothing there is in use or closed."""
+        return self._closed.isdisjoint(area) and not self.blocks_in(area)
+
     def areas(self, level: int) -> Iterator[range]:
         """All areas of this level, those within larger blocks left out."""
         for start in range(0, len(self._blocks), 1 << level):
@@ -257,16 +259,15 @@ class SlotAllocator:
     def sparse(self, slot_nbytes: int) -> int | None:
         """Offset of the emptiest of a few blocks of this size, if others have free slots for all of it."""
         kind = self._kinds.get(slot_nbytes)
-        if kind is None or kind.block_count < 2 or kind.slot_count - kind.used_count < kind.per_block:
+        if kind is None or not kind.partial or kind.slot_count - kind.used_count < kind.per_block:
             return None
         return min(islice(kind.partial.values(), LOOKED_AT), key=lambda block: block.used_count).offset
 
     def close(self, area: range) -> bool:
-        """Nothing in there is given out until `reopen`. False: part of it is closed already, or it is not
-        an area any more."""
-        if self.area(area.start * self.unit_nbytes, len(area).bit_length() - 1) != area:
-            return False
-        if not self._closed.isdisjoint(area):
+        """Nothing in there is given out until `reopen`. False: part of it is closed already, it is not an area
+        any more, or nothing there is in use (then it may be part of a larger free block)."""
+        is_area = self.area(area.start * self.unit_nbytes, len(area).bit_length() - 1) == area
+        if not is_area or not self._closed.isdisjoint(area) or not self.blocks_in(area):
             return False
         self._closed.update(area)
         for unit in area:

@@ -28,6 +28,12 @@ _SELDOM = (
     "torchao_config",
     "model_impl",
 )
+# Ways of loading that read all weights from the model's path. Others (remote_instance, ipc_cache, private) have them
+# from elsewhere: a server, a process, whose content nothing here names.
+_FROM_ITS_PATH = {
+    *("auto", "pt", "safetensors", "npcache", "dummy", "sharded_state", "presharded", "gguf", "bitsandbytes"),
+    *("mistral", "layered", "flash_rl", "instanttensor", "fastsafetensors", "runai_streamer"),
+}
 _UNUSED = (None, "", "auto", "{}", False)
 _MAMBA = "mamba"
 
@@ -37,7 +43,8 @@ def weights(
 ) -> tuple[Identity, dict[str, Any]]:
     """Which weights, and what else of the server's arguments (`args`) and its model's configuration decides what KV
     they make. `from_hub`: names are the Hugging Face hub's. Raises ConfigError."""
-    kinds = [kind for kind in length_dependent(config) if "dynamic" not in kind]
+    by_transformers = getattr(args, "model_impl", "auto") == "transformers"
+    kinds = [kind for kind in length_dependent(config) if by_transformers or "dynamic" not in kind]
     if kinds:
         raise ConfigError(
             f"the model has rotary embeddings of the kind {kinds[0]!r}, whose angles SGLang chooses by the longest "
@@ -45,7 +52,12 @@ def weights(
             "server without the store, or replace the embedding by --json-model-override-args"
         )
     cache = (getattr(args, "download_dir", None) or "") if from_hub else None
-    vouched = bool(identity.revision)
+    vouched, form = bool(identity.revision), str(getattr(args.load_format, "value", args.load_format))
+    if not vouched and form not in _FROM_ITS_PATH:
+        raise ConfigError(
+            f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so that nothing says which they "
+            "are; set the option revision (a commit, a date), and another one after every change of the weights"
+        )
     facts = {name: getattr(args, name) for name in _ARGUMENTS}
     facts["config"] = config_digest(config)
     seldom = {name: getattr(args, name, None) for name in _SELDOM}

@@ -17,6 +17,12 @@ from kvstore.keys import Namespace
 from kvstore.layout import PAGE_TOKENS_MAX, PageLayout, opaque_layout
 
 GENERATION = "0.29"  # since when a layer's cache is [blocks, heads, tokens, cell]
+# Ways of loading that read all weights from the model's place. Others (tensorizer, ipc_cache, modelexpress, a plugin's)
+# have them from elsewhere: a file, a process, a service, whose content nothing here names.
+_FROM_ITS_PLACE = {
+    *("auto", "hf", "dummy", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state"),
+    *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
+}
 # Of the processor of images, sound and video, what makes another input of the same file, by flags.
 _PROCESSING = (
     "mm_processor_kwargs",
@@ -35,6 +41,11 @@ def not_shareable(vllm_config: Any) -> str:
         return "KV that does not depend on the tokens before it alone"
     if getattr(cache, "calculate_kv_scales", False):
         return "scales that every process measures for itself (calculate_kv_scales)"
+    if kinds := _moving_angles(model):
+        return (
+            f"rotary embeddings of the kind {kinds[0]!r} computed by transformers' code (--model-impl), whose angles "
+            "depend on the longest prompt of a batch and on those before it"
+        )
     processing = getattr(model, "multimodal_config", None)
     if processing and processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
         return (
@@ -48,9 +59,20 @@ def not_shareable(vllm_config: Any) -> str:
     return ""
 
 
+def _moving_angles(model: Any) -> list[str]:
+    """vLLM's own code chooses angles once, when it starts; that of transformers while it runs."""
+    by_transformers = getattr(model, "using_transformers_backend", None)
+    return length_dependent(model.hf_config.to_dict()) if by_transformers and by_transformers() else []
+
+
 def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> Identity:
     """`identity` with the weights named. `from_hub`: names are the Hugging Face hub's. Raises ConfigError."""
-    model = vllm_config.model_config
+    model, form = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    if not identity.revision and form not in _FROM_ITS_PLACE:
+        raise ConfigError(
+            f"vLLM loads weights by {form!r}, from elsewhere than {model.model}, so that nothing says which they are; "
+            "set the option revision (a commit, a date), and another one after every change of the weights"
+        )
     place = getattr(model, "model_weights", "") or model.model
     return named(identity, place, model.revision or "", _cache(vllm_config, from_hub))
 

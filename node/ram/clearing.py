@@ -56,6 +56,8 @@ class Clearing:
             self._turn.left -= 1 + len(block.owners) // 16
             if not self._look(block, pinned, loose) or (loose and not may_evict) or (pinned and not may_move):
                 return False
+        if self._slots.is_free(area):  # others emptied it meanwhile
+            return True
         if not self._slots.close(area):
             return False
         try:

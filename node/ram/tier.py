@@ -363,8 +363,14 @@ class RamTier:
         below counting once. Pages that are put meanwhile may stay."""
         index = self.namespace(digest)
         counts: list[int] = []
-        walk(self, index, lambda pages: counts.append(sum(self.remove_some(index, [p.prefix_hash for p in pages]))))
-        return sum(counts) + self.below.remove_namespace(digest)
+
+        def remove(pages: list[Page]) -> None:
+            counts.append(sum(self.remove_some(index, [page.prefix_hash for page in pages])))
+
+        walk(self, index, remove)
+        removed = sum(counts) + self.below.remove_namespace(digest)
+        walk(self, index, remove)  # what was loaded from below meanwhile, which is counted already
+        return removed
 
     def drop_corrupt(self, page: Page) -> None:
         """Forgets a page whose bytes do not match its checksum (the caller holds it)."""

@@ -38,8 +38,8 @@ def walk(tier: Pages, space: Space | None, visit: Callable[[list[Page]], None]) 
                 visit(pages)
             time.sleep(0)  # else this thread would have the lock again
     finally:
-        with tier.lock:
-            tier.eviction.watchers.remove(moved)
+        with tier.lock:  # not by `remove`: that of another walk may be equal to it
+            tier.eviction.watchers[:] = [others for others in tier.eviction.watchers if others is not moved]
     for start in range(0, len(moved), SLOTS):  # pages that may have moved to where we had been
         with tier.lock:
             visit(_found(moved[start : start + SLOTS], space))

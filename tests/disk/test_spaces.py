@@ -121,3 +121,25 @@ def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes:
         client = nodes.connect(node)
         assert kept.digest in listed(client)
         assert kept.get(client, kept.keys(1)) == [True]
+
+
+def test_a_page_that_is_read_from_disk_while_its_namespace_is_removed_does_not_stay(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to RAM behind those who look there, and before they look on disk."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(4))
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    below = node.disk.remove_namespace
+
+    def remove(digest: bytes) -> int:
+        assert pages.get(client, keys[:2]) == [True] * 2
+        return below(digest)
+
+    monkeypatch.setattr(node.disk, "remove_namespace", remove)
+    assert nodes.connect(node).remove_namespace(pages.namespace) == 4
+    assert pages.get(client, keys) == [False] * 4
+    client.flush()
+    assert pages.get(nodes.connect(nodes.restart(node)), keys) == [False] * 4

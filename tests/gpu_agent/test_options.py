@@ -42,6 +42,19 @@ def test_facts_are_readable_and_long_ones_still_tell_apart() -> None:
     assert max(len(one), len(other)) <= 512
 
 
+def test_a_fact_does_not_pass_for_two_nor_for_a_salt() -> None:
+    texts = [
+        facts_text("vllm", a="x b=y", b="z"),
+        facts_text("vllm", a="x", b="y b=z"),
+        facts_text("vllm", a="x", b="y"),
+    ]
+    assert len(set(texts)) == 3
+    weighed = Identity(model="m").namespace(LAYOUT, facts_text("sglang", weight_version="1 salt=a"))
+    salted = Identity(model="m", salt="a").namespace(LAYOUT, facts_text("sglang", weight_version="1"))
+    quoted = Identity(model="m", salt='a"').namespace(LAYOUT, facts_text("sglang", weight_version='"1'))
+    assert len({weighed.digest, salted.digest, quoted.digest}) == 3
+
+
 def test_every_field_of_an_identity_makes_another_namespace() -> None:
     identity = Identity(tenant="t", model="m", revision="r", salt="s", epoch=1)
     spaces = [identity] + [

@@ -1,11 +1,13 @@
 """Pages that change their slot, and what an emptied namespace gives back."""
 
+import itertools
 import sys
 from typing import Any
 
 import pytest
 
 from kvstore.errors import Exhausted
+from node.ram.walk import walk
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -75,25 +77,52 @@ def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot(sandbox
     assert moving.box.tier.check() == []
 
 
-def test_all_pages_of_a_namespace_go_though_some_move_meanwhile(sandbox: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From where the walk has not been yet to where it has."""
-    box = sandbox(64 * EXTENT, EXTENT)
-    small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
-    keys = small.keys(*range(64 * 16))
-    for start in range(0, len(keys), 16):
-        box.now_ms += 1
-        box.put(small, keys[start : start + 16])
-    assert all(box.pin(small, keys[1::16]))  # one in each extent
-    puts = iter(range(100))
+@pytest.mark.parametrize("another", [False, True])
+def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
+    sandbox: Any, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """From where the walk has not been yet to where it has. `another` walk, such as a flush's, comes and goes."""
+    moving = MovingSandbox(sandbox, lambda moving: None)
+    box, steps = moving.box, itertools.count(1)
 
     def others(_: float) -> None:
-        box.now_ms += 1
-        box.reserve(large, large.keys(next(puts)))
+        if len(box.tier.eviction.watchers) > 1:
+            return
+        step = next(steps)
+        if step == 1 and another:
+            walk(box.tier, None, lambda pages: None)
+        if step == 17:
+            assert moving.put_large()
 
+    monkeypatch.setattr("node.ram.walk.SLOTS", 1)
+    monkeypatch.setattr("node.ram.walk.UNITS", 1)
     monkeypatch.setattr("node.ram.walk.time.sleep", others)
-    box.tier.remove_namespace(small.namespace.digest)
-    assert next(puts) > 2
-    assert box.present(small, keys) == set()
+    box.tier.remove_namespace(moving.small.namespace.digest)
+    assert moving.copies == 1
+    assert moving.page.offset < moving.offset
+    assert box.present(moving.small, moving.keys) == set()
+    assert box.tier.eviction.watchers == []
+    assert box.tier.check() == []
+
+
+@pytest.mark.parametrize("oldest", [0, 4, 12])
+def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
+    sandbox: Any, monkeypatch: pytest.MonkeyPatch, oldest: int
+) -> None:
+    """It is part of a larger free block by then. Closed and opened again, it was free twice, or the rest was lost."""
+    box = sandbox(EXTENT, EXTENT)
+    small, middle = box.open("small", PAGE), box.open("middle", 4 * PAGE)
+    keys = small.keys(*range(16))
+    box.put(small, keys)
+    box.now_ms += 1
+    box.get(small, keys[:oldest] + keys[oldest + 4 :])
+    monkeypatch.setattr("node.ram.turn.STEPS", 1)
+    monkeypatch.setattr("node.ram.turn.time.sleep", lambda _: box.remove(small, keys))
+    box.put(middle, middle.keys(0))
+    assert box.tier.check() == []
+    monkeypatch.undo()
+    box.put(small, keys[:12])
+    assert box.get(middle, middle.keys(0)) + box.get(small, keys[:12]) == [True] * 13
     assert box.tier.check() == []
 
 

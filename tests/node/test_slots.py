@@ -176,6 +176,24 @@ def test_nothing_is_given_out_in_a_closed_area() -> None:
     assert slots.allocate(SIZES[6], object()) == area.start * slots.unit_nbytes
 
 
+def test_a_free_place_is_not_closed() -> None:
+    slots = SlotAllocator(EXTENT, EXTENT)
+    for unit in (0, 4):
+        assert slots.is_free(area := slots.area(unit * SIZES[0], 2))
+        assert not slots.close(area), "it is part of a larger free block"
+    assert slots.check() == []
+
+
+def test_a_size_whose_blocks_are_all_closed_has_no_sparse_one() -> None:
+    slots = SlotAllocator(EXTENT, EXTENT)
+    offsets = [offset for _ in range(3 * 5) if (offset := slots.allocate(SIZES[2], object())) is not None]
+    for offset in offsets[1:5] + offsets[6:10] + offsets[11:]:
+        slots.free(offset)
+    assert slots.sparse(SIZES[2]) is not None
+    assert slots.close(range(64))
+    assert slots.sparse(SIZES[2]) is None
+
+
 def test_a_page_larger_than_an_extent_gets_no_slot() -> None:
     assert SlotAllocator(4 * EXTENT, EXTENT).allocate(2 * EXTENT, object()) is None
 

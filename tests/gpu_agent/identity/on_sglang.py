@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from claims import CONFIG, LONGROPE, YARN, Adapter, Way, changed, checkpoint, tree
+from claims import CONFIG, DYNAMIC, LONGROPE, YARN, Adapter, Way, changed, checkpoint, tree
 
 from gpu_agent.identity.sglang import linker_namespace, pool_namespace, weights
 from gpu_agent.options import Identity, identity_of
@@ -81,7 +81,11 @@ BOTH: dict[str, dict[str, Any]] = {
             {"args.load_format": "dummy"},
             {"args.weight_version": "step-2"},
         ],
-        "refused": [{"args.model_path": "org/unheard-of"}],
+        "refused": [
+            {"args.model_path": "org/unheard-of"},
+            {"args.load_format": "remote_instance"},
+            {"args.load_format": "ipc_cache"},
+        ],
     },
     "dtype": {"namespace": [{"args.dtype": "float16"}]},
     "quantisation": {
@@ -99,7 +103,11 @@ BOTH: dict[str, dict[str, Any]] = {
             {"config": {"rope_theta": 5e6}},
             {"args.json_model_override_args": '{"rope_theta": 1}'},
         ],
-        "refused": [{"config": {"rope_scaling": LONGROPE}}, {"config": {"text_config": {"rope_scaling": LONGROPE}}}],
+        "refused": [
+            {"config": {"rope_scaling": LONGROPE}},
+            {"config": {"text_config": {"rope_scaling": LONGROPE}}},
+            {"config": {"rope_scaling": DYNAMIC}, "args.model_impl": "transformers"},
+        ],
     },
     "LoRA": {
         "namespace": [{"lora": {}}],

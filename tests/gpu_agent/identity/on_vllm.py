@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from claims import CONFIG, DYNAMIC, YARN, Adapter, Way, changed, checkpoint, tree
+from claims import CONFIG, DYNAMIC, LONGROPE, YARN, Adapter, Way, changed, checkpoint, tree
 
 from gpu_agent.identity.vllm import (
     check_tier,
@@ -118,7 +118,13 @@ BOTH: dict[str, dict[str, Any]] = {
             {"load_config.load_format": "dummy"},
             {"load_config.model_loader_extra_config": {"tensorizer_uri": "a"}},
         ],
-        "refused": [{"model_config.model": "org/unheard-of"}, {"model_config.model_weights": "s3://bucket/tiny"}],
+        "refused": [
+            {"model_config.model": "org/unheard-of"},
+            {"model_config.model_weights": "s3://bucket/tiny"},
+            {"load_config.load_format": "tensorizer"},
+            {"load_config.load_format": "ipc_cache"},
+            {"load_config.load_format": "of-a-plugin"},
+        ],
     },
     "dtype": {"namespace": [{"model_config.dtype": "torch.float16"}]},
     "quantisation": {
@@ -133,7 +139,11 @@ BOTH: dict[str, dict[str, Any]] = {
             {"config": {"rope_scaling": YARN}},
             {"config": {"rope_theta": 5e6}},
             {"config": {"rope_scaling": DYNAMIC}},
-        ]
+        ],
+        "refused": [
+            {"config": {"rope_scaling": kind}, "model_config.using_transformers_backend": lambda: True}
+            for kind in (DYNAMIC, LONGROPE)
+        ],
     },
     "draft layers": {
         "namespace": [{"draft": {"name": "eagle"}}],
