@@ -49,7 +49,8 @@ class _Job:
 class SavePlan:
     """`ranks`: how many acknowledge a job. `blocks_max`: pinned at a time, over all groups. `order_blocks`:
     of one order; fewer wait for more, for `hold_s` at most, since each order costs the engine and the ranks as
-    much as its blocks do. `pin` and `unpin` take block ids. Not thread-safe: an engine has one scheduler."""
+    much as its blocks do, and not while blocks are `scarce`: then they are wanted back, and a request that is
+    thrown out wants its own stored. `pin` and `unpin` take block ids. Not thread-safe: an engine has one scheduler."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class SavePlan:
         pin: Callable[[Sequence[int]], None],
         unpin: Callable[[Sequence[int]], None],
         hold_s: float = 0.0,
+        scarce: Callable[[], bool] = lambda: False,
     ) -> None:
         self.ranks = ranks
         self._blocks_max = blocks_max
@@ -67,6 +69,7 @@ class SavePlan:
         self._unpin = unpin
         self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()  # outstanding, in order
         self._hold_s = hold_s
+        self.scarce = scarce
         self._ready: list[Block] = []
         self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
@@ -123,7 +126,8 @@ class SavePlan:
     def orders(self) -> list[SaveOrder]:
         """What the ranks shall store now."""
         orders: list[SaveOrder] = []
-        if len(self._ready) < self._order_blocks and time.monotonic() < self._ready_at + self._hold_s:
+        early = len(self._ready) < self._order_blocks and time.monotonic() < self._ready_at + self._hold_s
+        if early and not self.scarce():
             return orders
         while self._ready:
             blocks, self._ready = self._ready[: self._order_blocks], self._ready[self._order_blocks :]

@@ -82,11 +82,12 @@ def _count(counts: dict[Any, int], more: dict[Any, int]) -> None:
 
 @dataclass
 class _Request:
-    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up. With fewer
-    than `due_tokens` tokens computed there is none to be saved."""
+    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up. With `next_tokens`
+    tokens computed there is one more, with `due_tokens` enough of them to be saved."""
 
     request: EngineRequest
     planned: list[int]
+    next_tokens: int = 0
     due_tokens: int = 0
     present: Answer = ()
     offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
@@ -95,7 +96,8 @@ class _Request:
     barred: bool = False  # its KV may not be stored
 
     def plan_anew(self) -> None:
-        self.planned, self.due_tokens = [0] * len(self.planned), 0
+        self.planned = [0] * len(self.planned)
+        self.next_tokens = self.due_tokens = 0
 
 
 @dataclass
@@ -213,6 +215,7 @@ class BlockScheduler:
         loads, self._loads = self._loads, []
         if self._sync and loads:
             self._sync_loads[self._step] = {load.request_id for load in loads}
+        scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -220,7 +223,7 @@ class BlockScheduler:
             if self._recovering and request_id not in self._recovering:
                 state.barred = True  # it may read blocks that are being computed again
             computed = state.request.num_computed_tokens + tokens
-            if computed >= state.due_tokens:
+            if computed >= (state.next_tokens if scarce else state.due_tokens):
                 self._stage(state, computed, table_of(request_id))
         return StepOrders(self._step, self._epoch, loads, saves)
 
@@ -310,6 +313,8 @@ class BlockScheduler:
                 if tables[number][i] != NULL_BLOCK and not (i < len(present) and present[i]):
                     found.append(((i + 1) * group.block_tokens, number, i))
             state.planned[number] = max(state.planned[number], full)
+        ends = [(blocks + 1) * group.block_tokens for blocks, group in zip(state.planned, self._groups, strict=True)]
+        state.next_tokens = min(ends)
         state.due_tokens = min(
             self._due(blocks, group.block_tokens, request.num_tokens)
             for blocks, group in zip(state.planned, self._groups, strict=True)
@@ -319,7 +324,7 @@ class BlockScheduler:
         found.sort()  # if there is no room for all, then for all groups' blocks of a shorter prefix
         room = self._plan.room
         for _, number, i in reversed(found[room:]):
-            state.planned[number], state.due_tokens = i, 0
+            state.planned[number], state.next_tokens, state.due_tokens = i, 0, 0
         blocks: list[Block] = []
         for _, number, i in found[:room]:
             key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)

@@ -55,7 +55,8 @@ logger = init_logger("vllm.kvstore")
 OWN_OPTIONS = ("load", "min_tokens", "lora", "agents")
 MIN_TOKENS = 16
 ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
-HOLD_S = 0.05  # that a smaller job waits for more blocks
+HOLD_S = 0.05  # that a smaller job waits for more blocks,
+SCARCE_SHARE = 8  # unless less than this part of the blocks is free
 MEDIUM = "KVSTORE"  # in events
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
 
@@ -216,7 +217,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
         order_blocks = max(1, ORDER_NBYTES // page_nbytes)
-        plan = SavePlan(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S)
+        plan = SavePlan(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce)
         asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
         self._lookups = Lookups(asker, options.agent.lookup_timeout_s)
         step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
@@ -242,6 +243,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _unpin(self, blocks: Iterable[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
+
+    def _scarce(self) -> bool:
+        return bool(self._pool.get_num_free_blocks() * SCARCE_SHARE < self._caches.num_blocks)
 
     def on_new_request(self, request: Any) -> None:
         if self._scheduler and self._wanted(request):

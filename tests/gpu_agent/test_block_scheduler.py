@@ -13,6 +13,7 @@ from gpu_agent.blocks.scheduler import Report
 from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, ClientConfig
 from kvstore.errors import InvalidRequest
+from kvstore.keys import prefix_hashes
 from kvstore.measure.node_process import NodeProcess
 
 
@@ -208,6 +209,24 @@ def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
     fresh = FakeRequest("t", TOKENS)
     store.scheduler.ask(fresh)
     assert store.matched(fresh) == 0
+
+
+def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(stores: Any) -> None:
+    """A request that is thrown out for want of blocks comes back with what is stored."""
+    store, request, table = stores(), FakeRequest("r", list(range(32))), list(range(1, 13))
+    store.scheduler.ask(request)
+    staged = []
+    for step in range(10):  # a block each: two of the prompt, then of the answer
+        if step >= 2:
+            request.tokens += range(16)
+            request.block_hashes = prefix_hashes(request.tokens, 16)
+        store.scarce = step == 3
+        before = len(store.pins)
+        store.scheduler.step({"r": 16}, lambda _: [table])
+        request.num_computed_tokens += 16
+        staged.append(len(store.pins) - before)
+    assert staged == [1, 1, 0, 2, 0, 0, 0, 4, 0, 0]
+    store.scheduler.reset()
 
 
 def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(

@@ -181,3 +181,13 @@ def test_few_blocks_wait_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPat
     plan.stage("c", blocks(4, 5, 6, 7))
     assert [some.parts[0].blocks for some in plan.orders()] == [[4, 5, 6, 7]]  # enough for an order
     assert plan.check() == []
+
+
+def test_nothing_waits_for_more_while_blocks_are_scarce() -> None:
+    pins, scarce = Pins(), True
+    plan = SavePlan(1, 8, 4, pins.pin, pins.unpin, hold_s=1000.0, scarce=lambda: scarce)
+    plan.stage("a", blocks(1))
+    assert [order.parts[0].blocks for order in plan.orders()] == [[1]]
+    scarce = False
+    plan.stage("a", blocks(2))
+    assert plan.orders() == []
