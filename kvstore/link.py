@@ -103,8 +103,15 @@ class NodeLink:
         link = self._link
         return link.wire.name if link else "none"
 
-    def run(self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline) -> Result:
-        """Runs one call under breaker and deadline."""
+    def run(
+        self,
+        call: Callable[[Link, Deadline], Result],
+        namespace: Namespace | None,
+        deadline: Deadline,
+        waits_for_disk: bool = False,
+    ) -> Result:
+        """Runs one call under breaker and deadline. That one which `waits_for_disk` took too long says nothing about
+        the node: pages in RAM are served while a disk hangs."""
         deadline.remaining()  # a caller who comes too late says nothing about the node
         self._breaker.enter()
         began = self._clock()
@@ -112,7 +119,7 @@ class NodeLink:
             result = self._run(call, namespace, deadline)
         except (Unavailable, DeadlineExceeded) as error:
             self.failure_count += 1
-            if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
+            if isinstance(error, Unavailable) or (deadline.seconds >= EVIDENCE_S and not waits_for_disk):
                 self._breaker.failure(error, self._clock() - began)
             raise
         except KVStoreError as error:
