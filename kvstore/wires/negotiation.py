@@ -70,6 +70,8 @@ class Negotiation:
                 hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
+            if not hello.limits.batch_keys_max:
+                raise ProtocolError(f"{self._address} says that it takes no keys at all")
             wire, better = self._best(control, hello, found, deadline)
         except BaseException:
             control.close()
