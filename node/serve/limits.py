@@ -35,8 +35,8 @@ LONG_CALLS = {
     "scrub": 1,
     "recover": 1,
     "remove_namespace": 2,
-    "node_status": 4,
-    "list_namespaces": 4,
+    "node_status": 8,
+    "list_namespaces": 8,
 }
 SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
 SCRUB_S_MAX = 5.0
