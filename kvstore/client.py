@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
-WAIT_FOR_DISK = {"flush", "list", "recover", "scrub", "verify"}  # and durable puts
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
 
 
@@ -122,7 +121,7 @@ class Client:
                 look_up(link, namespace, prefix_hashes, True, deadline)
             return outcomes
 
-        return self._run(run, namespace, timeout_s, waits_for_disk=keep.durable)
+        return self._run(run, namespace, timeout_s)
 
     def get(
         self,
@@ -365,23 +364,16 @@ class Client:
             return [link.wire.call(op, request, deadline) for request in requests]
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=op != "stat")
-        return self._run(run, namespace, timeout_s, op in WAIT_FOR_DISK)
+        return self._run(run, namespace, timeout_s)
 
     def _call(self, op: str, request: Any, namespace: Namespace | None, timeout_s: float | None) -> Any:
-        def run(link: Link, deadline: Deadline) -> Any:
-            return link.wire.call(op, request, deadline)
-
-        return self._run(run, namespace, timeout_s, op in WAIT_FOR_DISK)
+        return self._run(lambda link, deadline: link.wire.call(op, request, deadline), namespace, timeout_s)
 
     def _run(
-        self,
-        call: Callable[[Link, Deadline], Result],
-        namespace: Namespace | None,
-        timeout_s: float | None,
-        waits_for_disk: bool = False,
+        self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, timeout_s: float | None
     ) -> Result:
         deadline = Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
-        return self._node.run(call, namespace, deadline, waits_for_disk)
+        return self._node.run(call, namespace, deadline)
 
 
 def _put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep) -> pb.PutRequest:

@@ -103,15 +103,8 @@ class NodeLink:
         link = self._link
         return link.wire.name if link else "none"
 
-    def run(
-        self,
-        call: Callable[[Link, Deadline], Result],
-        namespace: Namespace | None,
-        deadline: Deadline,
-        waits_for_disk: bool = False,
-    ) -> Result:
-        """Runs one call under breaker and deadline. That one which `waits_for_disk` took too long says nothing about
-        the node: pages in RAM are served while a disk hangs."""
+    def run(self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline) -> Result:
+        """Runs one call under breaker and deadline."""
         deadline.remaining()  # a caller who comes too late says nothing about the node
         self._breaker.enter()
         began = self._clock()
@@ -119,7 +112,7 @@ class NodeLink:
             result = self._run(call, namespace, deadline)
         except (Unavailable, DeadlineExceeded) as error:
             self.failure_count += 1
-            if isinstance(error, Unavailable) or (deadline.seconds >= EVIDENCE_S and not waits_for_disk):
+            if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
                 self._breaker.failure(error, self._clock() - began)
             raise
         except KVStoreError as error:
