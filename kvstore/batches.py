@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from kvstore.checksum import key_seed
 from kvstore.config import GET_PIECES_MAX
 from kvstore.deadline import Deadline
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.link import Link
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import PutOutcome
 
 
 def look_up(
@@ -22,8 +23,18 @@ def look_up(
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
-        found.append(link.wire.call("lookup", request, deadline).present[:])
+        present = link.wire.call("lookup", request, deadline).present[:]
+        if len(present) != len(hashes):
+            raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
+        found.append(present)
     return list(itertools.chain.from_iterable(reversed(found)))
+
+
+def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
+    try:
+        return [PutOutcome(verdict) for verdict in verdicts]
+    except ValueError as error:
+        raise ProtocolError(f"the node answered a put with a verdict that nobody knows: {error}") from error
 
 
 def leading(present: Sequence[bool]) -> int:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvstore.batches import batch_pages_max, batches, check_lengths, key_seeds, leading, look_up
+from kvstore.batches import batch_pages_max, batches, check_lengths, key_seeds, leading, look_up, put_outcomes
 from kvstore.buffers import byte_views
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
@@ -116,7 +116,7 @@ class Client:
                     if not outcomes or keep.durable:
                         raise
                     verdicts = [pb.FULL] * len(hashes)
-                outcomes.extend(PutOutcome(verdict) for verdict in verdicts)
+                outcomes.extend(put_outcomes(verdicts))
             if len(parts) > 1:
                 look_up(link, namespace, prefix_hashes, True, deadline)
             return outcomes

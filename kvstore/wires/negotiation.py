@@ -15,6 +15,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses, grpc_target
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.headroom import check_headroom
 from kvstore.wires.shm import ShmWire
 from kvstore.wires.wire import Wire
 
@@ -60,6 +61,7 @@ class Negotiation:
         limit = deadline.sooner(self._config.connect_timeout_s)
         try:
             found = self._addresses.resolve(limit)
+            check_headroom()
             control = GrpcWire(grpc_target(found, self._port), self._address)
         except DeadlineExceeded as error:
             raise Unavailable(str(error)) from error
@@ -68,6 +70,8 @@ class Negotiation:
                 hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
+            if not hello.limits.batch_keys_max:
+                raise ProtocolError(f"{self._address} says that it takes no keys at all")
             wire, better = self._best(control, hello, found, deadline)
         except BaseException:
             control.close()

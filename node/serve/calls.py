@@ -8,11 +8,11 @@ import asyncio
 import logging
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES
-from kvstore.errors import InvalidRequest
+from kvstore.errors import Exhausted, InvalidRequest
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
 from node.serve.service import Caller
 
@@ -27,6 +27,7 @@ class Call:
         self.context = context
         self.peer = _peer(context.peer())
         self.ended_because = ""
+        self.writing = False  # still True at the end: a reply that nobody takes stays in gRPC's memory
         self._places = places
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
@@ -79,6 +80,17 @@ class Call:
         if self._moved_nbytes >= CHUNK_NBYTES:
             self.watch_stalls()
 
+    async def write(self, message: Any) -> None:
+        """One reply. Who does not take it in `stall_s` gets no more."""
+        reason = f"its reply was not taken in {self._stall_s:g} s (stall_s)"
+        waiting = self._loop.call_later(self._stall_s, self._end, reason)
+        self.writing = True
+        try:
+            await self.context.write(message)
+            self.writing = False
+        finally:
+            waiting.cancel()
+
     # ---- requests ------------------------------------------------------------------------
 
     async def request(self, messages: AsyncIterator[Any]) -> Any:
@@ -102,7 +114,7 @@ class Call:
     async def in_thread(self, threads: Executor, function: Callable[..., Result], *arguments: Any) -> Result:
         """What may take long runs beside the loop. A call that is cancelled waits for it, because what it has
         in hand is in use there; `caller.gone` tells it."""
-        running = self._loop.run_in_executor(threads, function, *arguments)
+        running = asyncio.wrap_future(_submitted(threads, function, *arguments))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -114,7 +126,33 @@ class Call:
             raise
 
 
-def _peer(name: str) -> str:
-    """Of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'."""
+def _submitted(threads: Executor, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+    """An executor that can start no thread keeps what it was given and does it later, behind its caller's back: a put
+    reserved slots that nobody gave back. Raises Exhausted."""
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
+                future.set_exception(error)
+
+    try:
+        threads.submit(work)
+    except RuntimeError as error:
+        if future.cancel():
+            raise Exhausted("this node can start no more threads; raise its limit of processes") from error
+    return future
+
+
+def address_of(name: str) -> tuple[str, int]:
+    """(host, port) of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'; of another kind ('', 0)."""
     kind, _, address = urllib.parse.unquote(name).partition(":")
-    return peer_of(address.rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else name
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else ("", 0)
+
+
+def _peer(name: str) -> str:
+    host, _ = address_of(name)
+    return peer_of(host) if host else name

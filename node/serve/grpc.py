@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, status_code
 from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.chunks import runs
-from node.serve.calls import Call
+from node.serve.calls import Call, address_of
 from node.serve.grpc_connections import GrpcConnections
 from node.serve.health import SERVICE_NAME as HEALTH_NAME
 from node.serve.health import Health, Reply, Request
@@ -94,6 +94,7 @@ class GrpcServer:
             raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
         what = cap("gRPC connections", connections_max, "use fewer channels")
         self._connections = GrpcConnections(self.port, what)
+        self._servicer.hang_up = lambda name: self._connections.hang_up(*address_of(name))
 
     async def _bind(self, where: str, options: list[tuple[str, int]]) -> int:
         self._server = grpc.aio.server(options=options)
@@ -155,6 +156,7 @@ class Servicer:
         # Neither pool has a queue: what it runs is counted before.
         self._transfer_threads = futures.ThreadPoolExecutor(transfers, "grpc-transfer")
         self._long_threads = futures.ThreadPoolExecutor(sum(LONG_CALLS.values()), "grpc-long")
+        self.hang_up: Callable[[str], None] = lambda name: None  # ends the connection of gRPC's peer `name`
         names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
         self._reflection = reflection.ReflectionServicer(names)
 
@@ -191,9 +193,7 @@ class Servicer:
         services = {SERVICE_NAME: ours, HEALTH_NAME: health, reflection.SERVICE_NAME: info}
         return tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
 
-    def _handler(
-        self, behaviour: Behaviour, places: Places, read: Any, write: Any, one_reply: bool = False
-    ) -> grpc.RpcMethodHandler:
+    def _handler(self, behaviour: Behaviour, places: Places, read: Any, write: Any) -> grpc.RpcMethodHandler:
         """`read` and `write`: from and to the wire form; None leaves it."""
 
         async def run(messages: Messages, context: Any) -> Any:
@@ -207,6 +207,9 @@ class Servicer:
                 if not call.ended_because:
                     raise
                 log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
+                if call.writing:
+                    self.hang_up(context.peer())  # a status would wait behind the reply, in memory
+                    raise
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
             except grpc.aio.BaseError:
                 raise  # gRPC's own: the call was aborted above, or its connection is gone
@@ -214,15 +217,13 @@ class Servicer:
                 log.exception("grpc: a call of %s failed", call.peer)
                 await context.abort(grpc.StatusCode.INTERNAL, f"failed inside the node ({type(error).__name__})")
 
-        make = grpc.stream_unary_rpc_method_handler if one_reply else grpc.stream_stream_rpc_method_handler
-        return make(run, read, write)
+        return grpc.stream_stream_rpc_method_handler(run, read, write)
 
     def _unary(self, method: Any) -> grpc.RpcMethodHandler:
         op = _OPS[method.input_type.full_name]
         long = op in LONG_CALLS
 
-        async def behaviour(call: Call, messages: Messages) -> Any:
-            request = await call.request(messages)
+        async def answer(call: Call, request: Any) -> Any:
             if long:
                 return await call.in_thread(self._long_threads, self._service.call, op, request, call.caller)
             nbytes = request.ByteSize()
@@ -231,9 +232,12 @@ class Servicer:
             with self._service.requests.lent(call.peer, nbytes * REQUEST_NBYTES_FACTOR):
                 return self._service.call(op, request, call.caller)
 
+        async def behaviour(call: Call, messages: Messages) -> None:
+            await call.write(await answer(call, await call.request(messages)))
+
         request, reply = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
         forms = request.FromString, reply.SerializeToString
-        return self._handler(behaviour, self._calls, *forms, one_reply=True)
+        return self._handler(behaviour, self._calls, *forms)
 
     # ---- transfers -----------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class Servicer:
         begin = _part(await call.request(messages), "begin")  # of frames in their wire form
         with self._transfers.lent(call.peer), self._service.sessions.open(call.peer) as session:
             reply, slots = await self._in_thread(call, self._service.begin_put, session, begin)
-            await call.context.write(pb.PutFrameReply(begin=reply))
+            await call.write(pb.PutFrameReply(begin=reply))
             if not slots:
                 return
             self._limit(call, "put", sum(slot.nbytes for slot in slots))
@@ -249,17 +253,17 @@ class Servicer:
             commit = _part(await anext(messages, None), "commit")
             call.untimed()
             reply = await self._in_thread(call, self._service.commit_put, session, commit)
-            await call.context.write(pb.PutFrameReply(commit=reply))
+            await call.write(pb.PutFrameReply(commit=reply))
 
     async def _get(self, call: Call, messages: Messages) -> None:
         request = await call.request(messages)
         with self._transfers.lent(call.peer), self._service.sessions.open(call.peer) as session:
             nbytes, reply, pieces = await self._in_thread(call, self._service.begin_get, session, request)
             self._limit(call, "get", nbytes)
-            await call.context.write(pb.GetFrame(begin=reply).SerializeToString())
+            await call.write(pb.GetFrame(begin=reply).SerializeToString())
             for run in runs(pieces):
                 frame = chunk_frame(run)
-                await call.context.write(frame)
+                await call.write(frame)
                 call.moved(len(frame))
 
     async def _in_thread(self, call: Call, function: Any, session: Session, request: Any) -> Any:
@@ -279,7 +283,7 @@ class Servicer:
             status = self._health.status(name)
         except KeyError:
             await call.context.abort(grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
-        await call.context.write(status)
+        await call.write(status)
 
     async def _watch(self, call: Call, messages: Messages) -> None:
         name = (await call.request(messages)).service
@@ -287,7 +291,7 @@ class Servicer:
         call.limit(HEALTH_WATCH_S_MAX, f"a watch lasts at most {HEALTH_WATCH_S_MAX:g} s; watch again")
         try:
             async for status in self._health.watch(name):
-                await call.context.write(status)
+                await call.write(status)
         except KeyError:
             await call.context.abort(grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
 
@@ -296,7 +300,7 @@ class Servicer:
         call.limit(REFLECTION_S_MAX, f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another")
         async for message in messages:
             for reply in self._reflection.ServerReflectionInfo(iter([message]), None):
-                await call.context.write(reply)
+                await call.write(reply)
 
 
 def _part(frame: bytes | None, kind: str) -> Any:

@@ -29,6 +29,7 @@ _TCP_INFO = struct.Struct("=44xI4xI72xQ")
 class _Connection(NamedTuple):
     fd: int
     peer: str
+    port: int  # the client's
 
 
 class GrpcConnections:
@@ -65,9 +66,18 @@ class GrpcConnections:
             self._learn(fds)
             for connection in self._leaving(len(fds)):
                 log.info("grpc: a connection of %s is one too many", connection.peer)
-                with contextlib.suppress(OSError), _duplicate(connection.fd) as sock:
-                    if self._identified(connection.fd, sock) == connection:
-                        sock.shutdown(socket.SHUT_RDWR)
+                self._shut_down(connection)
+
+    def hang_up(self, host: str, port: int) -> None:
+        """On a client that has been connected for some time. Thread-safe."""
+        for connection in list(self._known.values()):
+            if connection is not None and (connection.peer, connection.port) == (peer_of(host), port):
+                self._shut_down(connection)
+
+    def _shut_down(self, connection: _Connection) -> None:
+        with contextlib.suppress(OSError), _duplicate(connection.fd) as sock:
+            if self._identified(connection.fd, sock) == connection:
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _learn(self, fds: list[int]) -> None:
         known: dict[int, _Connection | None] = {}
@@ -89,7 +99,8 @@ class GrpcConnections:
             return None
         if sock.getsockname()[1] != self._port or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return None
-        return _Connection(fd, peer_of(sock.getpeername()[0]))
+        host, port, *_ = sock.getpeername()
+        return _Connection(fd, peer_of(host), port)
 
     def _leaving(self, open_count: int) -> list[_Connection]:
         there = [connection for connection in self._known.values() if connection is not None]

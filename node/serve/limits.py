@@ -26,9 +26,18 @@ REQUEST_NBYTES_FREE = 64 << 10
 REQUEST_NBYTES_FACTOR = 8
 REQUESTS_NBYTES_MAX = 256 << 20
 
-# Calls that work on many pages or wait for the disk: how many at a time, each at most the half for one peer.
-# What is left out needs microseconds, or is bounded by its connection.
-LONG_CALLS = {"list": 8, "verify": 4, "flush": 8, "scrub": 1, "recover": 1, "remove_namespace": 2}
+# Calls that work on many pages or namespaces, or wait for the disk: how many at a time, each at most the half for
+# one peer. What is left out needs microseconds, or is bounded by its connection.
+LONG_CALLS = {
+    "list": 8,
+    "verify": 4,
+    "flush": 8,
+    "scrub": 1,
+    "recover": 1,
+    "remove_namespace": 2,
+    "node_status": 8,
+    "list_namespaces": 8,
+}
 SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
 SCRUB_S_MAX = 5.0
 

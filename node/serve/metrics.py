@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from kvstore.pb import kvstore_pb2 as pb
 from node.serve.service import THE_NODE, Service
 
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 _MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 _PUTS = {
     "stored": "pages_put",
@@ -120,7 +121,8 @@ def metrics_text(service: Service) -> Callable[[str], tuple[str, Callable[[], by
     registry.register(NodeCollector(service))
 
     def choose(accept: str) -> tuple[str, Callable[[], bytes]]:
-        encode, content_type = choose_encoder(accept)
+        # One of two: a version or an escaping that a scraper names would come back in the content type.
+        encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS.split(";")[0] in accept.lower() else "")
         return content_type, lambda: encode(registry)
 
     return choose

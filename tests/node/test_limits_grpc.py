@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvstore import Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
@@ -216,6 +218,31 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
     assert caught.value.code() is EXHAUSTED
     settle(node)
     assert node.tier.visible_count == 0
+
+
+def test_a_put_for_which_there_is_no_thread_leaves_nothing(
+    node: Node, connect: Any, pages: Any, settle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of threads kept it and did it later: slots were reserved by a session that was over."""
+    client = connect(node, "grpc")
+    client.open(pages.namespace)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if "grpc-transfer" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as short:
+        # Of a pool of its own: that of the node may have idle threads.
+        short.setattr(node.grpc._servicer, "_transfer_threads", futures.ThreadPoolExecutor(1, "grpc-transfer"))
+        short.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(Exhausted, match="no more threads"):
+            pages.put(client, pages.keys(1))
+        short.setattr(threading.Thread, "start", start)
+        assert pages.put(client, pages.keys(2)) == [PutOutcome.STORED]
+    settle(node, sessions=None)
+    assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
 
 
 def test_long_metadata_is_refused(node: Node, channels: Any) -> None:

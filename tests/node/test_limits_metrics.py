@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +76,20 @@ def test_a_head_that_is_too_long_or_not_a_get_is_refused(node: Node, dial: Any) 
     assert scrape(node.metrics.port, "POST")[0] == 405
     status, _, text = scrape(node.metrics.port, "HEAD")
     assert (status, text) == (200, b"")
+
+
+def test_scrapers_that_name_versions_get_one_of_two_texts(node: Node) -> None:
+    """Each version had a text of its own, made at once and kept for good."""
+    for kind in ("text/plain", "application/openmetrics-text"):
+        for number in range(8):
+            accept = f"{kind}; version=1.{number}.0; escaping=values"
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{node.metrics.port}/metrics", headers={"Accept": accept}
+            )
+            with urllib.request.urlopen(request, timeout=10.0) as reply:
+                assert reply.headers["Content-Type"].startswith(kind)
+                assert b"kvstore_serving 1" in reply.read()
+    assert len(node.metrics._cached) == 2
 
 
 def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ LONG = {
     "flush": lambda client, pages: client.flush(),
     "scrub": lambda client, pages: client.scrub(),
     "recover": lambda client, pages: client.recover(),
+    "node_status": lambda client, pages: client.node_status(),
+    "list_namespaces": lambda client, pages: client.namespaces(),
 }
 
 

@@ -1,0 +1,53 @@
+"""A process that has next to nothing left: the store is not there for it, and it lives. gRPC would end it."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvstore import Client, ClientConfig, Namespace, Unavailable, opaque_layout
+
+LEFT = """
+import os, resource, sys
+from kvstore import Client, ClientConfig, Namespace, Unavailable, opaque_layout
+space = Namespace("m", opaque_layout(4096))
+config = ClientConfig(address="127.0.0.1:" + sys.argv[1], timeout_s=2.0)
+def asked(how):
+    try:
+        Client(config).lookup(space, [b"k" * 32])
+    except Unavailable as error:
+        assert how in str(error), error
+asked("")
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+taken = []
+try:
+    while True:
+        taken.append(os.eventfd(0))
+except OSError:
+    pass
+for _ in range(16):
+    asked("descriptors left (ulimit -n)")
+    os.close(taken.pop())
+print("alive")
+"""
+
+
+def test_a_process_without_descriptors_lives_on(unserved_port: int) -> None:
+    """It was ended by SIGABRT with 0, 1, 2, 3 or 5 of them left."""
+    child = subprocess.run(
+        [sys.executable, "-c", LEFT, str(unserved_port)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (child.returncode, child.stdout) == (0, "alive\n"), child.stderr
+
+
+def test_a_process_without_threads_is_told_at_once(unserved_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC tried for 12 s, whatever the deadline, and ended the process."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Client(ClientConfig(address=f"127.0.0.1:{unserved_port}")) as client:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(Unavailable, match="fewer than 8 threads"):
+            client.lookup(Namespace("m", opaque_layout(4096)), [b"k" * 32])

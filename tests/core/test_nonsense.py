@@ -1,0 +1,45 @@
+"""A node that answers nonsense: an error of ours, or a miss."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
+from kvstore.batches import look_up, put_outcomes
+from kvstore.deadline import Deadline
+from kvstore.pb import kvstore_pb2 as pb
+
+NAMESPACE = Namespace("m", opaque_layout(4096))
+KEYS = [b"k" * 32]
+
+
+class Nonsense:
+    """A wire whose node answers what it likes."""
+
+    def __init__(self, answer: Any) -> None:
+        self.call = self.put = lambda *_: answer
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_lookup_that_is_answered_for_other_keys_is_no_answer(count: int) -> None:
+    """Two pages were found where one was asked for."""
+    link: Any = SimpleNamespace(
+        limits=pb.Limits(batch_keys_max=8), wire=Nonsense(pb.LookupReply(present=[True] * count))
+    )
+    with pytest.raises(ProtocolError, match="for"):
+        look_up(link, NAMESPACE, KEYS, False, Deadline(1.0))
+
+
+def test_a_verdict_that_nobody_knows_is_an_error_of_ours() -> None:
+    with pytest.raises(ProtocolError, match="77"):
+        put_outcomes([77])
+
+
+def test_a_node_that_takes_no_keys_is_not_used(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(type(fake_node).Hello.__globals__, "LIMITS", pb.Limits())
+    with (
+        Client(ClientConfig(address=fake_node.address, wire="grpc")) as client,
+        pytest.raises(ProtocolError, match="no keys at all"),
+    ):
+        client.lookup(NAMESPACE, KEYS)

@@ -1,0 +1,110 @@
+"""Clients over gRPC that ask and never take the answer: HTTP/2 lets them say that they have room for nothing."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore.pb import kvstore_pb2 as pb
+from node.server import Node
+
+SETTINGS, HEADERS, DATA = 4, 1, 0
+WINDOW = 4  # the setting's number
+CALLS = 12
+
+
+class Deaf:
+    """A connection of HTTP/2 that gives its peer no room to answer."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self._send(_frame(SETTINGS, 0, 0, struct.pack(">HI", WINDOW, 0)) + _frame(SETTINGS, 1, 0, b""))
+        self._stream = 1
+
+    def _send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def call(self, path: str, message: bytes, end: bool = True) -> None:
+        fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "node"}
+        fields |= {"content-type": "application/grpc", "te": "trailers"}
+        block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+        body = b"\0" + struct.pack(">I", len(message)) + message
+        self._send(_frame(HEADERS, 4, self._stream, block) + _frame(DATA, int(end), self._stream, body))
+        self._stream += 2
+
+    def hung_up(self, within_s: float) -> bool:
+        """Whether the node closes the connection."""
+        end = time.monotonic() + within_s
+        try:
+            while (left_s := end - time.monotonic()) > 0:
+                self._socket.settimeout(left_s)
+                if not self._socket.recv(1 << 16):
+                    return True
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _text(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode()
+
+
+def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    return struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
+
+
+@pytest.fixture
+def deaf(node: Node) -> Iterator[Callable[[], Deaf]]:
+    made: list[Deaf] = []
+
+    def one() -> Deaf:
+        made.append(Deaf(node.grpc.port))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def writing(node: Node, count: int) -> bool:
+    end = time.monotonic() + 20.0
+    while node.tier.writing_count != count and time.monotonic() < end:
+        threading.Event().wait(0.01)
+    return node.tier.writing_count == count
+
+
+def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(node: Node, deaf: Any, connect: Any, pages: Any) -> None:
+    """It kept them for as long as it liked, and a peer's share of gRPC's transfers with them."""
+    client = connect(node)
+    client.open(pages.namespace)
+    rude = deaf()
+    for key in pages.keys(*range(CALLS)):
+        request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=[key], page_nbytes=pages.nbytes)
+        rude.call("/kvstore.KVStore/Put", pb.PutFrame(begin=request).SerializeToString(), end=False)
+    assert writing(node, CALLS)
+    assert writing(node, 0)
+    assert rude.hung_up(20.0)
+
+
+@pytest.mark.parametrize(
+    "path", ["/kvstore.KVStore/NodeStatus", "/kvstore.KVStore/List", "/grpc.health.v1.Health/Check"]
+)
+def test_replies_that_nobody_takes_do_not_stay_in_memory(
+    node: Node, deaf: Any, connect: Any, pages: Any, path: str
+) -> None:
+    """A call was over when its reply was made, so that one peer could leave thousands of them with the node."""
+    connect(node).open(pages.namespace)
+    rude = deaf()
+    for _ in range(CALLS):
+        rude.call(path, pb.ListRequest(namespace=pages.namespace.digest).SerializeToString() if "List" in path else b"")
+    assert rude.hung_up(20.0)
