@@ -10,7 +10,10 @@ from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.link import Link
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import PutOutcome
+from kvstore.results import Keep, PutOutcome
+
+# So long before a caller's deadline a node ends its waiting for the disk, at least.
+WAIT_MARGIN_S = 0.05
 
 
 def look_up(
@@ -28,6 +31,24 @@ def look_up(
             raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
         found.append(present)
     return list(itertools.chain.from_iterable(reversed(found)))
+
+
+def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep, deadline: Deadline) -> pb.PutRequest:
+    return pb.PutRequest(
+        namespace=namespace.digest,
+        prefix_hashes=prefix_hashes,
+        page_nbytes=namespace.layout.page_nbytes,
+        ttl_ms=max(0, round(keep.ttl_s * 1000)),
+        durable=keep.durable,
+        wait_ms=wait_ms(deadline) if keep.durable else 0,
+    )
+
+
+def wait_ms(deadline: Deadline) -> int:
+    """How long a node may wait for its disk: it answers before the deadline, so that a disk that hangs is not taken
+    for a node that does."""
+    left_s = deadline.remaining()
+    return max(1, int(1000 * (left_s - max(WAIT_MARGIN_S, left_s / 10))))
 
 
 def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:

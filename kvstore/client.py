@@ -13,7 +13,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvstore.batches import batch_pages_max, batches, check_lengths, key_seeds, leading, look_up, put_outcomes
+from kvstore.batches import (
+    batch_pages_max,
+    batches,
+    check_lengths,
+    key_seeds,
+    leading,
+    look_up,
+    put_outcomes,
+    put_request,
+    wait_ms,
+)
 from kvstore.buffers import byte_views
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
@@ -109,7 +119,7 @@ class Client:
                 hashes = prefix_hashes[part]
                 if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
                     look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
-                request = _put_request(namespace, hashes, keep)
+                request = put_request(namespace, hashes, keep, deadline)
                 try:
                     verdicts = link.wire.put(request, views[part], key_seeds(namespace, hashes), deadline)
                 except Exhausted:
@@ -226,8 +236,11 @@ class Client:
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
         connection of its own; `timeout_s` covers all of it up to the commit.
         """
-        request = _put_request(namespace, prefix_hashes, keep)
-        return self._in_place(lambda wire, deadline: wire.reserving(request, deadline), namespace, timeout_s)
+
+        def enter(wire: ShmWire, deadline: Deadline) -> contextlib.AbstractContextManager[ReservedSlots]:
+            return wire.reserving(put_request(namespace, prefix_hashes, keep, deadline), deadline)
+
+        return self._in_place(enter, namespace, timeout_s)
 
     def open_get(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], prefix: bool = False, timeout_s: float | None = None
@@ -336,8 +349,12 @@ class Client:
 
     def flush(self, timeout_s: float | None = None) -> int:
         """Returns when all visible pages survive power loss; the number of pages on disk."""
-        pages: int = self._call("flush", pb.FlushRequest(), None, timeout_s).pages_on_disk
-        return pages
+
+        def run(link: Link, deadline: Deadline) -> int:
+            reply = link.wire.call("flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline)
+            return int(reply.pages_on_disk)
+
+        return self._run(run, None, timeout_s)
 
     def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
         """Lets the node verify a stretch of its disk; go on with `next_cursor` until it is empty."""
@@ -374,13 +391,3 @@ class Client:
     ) -> Result:
         deadline = Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
         return self._node.run(call, namespace, deadline)
-
-
-def _put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep) -> pb.PutRequest:
-    return pb.PutRequest(
-        namespace=namespace.digest,
-        prefix_hashes=prefix_hashes,
-        page_nbytes=namespace.layout.page_nbytes,
-        ttl_ms=max(0, round(keep.ttl_s * 1000)),
-        durable=keep.durable,
-    )

@@ -218,18 +218,20 @@ class LookupReply(_message.Message):
     def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable")
+    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable", "wait_ms")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     page_nbytes: int
     ttl_ms: int
     durable: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ("verdicts", "offsets")
@@ -580,8 +582,10 @@ class RemoveNamespaceReply(_message.Message):
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("wait_ms",)
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    wait_ms: int
+    def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
 
 class FlushReply(_message.Message):
     __slots__ = ("pages_on_disk",)

@@ -30,10 +30,13 @@ class Durability:
             raise InvalidRequest("this node has no disk tier; start it with --data-dir")
         return self._disk
 
-    def keep(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
+    def end(self, wait_ms: int = 0) -> float:
+        """When waiting for the disk ends that begins now, in monotonic time: the caller may have less than flush_s."""
+        return time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s)
+
+    def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
         """Returns when these pages survive power loss. Raises Exhausted if the disk has no space for them,
         is stopped or too slow, or if one of them has gone: nobody was promised a page that is not there."""
-        end = time.monotonic() + self._flush_s
         self._barrier(end)  # what is queued already need not be offered again
         self._save([(digest, list(prefix_hashes))], end, self._unsafe)
 
@@ -47,10 +50,9 @@ class Durability:
         except OSError as error:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 
-    def flush(self) -> None:
+    def flush(self, end: float) -> None:
         """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
         not delay it, and those that go meanwhile need not be there."""
-        end = time.monotonic() + self._flush_s
         self._barrier(end)
         self._save(self._inventory.unsaved(), end, self._unsafe_in_ram)
         if self.disk.unsafe_count:  # another may have stored a page that has left RAM before we looked
@@ -118,4 +120,4 @@ class Durability:
         if self.disk.poisoned:
             raise Exhausted(f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}")
         if time.monotonic() >= end:
-            raise Exhausted(f"pages are visible but were not durable after {self._flush_s:g} s (flush_s)")
+            raise Exhausted("pages are visible but were not durable in the time of the call and the node's flush_s")

@@ -37,6 +37,7 @@ class Session:
         self._held_nbytes = 0
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
+        self.wait_end = 0.0  # of waiting for that
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
         """Raises Exhausted if this peer, or all of them, have reserved too much that is not committed yet."""
