@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 128
 SAY_LAST_S = 0.1
 DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
+LEAVE_S = 1.0  # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
 LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
 Request = tuple[str, Any]
 
@@ -315,14 +316,14 @@ class ConnectionServer(abc.ABC):
                     connection.socket.shutdown()
         self._listener.shutdown(socket.SHUT_RDWR)
         if self._acceptor.is_alive():
-            self._acceptor.join(1.0 + self._stall_s)
+            self._acceptor.join(2.0)
         self._listener.close()
         self._spare.close()
         with self._changed:
             self._changed.wait_for(lambda: not any(c.busy for c in self._connections), drain_s)
             for connection in self._connections:
                 connection.socket.shutdown()
-            self._changed.wait_for(lambda: not self._connections, self._stall_s)
+            self._changed.wait_for(lambda: not self._connections, LEAVE_S)
 
 
 def _refuse(sock: socket.socket, error: KVStoreError) -> None:

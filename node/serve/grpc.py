@@ -53,7 +53,7 @@ _OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DES
 STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
 METADATA_NBYTES_MAX = 8 << 10
 CONNECTIONS_MAX = 4096
-STOP_S_MAX = 5.0  # what calls may take to end after they are cancelled
+STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
 
 Messages = AsyncIterator[Any]
 Behaviour = Callable[[Call, Messages], Awaitable[Any]]

@@ -341,12 +341,25 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
     node = Node(NodeConfig(**PORTS, **SMALL | {"flush_s": 0.2}, data_dir=str(tmp_path / "data")))
     node.start()
     keeper = keeper_of(node)
-    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk")) as client:
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(6))
+        configs = [ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire=wire) for wire in ("shm", "bulk", "grpc")]
+        clients = [stack.enter_context(Client(config)) for config in configs]
+        for client in clients:
+            pages.put(client, pages.keys(1))
         os.kill(keeper, signal.SIGSTOP)
-        pages.put(client, pages.keys(1))
-    begun = time.monotonic()
-    node.stop()
-    assert time.monotonic() - begun < 8.0
+        pages.put(clients[0], pages.keys(2))  # the writer hangs with it
+        pool.submit(clients[0].recover, 60.0)
+        for client in clients[1:]:
+            pool.submit(lambda client=client: list(client.list_pages(pages.namespace)))
+        calls, end = node.service._long_calls, time.monotonic() + 10.0
+        while not (calls["recover"].used and calls["list"].used == 2):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        begun = time.monotonic()
+        node.stop()
+        took_s = time.monotonic() - begun
+    assert took_s < 8.0
     assert not is_running(keeper)
 
 
