@@ -11,6 +11,7 @@ from kvstore.config import load
 from kvstore.errors import ConfigError
 from node.config import NodeConfig
 from node.garbage import SeldomCollections
+from node.log_rate import LogRate
 from node.server import Node
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -64,6 +65,8 @@ def main() -> None:
     try:
         config = load(NodeConfig, "KVSTORE_NODE", arguments)
         logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogRate())
         node = Node(config, _end_if_asked)
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)

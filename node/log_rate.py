@@ -1,0 +1,27 @@
+"""So many log lines of a kind: what a stranger makes a node say must not fill its disk."""
+
+import logging
+import time
+from collections.abc import Callable
+
+LINES = 20  # of one statement,
+WINDOW_S = 10.0  # in so long
+
+
+class LogRate(logging.Filter):
+    """For a handler. Lines beyond are counted, and the next one that is let through tells how many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # by statement: when its window began, lines in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now = (record.pathname, record.lineno), self._clock()
+        began, count = self._kinds.get(kind, (now, 0))
+        if now - began >= WINDOW_S:
+            if count > LINES:
+                record.msg, record.args = f"{record.getMessage()} (and {count - LINES} more like this before)", None
+            began, count = now, 0
+        self._kinds[kind] = began, count + 1
+        return count < LINES

@@ -1,0 +1,34 @@
+"""A node's log under a stranger who makes it talk."""
+
+import logging
+import socket
+
+from kvstore.measure.node_process import NodeProcess
+from node.log_rate import LINES, WINDOW_S, LogRate
+
+
+def test_lines_of_a_kind_are_few_and_the_others_are_counted() -> None:
+    now = 100.0
+    rate = LogRate(lambda: now)
+
+    def say(line: int, *arguments: object) -> str | None:
+        record = logging.LogRecord("node", logging.INFO, "file.py", line, "%s said %d", arguments, None)
+        return record.getMessage() if rate.filter(record) else None
+
+    assert [say(1, "a", n) for n in range(LINES + 30)] == [f"a said {n}" for n in range(LINES)] + [None] * 30
+    assert say(2, "b", 1) == "b said 1", "another statement is another kind"
+    now += WINDOW_S
+    assert say(1, "a %", 2) == "a % said 2 (and 30 more like this before)"
+    assert say(1, "a", 3) == "a said 3"
+
+
+def test_a_stranger_who_makes_it_talk_does_not_fill_the_log() -> None:
+    with NodeProcess("--ram-bytes", "1MiB", "--log-level", "INFO") as process:
+        for _ in range(300):
+            with socket.create_connection(("127.0.0.1", process.bulk_port)) as stranger:
+                stranger.sendall(b"no frame at all!")
+                stranger.recv(1 << 16)
+        process._said.seek(0)
+        said = process._said.read().splitlines()
+    about = [line for line in said if "127.0.0.1" in line]
+    assert 0 < len(about) <= 3 * LINES, about[-1]
