@@ -64,9 +64,10 @@ def main() -> None:
     arguments = vars(_parser().parse_args())
     try:
         config = load(NodeConfig, "KVSTORE_NODE", arguments)
-        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(LogRate())
+        handler = logging.StreamHandler()
+        handler.addFilter(LogRate())
+        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(level=config.log_level, format=form, handlers=[handler])
         node = Node(config, _end_if_asked)
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)

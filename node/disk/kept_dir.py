@@ -10,6 +10,7 @@ A keeper that was ended is an OSError for whoever has an order for it, until `re
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class KeptDir:
             flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
             self._open = OpenExtents(path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer())
             undo.pop_all()
+        self._turn = threading.Lock()  # of who changes the keeper
+        self._closed = False
         self.rows = KeptRows(self)
         self.files = KeptFiles(self, self._open, direct)
 
@@ -58,8 +61,13 @@ class KeptDir:
     def revive(self) -> None:
         """Starts a keeper in the place of one that has ended. Raises OSError. What was not synced by then
         is as after a crash: perhaps there."""
-        if not self.keeper.trouble():
-            return
+        with self._turn:
+            if self._closed:
+                raise OSError("the node stops")
+            if self.keeper.trouble():
+                self._revive()
+
+    def _revive(self) -> None:
         try:
             fresh = KeeperProcess(self._task)
         except ConfigError as error:
@@ -73,11 +81,13 @@ class KeptDir:
 
     def close(self) -> None:
         """Raises OSError if the rows could not be closed; everything is free all the same."""
-        try:
-            self.keeper.close()
-        finally:
-            self._open.close()
-            os.close(self._lock)
+        with self._turn:
+            self._closed = True
+            try:
+                self.keeper.close()
+            finally:
+                self._open.close()
+                os.close(self._lock)
 
 
 class KeptRows:
