@@ -27,7 +27,14 @@ def served_weights(identity: Identity, served_name: str | None) -> tuple[Identit
 
 def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
     """`weights` of a server with these arguments. Raises ConfigError."""
-    return weights(identity, args, model_config(args), not envs.SGLANG_USE_MODELSCOPE.get())
+    config = model_config(args)
+
+    def native() -> bool:
+        from sglang.srt.models.registry import ModelRegistry  # where it is asked for, the server has it already
+
+        return any(map(ModelRegistry.is_arch_supported, config.get("architectures") or ()))
+
+    return weights(identity, args, config, not envs.SGLANG_USE_MODELSCOPE.get(), native)
 
 
 def model_config(args: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Its keys are a SHA-256 chain over token ids, which for an image are made from a 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,20 @@ _MAMBA = "mamba"
 
 
 def weights(
-    identity: Identity, args: Any, config: Mapping[str, Any], from_hub: bool = True
+    identity: Identity,
+    args: Any,
+    config: Mapping[str, Any],
+    from_hub: bool = True,
+    native: Callable[[], bool] = lambda: True,
 ) -> tuple[Identity, dict[str, Any]]:
     """Which weights, and what else of the server's arguments (`args`) and its model's configuration decides what KV
-    they make. `from_hub`: names are the Hugging Face hub's. Raises ConfigError."""
-    by_transformers = getattr(args, "model_impl", "auto") == "transformers"
-    kinds = [kind for kind in length_dependent(config) if by_transformers or "dynamic" not in kind]
+    they make. `from_hub`: names are the Hugging Face hub's. `native`: whether SGLang has code of its own for the model;
+    where it has none, it runs transformers'. Raises ConfigError."""
+
+    def depends(kind: str) -> bool:
+        return "dynamic" not in kind or getattr(args, "model_impl", "auto") == "transformers" or not native()
+
+    kinds = [kind for kind in length_dependent(config) if depends(kind)]
     if kinds:
         raise ConfigError(
             f"the model has rotary embeddings of the kind {kinds[0]!r}, whose angles SGLang chooses by the longest "

@@ -36,7 +36,8 @@ def served(tmp_path: Path, way: Way) -> tuple[Identity, dict[str, Any]]:
         args.args.quantization_param_path = str(tmp_path / "scales.json")
     if "lora" in way:
         args.args.lora_paths = [f"french={checkpoint(tmp_path, way['lora'])}"]
-    return weights(identity_of(way.get("options", {})), args.args, {**CONFIG, **way.get("config", {})})
+    config = {**CONFIG, **way.get("config", {})}
+    return weights(identity_of(way.get("options", {})), args.args, config, native=lambda: way.get("native", True))
 
 
 class MHAHost:
@@ -107,6 +108,7 @@ BOTH: dict[str, dict[str, Any]] = {
             {"config": {"rope_scaling": LONGROPE}},
             {"config": {"text_config": {"rope_scaling": LONGROPE}}},
             {"config": {"rope_scaling": DYNAMIC}, "args.model_impl": "transformers"},
+            {"config": {"rope_scaling": DYNAMIC}, "native": False},
         ],
     },
     "LoRA": {
