@@ -22,7 +22,7 @@ from kvstore.errors import Exhausted, KVStoreError, ProtocolError, status_code
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket, pack_fixed
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
-from node.serve.limits import REQUEST_NBYTES_FACTOR, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
+from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FACTOR, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
 from node.serve.service import Caller, Service
 from node.serve.session import Session
 
@@ -141,11 +141,17 @@ class Connection(abc.ABC):
     def _serve_request(self, session: Session, op: str, request: Any) -> None:
         try:
             if not self.transfer(session, op, request):
-                self.send(op, self.service.call(op, request, self.caller))
+                self.send(op, self._answer(op, request))
         except KVStoreError as error:
             self.send_error(error)
             if isinstance(error, ProtocolError):
                 raise
+
+    def _answer(self, op: str, request: Any) -> Any:
+        if op in LONG_CALLS:  # few, and they may wait for the disk
+            return self.service.call(op, request, self.caller)
+        with self.service.turns.turn(self.peer):
+            return self.service.call(op, request, self.caller)
 
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""

@@ -38,6 +38,7 @@ LONG_CALLS = {
     "node_status": 8,
     "list_namespaces": 8,
 }
+TURNS = 2  # of the other calls of one peer that are worked on at a time, on bulk and shared-memory connections
 SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
 SCRUB_S_MAX = 5.0
 
@@ -85,6 +86,29 @@ class Cap:
 def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Cap:
     """One peer gets half, unless told otherwise."""
     return Cap(what, total, per_peer or max(1, -(-total // 2)), remedy)
+
+
+class Turns:
+    """At most TURNS of one peer are at it; its others wait. So a peer with a hundred connections has no more of the
+    interpreter than one with two. Thread-safe; remembers only peers that are at it or wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._peers: dict[str, tuple[threading.Semaphore, list[None]]] = {}
+
+    @contextmanager
+    def turn(self, peer: str) -> Iterator[None]:
+        with self._lock:
+            turns, present = self._peers.setdefault(peer, (threading.Semaphore(TURNS), []))
+            present.append(None)
+        try:
+            with turns:
+                yield
+        finally:
+            with self._lock:
+                present.pop()
+                if not present:
+                    del self._peers[peer]
 
 
 class Budget:

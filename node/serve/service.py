@@ -33,6 +33,7 @@ from node.serve.limits import (
     SCRUB_NBYTES_MAX,
     SCRUB_S_MAX,
     Budget,
+    Turns,
     cap,
 )
 from node.serve.replies import in_range
@@ -79,6 +80,7 @@ class Service:
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
         )
+        self.turns = Turns()
         self._long_calls = {
             op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
         }

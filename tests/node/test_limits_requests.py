@@ -51,6 +51,27 @@ LONG = {
 }
 
 
+@pytest.mark.parametrize("wire", ["shm", "bulk"])
+def test_of_one_peers_requests_two_are_worked_on_at_a_time(
+    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """However many connections it has: another peer's request waits behind no more than those."""
+    client = connect(node, wire, timeout_s=30.0, connections_max=8)
+    client.open(pages.namespace)
+    blocked = Blocked(node, "pin", monkeypatch)
+    calls = [threading.Thread(target=client.pin, args=(pages.namespace, pages.keys(1), 1.0)) for _ in range(6)]
+    for call in calls:
+        call.start()
+    assert all(blocked.running.acquire(timeout=10.0) for _ in range(2))
+    assert not blocked.running.acquire(timeout=0.3)
+    with node.service.turns.turn("another peer"):
+        pass
+    blocked.go_on.set()
+    for call in calls:
+        call.join()
+    assert node.service.turns._peers == {}
+
+
 @pytest.mark.parametrize("op", LONG)
 def test_long_calls_of_a_kind_are_few_and_one_more_is_refused_by_name(
     node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, op: str
