@@ -123,9 +123,10 @@ class Load:
         for _ in range(self._rng.randint(1, BATCH_PAGES_MAX)):
             self._count += 1
             hashes.append(hashlib.sha256(f"{self._seed} {self._count}".encode()).digest())
-        again = [h for i, h in sorted(known.removed | known.gone) if i == index][:1]
-        keys = [(index, prefix_hash) for prefix_hash in hashes + again]
         durable, ttl_s = self._rng.random() < 0.4, self._rng.choice([0, 0, 0, 1, 1000])
+        # What was removed and not flushed may be back after a kill, as it was: with no time to live.
+        dead = known.gone if ttl_s == 1 else known.removed | known.gone
+        keys = [(index, h) for h in hashes] + [key for key in sorted(dead) if key[0] == index][:1]
         known.forget(keys)
         namespace = NAMESPACES[index]
         contents = [page_content(namespace.digest, h, namespace.layout.page_nbytes) for _, h in keys]
@@ -256,8 +257,9 @@ class Crashes:
             durable = {h for i, h in known.durable if i == index}
             dead = {h for i, h in known.gone if i == index}
             dead |= {key[1] for key, end in known.mortal.items() if key[0] == index and end <= now}
-            if dead & found:
-                raise Failure(f"{len(dead & found)} pages came back after they were removed or expired")
+            if back := dead & found:
+                gone = len(back & {h for i, h in known.gone if i == index})
+                raise Failure(f"{gone} pages came back after they were removed, {len(back) - gone} after their time")
             if self._evicting:
                 continue
             if durable - found:
