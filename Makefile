@@ -7,15 +7,17 @@ READY := $(VENV)/.ready
 
 CYCLES ?= 300
 RUNS ?= 50
+LIVES ?= 300
 # A file's tests stay together in one worker: they share their node.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
 	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
+	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (a minute); LIVES=3000 for more"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
@@ -60,6 +62,9 @@ test-dist: dist
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[node,cli,agent]"
 	KVSTORE_DIST_PYTHON=$(CURDIR)/.venv-dist/bin/python $(BIN)/python -m pytest tests/packaging
+
+test-races: $(READY)
+	KVSTORE_RACES=$(LIVES) $(PYTEST) --dist load tests/node/test_interleaved.py
 
 test-crash: $(READY)
 	$(BIN)/python tests/disk/crash.py --cycles $(CYCLES) $(if $(DIR),--dir $(DIR))

@@ -2,9 +2,11 @@
 that can break every rule."""
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from node.ram.tier import RamTier
 from node.server import Node
 from node.slots import SlotAllocator
 
+sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
 StartNode = Callable[..., Node]
 SMALL: dict[str, Any] = {
     "host": "127.0.0.1",

@@ -1,0 +1,324 @@
+"""A RAM tier whose users have their turns in a random order, one thread for all: a seed repeats what threads would do.
+
+Every user is a generator and every `yield` in it a moment at which others may come in: between the turns
+of the tier's own work, and while slots are written, read, moved or loaded from the tier below. The arena has one
+token for each 4 KiB instead of bytes. After every step
+
+    the pages of the table    share no unit
+    a visible page            has its own tokens, all of them
+    a page that is written    keeps its slot and what was written so far
+    a page that is held       keeps its slot, its tokens and its key
+"""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from kvstore import Namespace, opaque_layout
+from kvstore.errors import Exhausted
+from node.ram.below import Nothing
+from node.ram.namespace import Namespaces
+from node.ram.page import Page, State
+from node.ram.pinning import Pinning
+from node.ram.reservation import Reservation
+from node.ram.tier import RamTier
+from node.ram.turn import Move, Work
+from node.slots import SlotAllocator
+
+T = TypeVar("T")
+Task = Generator[None, None, T]
+Key = tuple[bytes, bytes]  # digest, prefix hash
+
+UNIT = 4096
+PAGE_UNITS = (1, 2, 3, 4, 5, 8, 16)
+KEYS = 24  # of each namespace
+STEPS = 4000
+LAST_STEPS = 4000  # for those at work then to end
+CHECKED = 16  # steps from one look at all that the tier counts to the next
+
+
+class Cancelled(Exception):
+    """A user went away between two turns of its work."""
+
+
+class Arena:
+    """For each unit which page was written there, by its checksum, and which unit of that page."""
+
+    def __init__(self, units: int) -> None:
+        self._tokens: list[tuple[bytes, int]] = [(b"", 0)] * units
+
+    def write(self, offset: int, number: int, checksum: bytes) -> None:
+        self._tokens[offset // UNIT + number] = (checksum, number)
+
+    def copy(self, source: int, target: int, number: int) -> None:
+        self._tokens[target // UNIT + number] = self._tokens[source // UNIT + number]
+
+    def has(self, page: Page, checksum: bytes, first: int | None = None) -> bool:
+        """Whether the first so many units of the page, or all of them, are there."""
+        start, count = page.offset // UNIT, page_units(page) if first is None else first
+        return self._tokens[start : start + count] == [(checksum, number) for number in range(count)]
+
+
+def page_units(page: Page) -> int:
+    return -(-page.namespace.page_nbytes // UNIT)
+
+
+class Stored(Nothing):
+    """A tier below that has half of all pages that it is offered, at once."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._pages: dict[Key, bytes] = {}
+        self._records = itertools.count(1)
+        self.reads: dict[int, bytes] = {}  # under way: record and checksum
+
+    def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        return [(digest, prefix_hash) in self._pages for prefix_hash in prefix_hashes]
+
+    def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        return [self._pages.pop((digest, prefix_hash), None) is not None for prefix_hash in prefix_hashes]
+
+    def offer(self, pages: Sequence[Page], urgent: bool) -> int:
+        for page in pages:
+            if self._rng.random() < 0.5:
+                self._pages[page.namespace.digest, page.prefix_hash] = page.checksum
+        return 0
+
+    def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
+        checksum = self._pages.get((digest, prefix_hash))
+        if checksum is None:
+            return 0
+        record = next(self._records)
+        self.reads[record] = checksum
+        return record
+
+    def end_read(self, record: int) -> None:
+        del self.reads[record]
+
+
+class Life:
+    """One tier, from its start until its last user has gone. `done` counts what happened."""
+
+    def __init__(self, rng: random.Random, has_below: bool, may_cancel: bool) -> None:
+        extent_units = rng.choice((4, 16, 64))
+        arena_units = extent_units * rng.choice((1, 2, 4))
+        self.done: Counter[str] = Counter()
+        self._rng = rng
+        self._may_cancel = may_cancel
+        self._now_ms = 1
+        self._at_work = 0  # users between two turns: a place may be closed then
+        self._users_max = rng.choice((2, 4, 8))
+        self._versions = itertools.count(1)
+        self._arena = Arena(arena_units)
+        self._tier = RamTier(
+            Namespaces(64, extent_units * UNIT),
+            SlotAllocator(arena_units * UNIT, extent_units * UNIT),
+            self._no_copy,
+            lambda: self._now_ms,
+            lambda: self._now_ms // 1000,
+        )
+        self._below = Stored(rng)
+        if has_below:
+            self._tier.below = self._below
+        sizes = [units for units in PAGE_UNITS if units <= extent_units]
+        self._spaces = [
+            Namespace(f"{units} units", opaque_layout(units * UNIT - rng.choice((0, 100))))
+            for units in rng.sample(sizes, rng.randint(2, len(sizes)))
+        ]
+        for space in self._spaces:
+            self._tier.open_namespace(space, space.digest)
+
+    def _no_copy(self, source: int, target: int, nbytes: int) -> None:
+        raise AssertionError("moves are made by `_in_turns` of this class")
+
+    def run(self) -> None:
+        users: list[Task[None]] = []
+        for step in range(STEPS + LAST_STEPS):
+            self._now_ms += self._rng.choice((0, 0, 0, 1, 3))
+            while step < STEPS and len(users) < self._users_max:
+                users.append(self._user())
+            if not users:
+                break
+            user = self._rng.choice(users)
+            if next(user, StopIteration) is StopIteration:
+                users.remove(user)
+            self._check()
+            if not self._at_work and step % CHECKED == 0:
+                assert self._tier.check() == []
+        assert not users, f"{len(users)} users do not come to an end"
+        assert self._tier.check() == []
+        if not self._may_cancel:  # what a batch had already is not given back
+            assert (self._tier.held_count, self._tier.writing_count) == (0, 0)
+
+    def _check(self) -> None:
+        owners: dict[int, Page] = {}
+        for index in self._tier.namespaces.all():
+            for page in index.pages.values():
+                start = page.offset // UNIT
+                for unit in range(start, start + page_units(page)):
+                    other = owners.setdefault(unit, page)
+                    assert other is page, f"two pages share a unit: {other.state.name} and {page.state.name}"
+                if page.state is State.VISIBLE:
+                    assert self._arena.has(page, page.checksum), "a visible page has other bytes than its own"
+
+    # ---- users ---------------------------------------------------------------------------
+
+    def _user(self) -> Task[None]:
+        kinds: tuple[Callable[[Namespace, list[bytes]], Task[None]], ...] = (
+            self._put,
+            self._get,
+            self._pin,
+            self._unpin,
+            self._remove,
+            self._remove_all,
+            self._keep,
+        )
+        (kind,) = self._rng.choices(kinds, (60, 40, 12, 2, 6, 6, 2))
+        prefix_hashes = [bytes([self._rng.randrange(KEYS)] * 16) for _ in range(self._rng.randint(1, 5))]
+        try:
+            yield from kind(self._rng.choice(self._spaces), list(dict.fromkeys(prefix_hashes)))
+        except Cancelled:
+            self.done["cancelled"] += 1
+
+    def _in_turns(self, work: Work[T]) -> Task[T]:
+        """As the tier's own does it, with turns of any length, and others between any two of them."""
+        self._at_work += 1
+        try:
+            return (yield from self._turns(work))
+        finally:
+            self._at_work -= 1
+
+    def _turns(self, work: Work[T]) -> Task[T]:
+        while True:
+            with self._tier.lock:
+                self._tier.eviction.turn.left = self._rng.choice((1, 1, 2, 3, 8, 256))
+                try:
+                    move = next(work)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            yield
+            if move is not None:
+                yield from self._move(move)
+            else:
+                self.done["yields"] += 1
+                if self._may_cancel and self._rng.random() < 0.02:
+                    with self._tier.lock:
+                        work.close()
+                    raise Cancelled
+
+    def _move(self, move: Move) -> Task[None]:
+        page, source = move.page, move.page.offset
+        for number in range(page_units(page)):
+            assert page.offset == source, "a page that is moved has another slot already"
+            self._arena.copy(source, move.target, number)
+            yield from self._perhaps(0.3)
+        self._tier.release([page])
+        self.done["moves"] += 1
+        yield
+
+    def _put(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        try:
+            reservation = yield from self._in_turns(
+                self._tier._reserve(space.digest, prefix_hashes, space.layout.page_nbytes)
+            )
+        except Exhausted:
+            self.done["exhausted"] += 1
+            return
+        checksums = [self._checksum(page) for page in reservation.pages]
+        for page, checksum in zip(reservation.pages, checksums, strict=True):
+            yield from self._write(page, checksum)
+        yield
+        for page, checksum in zip(reservation.pages, checksums, strict=True):
+            assert self._arena.has(page, checksum), "a slot changed before it was committed"
+        self._end_put(reservation, checksums)
+
+    def _checksum(self, page: Page) -> bytes:
+        """Tells the page and its version."""
+        return page.namespace.digest + page.prefix_hash + next(self._versions).to_bytes(4, "big")
+
+    def _write(self, page: Page, checksum: bytes) -> Task[None]:
+        offset = page.offset
+        for number in range(page_units(page)):
+            assert page.state is State.WRITING, "others ended a write"
+            assert page.offset == offset, "a page that is written moved"
+            assert self._arena.has(page, checksum, number), "a slot changed while it was written"
+            self._arena.write(offset, number, checksum)
+            yield from self._perhaps(0.1)
+
+    def _end_put(self, reservation: Reservation, checksums: list[bytes]) -> None:
+        if self._rng.random() < 0.15:
+            self._tier.abort(reservation)
+        else:
+            self._tier.commit(reservation, checksums, ttl_s=self._rng.choice((0, 0, 0, 1)))
+            self.done["puts"] += 1
+
+    def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        acquired = yield from self._in_turns(
+            self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1)
+        )
+        for page, record in acquired.loads:
+            yield from self._load(page, record)
+        held = [page for page in acquired.pages if page is not None]
+        yield from self._look(held, self._rng.randint(1, 30))
+        self._tier.release(held)
+        self.done["hits"] += len(held)
+
+    def _load(self, page: Page, record: int) -> Task[None]:
+        """One of five can not be read."""
+        intact, checksum, offset = self._rng.random() < 0.8, self._below.reads[record], page.offset
+        for number in range(page_units(page)):
+            assert page.offset == offset, "a page that is loaded moved"
+            self._arena.write(offset, number, checksum if intact else b"bad")
+            yield from self._perhaps(0.2)
+        if intact:
+            page.checksum = checksum
+        self._below.end_read(record)
+        self._tier.loads.end(page, intact)
+        self.done["loads"] += 1
+
+    def _look(self, held: list[Page], times: int) -> Task[None]:
+        """At pages that are held, again and again; those that another loads come to have a checksum."""
+        offsets = [page.offset for page in held]
+        for _ in range(times):
+            assert [page.offset for page in held] == offsets, "a held page moved"
+            for page in held:
+                if page.state is not State.LOADING and page.checksum:
+                    assert self._arena.has(page, page.checksum), "the bytes of a held page changed"
+                    assert page.checksum.startswith(page.namespace.digest + page.prefix_hash), "another page's bytes"
+            yield
+
+    def _pin(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        try:
+            Pinning(self._tier).pin(space.digest, prefix_hashes, self._rng.choice((5, 50, 500)))
+            self.done["pins"] += 1
+        except Exhausted:
+            self.done["pins refused"] += 1
+        yield
+
+    def _unpin(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        Pinning(self._tier).unpin(space.digest, prefix_hashes)
+        yield
+
+    def _remove(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        self.done["removes"] += sum(self._tier.remove(space.digest, prefix_hashes))
+        yield
+
+    def _remove_all(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        """Many at once: places that others look at, or empty, are free then."""
+        self.done["removes"] += self._tier.remove_namespace(space.digest)
+        yield
+
+    def _keep(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        """As the tier below does with pages that it is going to write."""
+        table = self._tier.namespace(space.digest).pages
+        held = self._tier.hold_visible([table[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in table])
+        yield from self._look(held, 5)
+        self._tier.release(held)
+
+    def _perhaps(self, chance: float) -> Task[None]:
+        """Others have their turn."""
+        if self._rng.random() < chance:
+            yield
