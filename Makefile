@@ -17,7 +17,7 @@ help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
 	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
-	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (a minute); LIVES=3000 for more"
+	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (1-2 minutes); LIVES=60 for less"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
