@@ -1,15 +1,20 @@
 """Helpers of the agent's tests: pools filled with random bytes."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gpu_agent import KVPool
-from kvstore import LayerGroup, PageLayout, Plane
+from kvstore import Client, ClientConfig, LayerGroup, PageLayout, Plane
+from kvstore.measure.node_process import NodeProcess
 
 sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
+
+from block_store import Store
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -56,3 +61,18 @@ def mixed_pool() -> KVPool:
         ("indexer", 1, "keys"): random_tensor(10, 20),
     }
     return KVPool(PageLayout(8, groups), tensors)
+
+
+@pytest.fixture
+def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Makes `Store`s of one namespace, a test's own."""
+    made: list[Store] = []
+    with Client(ClientConfig(address=shared_node.address)) as client:
+
+        def make(**options: Any) -> Store:
+            made.append(Store(client, f"scheduler {request.node.name}", **options))
+            return made[-1]
+
+        yield make
+        for store in made:
+            store.close()

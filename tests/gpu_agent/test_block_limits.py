@@ -1,27 +1,9 @@
 """What an engine's steps cost, and where there is no room: the scheduler's side and the ranks' side together."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from block_store import BLOCK, TOKENS, FakeRequest, Store
-
-from kvstore import Client, ClientConfig
-from kvstore.measure.node_process import NodeProcess
-
-
-@pytest.fixture
-def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
-    made: list[Store] = []
-    with Client(ClientConfig(address=shared_node.address)) as client:
-
-        def make(**options: Any) -> Store:
-            made.append(Store(client, f"scheduler {request.node.name}", **options))
-            return made[-1]
-
-        yield make
-        for store in made:
-            store.close()
+from block_store import BLOCK, TOKENS, FakeRequest
 
 
 def test_blocks_that_find_no_room_before_their_request_ends_are_counted(

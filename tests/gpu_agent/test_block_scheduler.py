@@ -1,34 +1,17 @@
 """The scheduler's side and the ranks' side of the store together, without an engine."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from block_store import TOKENS, FakeRequest, Store
+from block_store import TOKENS, FakeRequest
 
 from gpu_agent.blocks import scheduler
 from gpu_agent.blocks.scheduler import Report
 from gpu_agent.layouts.vllm import table_pool
-from kvstore import Client, ClientConfig
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
-from kvstore.measure.node_process import NodeProcess
-
-
-@pytest.fixture
-def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
-    made: list[Store] = []
-    with Client(ClientConfig(address=shared_node.address)) as client:
-
-        def make(**options: Any) -> Store:
-            made.append(Store(client, f"scheduler {request.node.name}", **options))
-            return made[-1]
-
-        yield make
-        for store in made:
-            store.close()
 
 
 def test_computed_blocks_come_back_in_other_blocks(stores: Any) -> None:
