@@ -7,7 +7,7 @@ share for one peer, half of it, so that no peer takes the last of anything (docs
 
 import ipaddress
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,21 +94,38 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._peers: dict[str, tuple[threading.Semaphore, list[None]]] = {}
+        self._peers: dict[str, int] = {}  # how many are at it
+        self._waiting: dict[str, deque[threading.Event]] = {}
 
     @contextmanager
     def turn(self, peer: str) -> Iterator[None]:
-        with self._lock:
-            turns, present = self._peers.setdefault(peer, (threading.Semaphore(TURNS), []))
-            present.append(None)
+        self._begin(peer)
         try:
-            with turns:
-                yield
+            yield
         finally:
-            with self._lock:
-                present.pop()
-                if not present:
-                    del self._peers[peer]
+            self._end(peer)
+
+    def _begin(self, peer: str) -> None:
+        with self._lock:
+            count = self._peers.get(peer, 0)
+            if count < TURNS:
+                self._peers[peer] = count + 1
+                return
+            mine = threading.Event()
+            self._waiting.setdefault(peer, deque()).append(mine)
+        mine.wait()
+
+    def _end(self, peer: str) -> None:
+        """Its turn goes to who has waited longest, if anybody has."""
+        with self._lock:
+            if waiting := self._waiting.get(peer):
+                waiting.popleft().set()
+                if not waiting:
+                    del self._waiting[peer]
+            elif self._peers[peer] > 1:
+                self._peers[peer] -= 1
+            else:
+                del self._peers[peer]
 
 
 class Budget:
