@@ -47,6 +47,13 @@ class Loads:
         self._settle(page, False)
         self._over.notify_all()
 
+    def give_up(self, below: Below, loads: list[tuple[Page, int]]) -> None:
+        """Nobody is going to read them; whoever waits for them has a miss. Called with the lock held."""
+        for page, record in loads:
+            if page.state is State.LOADING:
+                self.forget(page)
+            below.end_read(record)
+
     def end(self, page: Page, intact: bool) -> None:
         """A load is over: the page is visible, or a miss for all who wait for it."""
         with self._lock:

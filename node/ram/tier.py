@@ -25,7 +25,7 @@ from node.ram.namespace import NamespaceIndex, Namespaces
 from node.ram.page import Page, State
 from node.ram.reservation import Acquired, Reservation, Verdict
 from node.ram.turn import STEPS, Move, Work, in_turns
-from node.ram.walk import walk
+from node.ram.walk import remove_all
 from node.slots import SlotAllocator
 
 T = TypeVar("T")
@@ -147,9 +147,9 @@ class RamTier:
         for page in known:  # making room for the batch must not evict the batch
             self._hold_page(page)
         index.busy += 1
+        result = Reservation(index, list(prefix_hashes))
         try:
             below = self.below.present(digest, prefix_hashes)
-            result = Reservation(index, list(prefix_hashes))
             full = False
             turn = self.eviction.turn
             for prefix_hash, is_below in zip(prefix_hashes, below, strict=True):
@@ -174,6 +174,9 @@ class RamTier:
                     f"({self.pinned_count} pinned, {self.held_count} being read, {self.writing_count} being written)"
                 )
             return result
+        except BaseException:  # a caller who is never told of them can not give them back
+            self._take_back(result)
+            raise
         finally:
             index.busy -= 1
             self._let_go(known)
@@ -198,10 +201,8 @@ class RamTier:
             page.namespace.drop(page)
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
-        """Makes the reserved pages visible; the whole chain becomes the newest, head last.
-
-        `ttl_s`: seconds until the new pages are forgotten; 0: no time to live.
-        """
+        """Makes the reserved pages visible; the whole chain becomes the newest, head last. `ttl_s`: seconds until the
+        new pages are forgotten; 0: no time to live."""
         now_ms = self.clock_ms()
         with self.lock:
             for page, checksum in zip(reservation.pages, checksums, strict=True):
@@ -248,20 +249,21 @@ class RamTier:
     def abort(self, reservation: Reservation) -> None:
         """Gives the reserved slots back; nothing of them was ever visible."""
         with self.lock:
-            for page in reservation.pages:
-                assert page.state is State.WRITING
-                page.namespace.drop(page)
-                self.eviction.release(page)
-            self.writing_count -= len(reservation.pages)
+            self._take_back(reservation)
             reservation.namespace.counters.pages_put_aborted += len(reservation.pages)
+
+    def _take_back(self, reservation: Reservation) -> None:
+        for page in reservation.pages:
+            assert page.state is State.WRITING
+            page.namespace.drop(page)
+            self.eviction.release(page)
+        self.writing_count -= len(reservation.pages)
 
     # ---- read ----------------------------------------------------------------------------
 
     def acquire(self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int) -> Acquired:
-        """A page or None per key; each page is held until `release`. Counts as a use.
-
-        `wanted_nbytes`: bytes of each page that the caller is going to read, for the counters.
-        """
+        """A page or None per key; each page is held until `release`. Counts as a use. `wanted_nbytes`: bytes of each
+        page that the caller is going to read, for the counters."""
         return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes))
 
     def _acquire(
@@ -312,6 +314,10 @@ class RamTier:
                     acquired.pages[position] = page
                 elif prefix_only:
                     break
+        except BaseException:  # a caller who is never told of them can not release them
+            self.loads.give_up(self.below, acquired.loads)
+            self._let_go([page for page in acquired.pages if page is not None])
+            raise
         finally:
             index.busy -= 1
         return acquired
@@ -362,14 +368,8 @@ class RamTier:
         """Forgets all pages of a namespace in every tier; how many there were, a page that was in RAM and
         below counting once. Pages that are put meanwhile may stay."""
         index = self.namespace(digest)
-        counts: list[int] = []
-
-        def remove(pages: list[Page]) -> None:
-            counts.append(sum(self.remove_some(index, [page.prefix_hash for page in pages])))
-
-        walk(self, index, remove)
-        removed = sum(counts) + self.below.remove_namespace(digest)
-        walk(self, index, remove)  # what was loaded from below meanwhile, which is counted already
+        removed = remove_all(self, index) + self.below.remove_namespace(digest)
+        remove_all(self, index)  # what was loaded from below meanwhile, which is counted already
         return removed
 
     def drop_corrupt(self, page: Page) -> None:

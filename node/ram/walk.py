@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from node.ram.eviction import Eviction
+from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, Space, State
 from node.slots import SlotAllocator
 
@@ -19,6 +20,19 @@ class Pages(Protocol):
     lock: threading.Lock
     slots: SlotAllocator
     eviction: Eviction
+
+    def remove_some(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]: ...
+
+
+def remove_all(tier: Pages, index: NamespaceIndex) -> int:
+    """Forgets the pages of a namespace; how many there were."""
+    counts: list[int] = []
+
+    def remove(pages: list[Page]) -> None:
+        counts.append(sum(tier.remove_some(index, [page.prefix_hash for page in pages])))
+
+    walk(tier, index, remove)
+    return sum(counts)
 
 
 def walk(tier: Pages, space: Space | None, visit: Callable[[list[Page]], None]) -> None:
