@@ -103,7 +103,7 @@ def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    with mock.patch("kvstore.wires.bulk.running_checksum", NoChecksum):
+    with mock.patch("kvstore.wires.bulk.Leaves", NoChecksum):
         return ours(client, batch)
 
 

@@ -85,7 +85,7 @@ class Memcpy:
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    with mock.patch("kvstore.wires.shm.running_checksum", NoChecksum):
+    with mock.patch("kvstore.wires.shm.Leaves", NoChecksum):
         return ours(client, batch)
 
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -28,6 +28,7 @@ from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.lane import Lane
 from gpu_agent.outage import Outage
+from gpu_agent.parts import ABREAST, parts_of, travelled
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
 from gpu_agent.units import Units, UnitTable
@@ -95,7 +96,7 @@ class Agent:
         if not self._buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
         self._hashers = concurrent.futures.ThreadPoolExecutor(self.config.hashers, "kvstore-hash")
-        self._ahead = concurrent.futures.ThreadPoolExecutor(self.config.workers, "kvstore-ahead")
+        self._ahead = concurrent.futures.ThreadPoolExecutor(ABREAST * self.config.workers, "kvstore-ahead")
         lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
         self._saves: Lane[SaveResult] = Lane("save", *lanes)
         self._loads: Lane[LoadResult] = Lane("load", *lanes)
@@ -189,7 +190,8 @@ class Agent:
         """Puts the leading stored pages of a chain into the slots named by `units`.
 
         The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
-        fetched, and their slots are not written. Only bytes that matched their checksum are written.
+        fetched, and their slots are not written. Only the result says what of the rest is in place: slots of pages
+        that are not counted may have been written, with bytes that did not match their checksum.
         `fence`: as in `save`. Never waits. Raises InvalidRequest for what is wrong with the call itself.
 
         With `placed` the layers travel one after the other: `placed(layer, event)` is called on a
@@ -298,15 +300,24 @@ class Agent:
         try:
             self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
             carrier, step = self._carrier(buffer, job.deadline)
-            parts = _parts(first, count, step, carrier.overlaps)
-            with contextlib.closing(self._fetched(job, carrier, parts)) as fetched:
-                for part, pages in zip(parts, fetched, strict=False):
-                    if self._loads.stopping.is_set():
-                        error = "the agent is closed"
-                        break
-                    skip = max(0, skip_tokens - part.start * page_tokens)  # less than a page, in the first one
-                    in_place += carrier.place(pages, skip, placed if part.stop == count else None)
+            parts = parts_of(first, count, step, carrier.overlaps)
+            abreast = carrier.overlaps and not placed and self._transfer.makes_leaves(job.pool)
+
+            def fetch(part: range) -> Fetched:
+                return carrier.fetch(job.chunk(self.namespace, list(part)))
+
+            def place(part: range, fetched: Fetched) -> int:
+                skip = max(0, skip_tokens - part.start * page_tokens)  # less than a page, in the first one
+                return carrier.place(fetched, skip, placed if part.stop == count else None)
+
+            ahead = self._ahead if carrier.overlaps else None
+            with contextlib.closing(travelled(parts, fetch, place, ahead, abreast)) as moved:
+                for part, pages in zip(parts, moved, strict=False):
+                    in_place += pages
                     if in_place < part.stop:
+                        break
+                    if self._loads.stopping.is_set() and part.stop < count:
+                        error = "the agent is closed"
                         break
             if len(parts) > 1 and in_place > parts[0].stop:  # the pages are there, whatever comes of this
                 self._ahead.submit(self._touch, job, job.prefix_hashes[:in_place])
@@ -315,24 +326,6 @@ class Agent:
             error = str(failure)
             self._outage.report(failure)
         return self._loaded(LoadResult(in_place, in_place - first, error))
-
-    def _fetched(self, job: _Job, carrier: Carrier, parts: Sequence[range]) -> Generator[Fetched, None, None]:
-        """What is to be placed, part by part. While one is placed, another thread asks for the next, and its
-        pages are verified. Whatever was fetched is closed when the generator is."""
-
-        def fetch(part: range) -> Fetched:
-            return carrier.fetch(job.chunk(self.namespace, list(part)))
-
-        ahead: concurrent.futures.Future[Fetched] | None = None
-        try:
-            for part, following in zip(parts, [*parts[1:], None], strict=True):
-                fetched = ahead.result() if ahead else fetch(part)
-                ahead = self._ahead.submit(fetch, following) if following and carrier.overlaps else None
-                with contextlib.closing(fetched):
-                    yield fetched
-        finally:
-            if ahead and not ahead.cancel() and not ahead.exception():
-                ahead.result().close()
 
     def _touch(self, job: _Job, prefix_hashes: list[bytes]) -> None:
         """Several calls aged the chain chunk by chunk; put its order right, tail oldest. The pages
@@ -374,17 +367,6 @@ class Agent:
     def _check_pool(self, pool: KVPool) -> None:
         if pool.layout != self.namespace.layout:
             raise InvalidRequest("the pool's layout is not the namespace's layout")
-
-
-def _parts(first: int, count: int, step: int, overlaps: bool) -> list[range]:
-    """Pages `first` to `count`, at most `step` at a time. Nothing is placed while the first part is fetched: it
-    is a quarter of the others, where those overlap."""
-    parts: list[range] = []
-    while first < count:
-        wanted = max(1, step // 4) if overlaps and not parts and count - first > step else step
-        parts.append(range(first, min(first + wanted, count)))
-        first = parts[-1].stop
-    return parts
 
 
 def _release(gathered: concurrent.futures.Future[None]) -> None:

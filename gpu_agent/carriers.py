@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 
 from gpu_agent.pool import KVPool
-from gpu_agent.transfer import Fence, Gathered, Placed, Transfer
+from gpu_agent.transfer import Fence, Gathered, MappedPages, Placed, Transfer
 from gpu_agent.units import UnitTable
 from kvstore import PutOutcome
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import cuts, key_seed, leaf, root
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError
@@ -48,9 +48,6 @@ class Chunk:
     fence: Fence
     deadline: Deadline
 
-    def seeds(self) -> list[int]:
-        return [key_seed(self.namespace.digest, prefix_hash) for prefix_hash in self.prefix_hashes]
-
 
 class Carrier(Protocol):
     """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return.
@@ -69,18 +66,23 @@ class Carrier(Protocol):
         """What a load begins with: where the pages are, and their verification."""
 
     def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
-        """Leading pages that are in the slots now; later pages' slots are untouched. Closes what was fetched."""
+        """Leading pages that are in the slots now; later pages' slots mean nothing. Closes what was fetched."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A chunk on its way to the slots; `close` gives back what it holds, placed or not."""
+    """A chunk on its way to the slots; `close` gives back what it holds, placed or not. `hashes`: of the pages in
+    the node's memory; begun, unless the GPU is going to make leaves of what arrives there."""
 
     chunk: Chunk
     held: contextlib.ExitStack
-    pages: list[torch.Tensor] = field(default_factory=list)
+    pages: Sequence[torch.Tensor] = ()
     hashes: "_Hashes | None" = None
     checksums: list[bytes] = field(default_factory=list)
+
+    def intact(self, page: int, of_leaves: bytes) -> bool:
+        seed = key_seed(self.chunk.namespace.digest, self.chunk.prefix_hashes[page])
+        return root(of_leaves, seed) == self.checksums[page]
 
     def close(self) -> None:
         self.held.close()
@@ -118,8 +120,8 @@ class BufferCarrier:
 
 
 class ArenaCarrier:
-    """Needs a client that maps the node's arena. Pages are hashed by `hashers` beside the copies: a core
-    hashes 10 to 25 GB/s of memory that it has not seen, a GPU's link moves 55."""
+    """Needs a client that maps the node's arena. Pages are hashed by the GPU, or where it can not by `hashers` beside
+    the copies: a core hashes 10 to 25 GB/s of memory that it has not seen, a GPU's link moves 55."""
 
     asks_first = True
     overlaps = True
@@ -136,13 +138,16 @@ class ArenaCarrier:
             wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
             if not wanted:
                 return outcomes
-            pages = self._tensors(slots.arena, slots.offsets, chunk, SAVE_WAIT_S)
-            seeds = chunk.seeds()
-            with _Hashes(self._hashers, slots.pages, [seeds[i] for i in wanted]) as hashes:
-                table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
-                self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, hashes.begin)
-                checksums = [hashes.of(page) for page in range(len(wanted))]
-            slots.commit(checksums)
+            pages = self._mapped(slots.arena, slots.offsets, chunk, SAVE_WAIT_S)
+            table = chunk.table if len(wanted) == len(outcomes) else chunk.table.select(wanted)
+            leaves: list[bytes] = []
+            if self._transfer.makes_leaves(chunk.pool):
+                self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, summed=leaves.extend)
+            else:
+                with _Hashes(self._hashers, slots.pages) as hashes:
+                    self._transfer.gather(chunk.pool, table, pages, chunk.fence, gathered, hashes.begin)
+                    leaves.extend(hashes.of(page) for page in range(len(wanted)))
+            slots.commit(leaves)
             return outcomes
 
     def fetch(self, chunk: Chunk) -> Fetched:
@@ -151,36 +156,43 @@ class ArenaCarrier:
             opened = self._client.open_get(chunk.namespace, chunk.prefix_hashes, prefix=True, timeout_s=timeout_s)
             slots = held.enter_context(opened)
             run = [*slots.hits, False].index(False)
-            pages = self._tensors(slots.arena, slots.offsets, chunk, LOAD_WAIT_S)[:run]
-            hashes = held.enter_context(_Hashes(self._hashers, slots.pages[:run], chunk.seeds()[:run]))
-            hashes.begin(range(run))
+            pages = self._mapped(slots.arena, slots.offsets[:run], chunk, LOAD_WAIT_S)
+            hashes = held.enter_context(_Hashes(self._hashers, slots.pages[:run]))
+            if not self._transfer.makes_leaves(chunk.pool):
+                hashes.begin(range(run))
             return Fetched(chunk, held.pop_all(), pages, hashes, slots.checksums)
 
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
-        chunk, pages = fetched.chunk, fetched.pages
-        assert fetched.hashes is not None
         with fetched.held:
-            intact = self._scatter(chunk, pages, fetched.hashes, fetched.checksums, skip_tokens, placed)
-        if intact < len(pages):
-            self._report(chunk, intact)
+            if placed or not self._transfer.makes_leaves(fetched.chunk.pool):
+                intact = self._scatter(fetched, skip_tokens, placed)
+            else:
+                intact = self._scatter_first(fetched, skip_tokens)
+        if intact < len(fetched.pages):
+            self._report(fetched.chunk, intact)
         return intact
 
-    def _scatter(
-        self,
-        chunk: Chunk,
-        pages: list[torch.Tensor],
-        hashes: "_Hashes",
-        expected: list[bytes],
-        skip_tokens: int,
-        placed: Placed | None,
-    ) -> int:
+    def _scatter_first(self, fetched: Fetched, skip_tokens: int) -> int:
+        """Pages in the slots, up to the first damaged one; the slots of later ones hold nothing of meaning. The GPU
+        looks at what arrived."""
+        chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
+        table = chunk.table.select(slice(len(pages)))
+        self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, summed=leaves.extend)
+        damaged = (page for page, of_leaves in enumerate(leaves) if not fetched.intact(page, of_leaves))
+        return next(damaged, len(pages))
+
+    def _scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         """Pages in the slots, up to the first damaged one. Whole pages travel while later ones are still
         hashed; layer by layer, all must be known to be intact before the first layer is."""
+        chunk, pages, hashes = fetched.chunk, fetched.pages, fetched.hashes
+        assert hashes is not None
         run = len(pages)
+        if not hashes.begun:
+            hashes.begin(range(run))
 
         def ready(some: range) -> None:
             for page in some:
-                if hashes.of(page) != expected[page]:
+                if not fetched.intact(page, hashes.of(page)):
                     raise _Damaged(page)
 
         try:
@@ -197,14 +209,13 @@ class ArenaCarrier:
             self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
         return run
 
-    def _tensors(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk, wait_s: float) -> list[torch.Tensor]:
+    def _mapped(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk, wait_s: float) -> MappedPages:
         """Raises Exhausted while the arena is still made ready for copies."""
         if not self._transfer.host_memory(arena.memory):
             wait_s = min(wait_s, chunk.deadline.remaining())
             if not self._transfer.await_host_memory(wait_s):
                 raise Exhausted(f"the node's memory is still being page-locked after {wait_s:.1f} s")
-        nbytes = chunk.namespace.layout.page_nbytes
-        return [torch.frombuffer(arena.memory, dtype=torch.uint8, count=nbytes, offset=offset) for offset in offsets]
+        return MappedPages(arena.memory, offsets, chunk.namespace.layout.page_nbytes)
 
     def _report(self, chunk: Chunk, page: int) -> None:
         """The node checks its copy and drops it; whatever it says, this load ended before that page."""
@@ -225,38 +236,43 @@ class _Damaged(Exception):
 
 
 class _Hashes:
-    """Checksums of pages, made by other threads. Nobody reads the pages any more when the context ends."""
+    """Leaves of pages, made by other threads, of which several may share a page. Nobody reads the pages any more when
+    the context ends."""
 
-    def __init__(self, hashers: concurrent.futures.Executor, pages: Sequence[memoryview], seeds: Sequence[int]) -> None:
+    def __init__(self, hashers: concurrent.futures.Executor, pages: Sequence[memoryview]) -> None:
         self._hashers = hashers
         self._pages = pages
-        self._seeds = seeds
         nbytes = sum(page.nbytes for page in pages)
+        self._cuts = cuts(pages[0].nbytes) if pages else ()
         wanted = min(max(nbytes // HASHED_TASKS, HASHED_NBYTES_MIN), HASHED_NBYTES_MAX)
-        self._step = max(1, wanted * len(pages) // nbytes) if nbytes else 1
-        # page -> (first page of the group that is hashed with it, the group's checksums)
-        self._found: dict[int, tuple[int, concurrent.futures.Future[list[bytes]]]] = {}
+        self._step = max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1  # parts of a task
+        # page -> for each of its parts the task that hashes it, and which of the task's it is
+        self._found: dict[int, list[tuple[concurrent.futures.Future[list[bytes]], int]]] = {}
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._found)
 
     def begin(self, pages: range) -> None:
         """These pages are complete in memory."""
-        for first in range(pages.start, pages.stop, self._step):
-            group = range(first, min(first + self._step, pages.stop))
-            future = self._hashers.submit(self._hash, group)
-            for page in group:
-                self._found[page] = (first, future)
+        parts = [(page, start, end) for page in pages for start, end in self._cuts]
+        for first in range(0, len(parts), self._step):
+            some = parts[first : first + self._step]
+            future = self._hashers.submit(self._hash, some)
+            for place, (page, _, _) in enumerate(some):
+                self._found.setdefault(page, []).append((future, place))
 
-    def _hash(self, group: range) -> list[bytes]:
-        return [checksum(self._pages[page], self._seeds[page]) for page in group]
+    def _hash(self, parts: list[tuple[int, int, int]]) -> list[bytes]:
+        return [leaf(self._pages[page][start:end]) for page, start, end in parts]
 
     def of(self, page: int) -> bytes:
-        first, future = self._found[page]
-        return future.result()[page - first]
+        return b"".join([future.result()[place] for future, place in self._found[page]])
 
     def __enter__(self) -> "_Hashes":
         return self
 
     def __exit__(self, *_: object) -> None:
-        futures = {future for _, future in self._found.values()}
+        futures = {future for parts in self._found.values() for future, _ in parts}
         for future in futures:
             future.cancel()
         concurrent.futures.wait(futures)

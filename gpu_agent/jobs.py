@@ -18,8 +18,8 @@ class SaveResult:
 @dataclass(frozen=True)
 class LoadResult:
     """`pages`: leading pages whose KV is in the engine's slots: those that skip_tokens covers
-    wholly, then the `loaded` ones. Slots of later pages are untouched. `error`: why a load ended
-    early, None for a plain miss."""
+    wholly, then the `loaded` ones. Slots of later pages hold nothing of meaning: on a GPU they may
+    have been written with what did not match its checksum. `error`: why a load ended early, None for a plain miss."""
 
     pages: int
     loaded: int

@@ -1,15 +1,16 @@
 """Between an engine's slots and page buffers: the interface, and the reference in plain torch.
 
     gather    slots --> pages      read by save; the engine may reuse its slots afterwards
-    scatter   pages --> slots      written by load, only with pages whose checksum matched
+    scatter   pages --> slots      written by load
 
 `TorchTransfer` is the CPU path and the oracle that every kernel is tested against. It also moves
 CUDA tensors, one staged copy per plane: correct, not fast. `gpu_agent.kernels.cuda` is the fast one.
 """
 
 import contextlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, overload
 
 import torch
 
@@ -22,10 +23,39 @@ Fence: TypeAlias = torch.cuda.Event | None
 # Called by `gather`: the slots have been read; these pages (positions in `pages`) are complete.
 Gathered: TypeAlias = Callable[[], None]
 Landed: TypeAlias = Callable[[range], None]
+# Called by both: the leaves (`kvstore.checksum`) of all pages, as they were in GPU memory.
+Summed: TypeAlias = Callable[[list[bytes]], None]
 # Called by `scatter`: this layer is in its slots once the event has happened (None: it is there now).
 Placed: TypeAlias = Callable[[int, Fence], None]
 # Called by `scatter` before it reads these pages.
 Ready: TypeAlias = Callable[[range], None]
+
+
+class MappedPages(Sequence[torch.Tensor]):
+    """Pages of `nbytes` bytes at `offsets` of mapped memory: their addresses at once, a tensor when one is asked for. A
+    tensor costs a microsecond, a load has hundreds of pages."""
+
+    def __init__(self, memory: memoryview, offsets: Sequence[int], nbytes: int) -> None:
+        self._memory, self._offsets, self.nbytes = memory, offsets, nbytes
+
+    @property
+    def addresses(self) -> "array[int]":
+        base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        return array("Q", [base + offset for offset in self._offsets])
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "MappedPages": ...
+
+    def __getitem__(self, index: int | slice) -> "torch.Tensor | MappedPages":
+        if isinstance(index, slice):
+            return MappedPages(self._memory, self._offsets[index], self.nbytes)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=self.nbytes, offset=self._offsets[index])
 
 
 class Transfer(Protocol):
@@ -40,6 +70,10 @@ class Transfer(Protocol):
     def fence(self, pool: KVPool) -> Fence:
         """Called on the engine's thread: a mark behind all work enqueued there so far."""
 
+    def makes_leaves(self, pool: KVPool) -> bool:
+        """Whether the moves can make the leaves of this pool's pages in GPU memory: what happens to the bytes on
+        the link and in host memory is found then, and no core hashes them."""
+
     def gather(
         self,
         pool: KVPool,
@@ -48,10 +82,12 @@ class Transfer(Protocol):
         fence: Fence,
         gathered: Gathered | None = None,
         landed: Landed | None = None,
+        summed: Summed | None = None,
     ) -> None:
         """Fills `pages` from the slots. `gathered` is called once, as soon as all slots are read: they
         may be reused, the last pages may still travel. `landed` is called for runs of pages that are
-        complete, in order, each page once, while later ones travel."""
+        complete, in order, each page once, while later ones travel. `summed` is called at the end, with leaves made
+        before the bytes left; only where `makes_leaves`."""
 
     def scatter(
         self,
@@ -62,6 +98,7 @@ class Transfer(Protocol):
         skip_tokens: int = 0,
         placed: Placed | None = None,
         ready: Ready | None = None,
+        summed: Summed | None = None,
     ) -> None:
         """Fills the slots from `pages`, without those of the first `skip_tokens` tokens: the
         engine has these already, and other requests may share their slots.
@@ -71,7 +108,10 @@ class Transfer(Protocol):
         later ones travel. Small layers may go together and share an event.
 
         `ready` is called for runs of pages before they are read, in order, each page once, while earlier
-        ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`."""
+        ones travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`.
+
+        `summed` is called at the end, with leaves made of what arrived: who asks for them is told of damage when the
+        slots have been written. Only where `makes_leaves`, not with `placed`."""
 
     def host_memory(self, memory: memoryview) -> bool:
         """Says that pages are going to lie in `memory`, all of one mapping, so that what makes copies to
@@ -84,10 +124,13 @@ class Transfer(Protocol):
 
 
 class TorchTransfer:
-    """Index gather and scatter, a plane at a time."""
+    """Index gather and scatter, a plane at a time. Makes no leaves."""
 
     def fence(self, pool: KVPool) -> Fence:
         return torch.cuda.current_stream(pool.device).record_event() if pool.device.type == "cuda" else None
+
+    def makes_leaves(self, pool: KVPool) -> bool:
+        return False
 
     @torch.inference_mode()
     def gather(
@@ -98,6 +141,7 @@ class TorchTransfer:
         fence: Fence,
         gathered: Gathered | None = None,
         landed: Landed | None = None,
+        summed: Summed | None = None,
     ) -> None:
         check_pages(pool, units, pages)
         with _ordered(pool.device, fence):
@@ -123,6 +167,7 @@ class TorchTransfer:
         skip_tokens: int = 0,
         placed: Placed | None = None,
         ready: Ready | None = None,
+        summed: Summed | None = None,
     ) -> None:
         check_pages(pool, units, pages)
         if ready and units.page_count:
@@ -174,6 +219,8 @@ def check_pages(pool: KVPool, units: UnitTable, pages: Sequence[torch.Tensor]) -
     if len(pages) != units.page_count:
         raise InvalidRequest(f"{len(pages)} page buffers for {units.page_count} pages")
     nbytes = pool.layout.page_nbytes
+    if isinstance(pages, MappedPages) and pages.nbytes == nbytes:
+        return
     for number, page in enumerate(pages):
         if (
             page.nbytes != nbytes

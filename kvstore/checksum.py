@@ -1,20 +1,107 @@
-"""Page checksums: xxh3_128 seeded with the page's key.
+"""Page checksums in two levels: leaves over parts of a page, and a root over the leaves, bound to the page's key.
 
-Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk.
-The seed binds the bytes to their key: an intact page under the wrong key does not match either.
+    page      | part 0 ....... | part 1 ....... | ... | last part ........... |     parts of `leaf_nbytes`, see `cuts`
+    leaf i    = xxh3_64 of part i                                                    made by any thread, or by a GPU
+    checksum  = xxh3_128 of all leaves, seeded with the key
+
+Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk. A part is checked
+by its leaf alone. The seed binds the bytes to their key: an intact page under the wrong key does not match either.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import xxhash
 
 from kvstore.buffers import HELD_NBYTES_MAX
 
 CHECKSUM_NBYTES = 16
+LEAF_SUM_NBYTES = 8
+# Of a part. Smaller ones would ask for the GIL more often, each time up to 5 ms beside a thread that computes.
+LEAF_NBYTES = 1 << 20
+LEAVES_MAX = 64  # of a page; parts of larger pages are larger
 
 # Hashing right behind a copy of this many bytes finds them in the cache: measured at 256 KiB,
 # receiving and hashing a 1 MiB page costs no more than receiving it (docs/decisions/0003).
 CHUNK_NBYTES = 256 * 1024
+
+
+def leaf_nbytes(page_nbytes: int) -> int:
+    """Bytes of each part but the last."""
+    return LEAF_NBYTES * max(1, -(-page_nbytes // (LEAF_NBYTES * LEAVES_MAX)))
+
+
+@lru_cache(maxsize=256)
+def cuts(page_nbytes: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of each part. The last one takes what is left: less than twice a part, or all of a small page."""
+    step = leaf_nbytes(page_nbytes)
+    starts = range(0, max(1, page_nbytes // step) * step, step)
+    return tuple((start, page_nbytes if start == starts[-1] else start + step) for start in starts)
+
+
+def leaf(part: memoryview | bytes) -> bytes:
+    """8 bytes, big-endian as xxHash's canonical form.
+
+    In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL however long they
+    take (5 ms delays in an engine), an object's `update` gives it up in every version that we allow.
+    """
+    if len(part) <= HELD_NBYTES_MAX:
+        return xxhash.xxh3_64_digest(part)
+    hasher = xxhash.xxh3_64()
+    hasher.update(part)
+    return hasher.digest()
+
+
+def leaves(page: memoryview | bytes) -> bytes:
+    """The leaves of a page, one after the other."""
+    parts = cuts(len(page))
+    return leaf(page) if len(parts) == 1 else b"".join([leaf(page[start:end]) for start, end in parts])
+
+
+def parts_match(page: memoryview, of_leaves: bytes, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether the parts in which ranges (offset, nbytes) of a page lie have these leaves; no other part is read."""
+    parts, step = cuts(len(page)), leaf_nbytes(len(page))
+    last = len(parts) - 1
+    wanted = set[int]()
+    for offset, nbytes in ranges:
+        wanted.update(range(min(offset // step, last), min((offset + nbytes - 1) // step, last) + 1))
+    return all(
+        leaf(page[slice(*parts[i])]) == of_leaves[LEAF_SUM_NBYTES * i : LEAF_SUM_NBYTES * (i + 1)] for i in wanted
+    )
+
+
+class Leaves:
+    """The same of bytes that come in pieces: `update(piece)`, and then `digest()`."""
+
+    def __init__(self, page_nbytes: int) -> None:
+        self._cuts = cuts(page_nbytes)
+        self._made: list[bytes] = []
+        self._hasher = xxhash.xxh3_64()
+        self._left = self._cuts[0][1]
+
+    def update(self, piece: memoryview) -> None:
+        while len(piece) > self._left:
+            self._hasher.update(piece[: self._left])
+            piece = piece[self._left :]
+            start, end = self._next()
+            self._left = end - start
+        self._hasher.update(piece)
+        self._left -= len(piece)
+
+    def _next(self) -> tuple[int, int]:
+        self._made.append(self._hasher.digest())
+        self._hasher.reset()
+        return self._cuts[len(self._made)]
+
+    def digest(self) -> bytes:
+        made = [*self._made, self._hasher.digest()]
+        assert (self._left, len(made)) == (0, len(self._cuts)), "bytes are missing"
+        return b"".join(made)
+
+
+def kept(of_leaves: bytes) -> bytes:
+    """What is kept of them beside the checksum: nothing of one that stands alone."""
+    return of_leaves if len(of_leaves) > LEAF_SUM_NBYTES else b""
 
 
 def key_seed(namespace_digest: bytes, prefix_hash: bytes) -> int:
@@ -22,28 +109,27 @@ def key_seed(namespace_digest: bytes, prefix_hash: bytes) -> int:
     return xxhash.xxh3_64_intdigest(namespace_digest + prefix_hash)
 
 
+def root(of_leaves: bytes, seed: int) -> bytes:
+    """The checksum of the page that has these leaves: 16 bytes, big-endian."""
+    return xxhash.xxh3_128_digest(of_leaves, seed)
+
+
 def checksum(data: memoryview | bytes, seed: int) -> bytes:
-    """16 bytes, big-endian as xxHash's canonical form.
-
-    In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL however long they
-    take (5 ms delays in an engine), an object's `update` gives it up in every version that we allow.
-    """
-    if len(data) <= HELD_NBYTES_MAX:
-        return xxhash.xxh3_128_digest(data, seed)
-    return joined_checksum((data,), seed)
+    """Of a page, or of parts of one that travel together."""
+    return root(leaves(data), seed)
 
 
-def joined_checksum(parts: Iterable[memoryview | bytes], seed: int) -> bytes:
-    """`checksum` of the parts' concatenation, which is not made."""
-    hasher = running_checksum(seed)
+def joined_checksum(parts: Iterable[memoryview], nbytes: int, seed: int) -> bytes:
+    """`checksum` of the parts' concatenation, of `nbytes` bytes, which is not made."""
+    running = Leaves(nbytes)
     for part in parts:
-        hasher.update(part)
-    return hasher.digest()
+        running.update(part)
+    return root(running.digest(), seed)
 
 
-def running_checksum(seed: int) -> "xxhash.xxh3_128":
-    """Object with `update(chunk)` and `digest()`; equals `checksum` of the chunks' concatenation."""
-    return xxhash.xxh3_128(seed=seed)
+def running_digest() -> "xxhash.xxh3_128":
+    """Object with `update(bytes)` and `digest()`, for what is no page: weights and scales in a namespace's name."""
+    return xxhash.xxh3_128()
 
 
 def row_checksum(data: bytes) -> bytes:

@@ -121,7 +121,7 @@ class Client:
                     look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
                 request = put_request(namespace, hashes, keep, deadline)
                 try:
-                    verdicts = link.wire.put(request, views[part], key_seeds(namespace, hashes), deadline)
+                    verdicts = link.wire.put(request, views[part], deadline)
                 except Exhausted:
                     if not outcomes or keep.durable:
                         raise
@@ -159,8 +159,8 @@ class Client:
     ) -> list[bool]:
         """Like `get` for parts of each page: for a layer, `ranges=layout.layer_ranges(layer)`.
 
-        A buffer takes the ranges one after the other. The node checks the whole page against its
-        checksum before it sends a part.
+        A buffer takes the ranges one after the other. The node checks the parts of the page in which they
+        lie (`kvstore.checksum.cuts`) before it sends them.
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
@@ -231,7 +231,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
         """`with client.open_put(...) as slots`: the node's own memory, to write pages in and then
-        `slots.commit(checksums)`. Leaving without a commit stores nothing.
+        `slots.commit(leaves)`. Leaving without a commit stores nothing.
 
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
         connection of its own; `timeout_s` covers all of it up to the commit.

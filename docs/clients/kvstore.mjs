@@ -14,8 +14,9 @@ import { loadSync } from "@grpc/proto-loader";
 import { createXXHash128, createXXHash3 } from "hash-wasm";
 
 const PROTO = fileURLToPath(new URL("../../proto/kvstore/pb/kvstore.proto", import.meta.url));
-const PROTOCOL_VERSION = 1;
+const PROTOCOL_VERSION = 2;
 const CHUNK_NBYTES = 1 << 20;
+const LEAF_NBYTES = 1 << 20;
 const MESSAGE_NBYTES_MAX = 2 << 20;
 const ITEM_NBYTES = {
   uint8: 1, int8: 1, float8_e4m3fn: 1, float8_e5m2: 1, float16: 2, bfloat16: 2, int16: 2,
@@ -78,13 +79,22 @@ export function prefixHashes(tokens, pageTokens) {
   return hashes;
 }
 
-// Of a page, or of the parts of one: 16 bytes, bound to the key.
-export async function checksum(digest, prefixHash, ...parts) {
-  const seed = Buffer.from((await createXXHash3()).init().update(Buffer.concat([digest, prefixHash])).digest("binary"));
+const xxh3 = async (bytes) => Buffer.from((await createXXHash3()).init().update(bytes).digest("binary"));
+
+// Of the parts of a page: 8 bytes each, one after the other.
+export async function leaves(page) {
+  const step = LEAF_NBYTES * Math.max(1, Math.ceil(page.length / (64 * LEAF_NBYTES)));
+  const count = Math.max(1, Math.floor(page.length / step));
+  const made = [];
+  for (let i = 0; i < count; i++) made.push(await xxh3(page.subarray(i * step, i < count - 1 ? (i + 1) * step : page.length)));
+  return Buffer.concat(made);
+}
+
+// Of a page: 16 bytes, bound to the key.
+export async function checksum(digest, prefixHash, page) {
+  const seed = await xxh3(Buffer.concat([digest, prefixHash]));
   const hasher = await createXXHash128(seed.readUInt32BE(4), seed.readUInt32BE(0));
-  hasher.init();
-  parts.forEach((part) => hasher.update(part));
-  return Buffer.from(hasher.digest("binary"));
+  return Buffer.from(hasher.init().update(await leaves(page)).digest("binary"));
 }
 
 // ---- the client ----------------------------------------------------------------------------
@@ -144,13 +154,13 @@ export class Client {
     const { verdicts } = await answer("begin");
     const chosen = verdicts.flatMap((verdict, i) => (verdict === "WRITE" ? [i] : []));
     if (chosen.length) {
-      const checksums = [];
+      const made = [];
       for (const i of chosen) {
-        checksums.push(await checksum(namespace.digest, hashes[i], pages[i]));
+        made.push(await leaves(pages[i]));
         for (let start = 0; start < pages[i].length; start += CHUNK_NBYTES)
           await written(stream, { chunk: { data: pages[i].subarray(start, start + CHUNK_NBYTES) } });
       }
-      stream.write({ commit: { checksums } });
+      stream.write({ commit: { leaves: made } });
       await answer("commit");
     }
     stream.end();

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gpu_agent.pool import KVPool, PoolPlane
-from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, TorchTransfer, check_pages
+from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, Summed, TorchTransfer, check_pages
 from gpu_agent.units import UnitTable
 
 # Pages that are told of together: enough to be worth a call, few enough that their checksums are made
@@ -30,6 +30,7 @@ class UnitCopies(TorchTransfer):
         fence: Fence,
         gathered: Gathered | None = None,
         landed: Landed | None = None,
+        summed: Summed | None = None,
     ) -> None:
         check_pages(pool, units, pages)
         rows = _rows(pool, units)
@@ -53,6 +54,7 @@ class UnitCopies(TorchTransfer):
         skip_tokens: int = 0,
         placed: Placed | None = None,
         ready: Ready | None = None,
+        summed: Summed | None = None,
     ) -> None:
         if placed or skip_tokens:  # by layers, or parts of a page: not what whole host pages are for
             return super().scatter(pool, units, pages, fence, skip_tokens, placed, ready)

@@ -10,7 +10,7 @@ from gpu_agent.identity.rope import is_length_dependent, length_dependent
 from gpu_agent.options import facts_text
 from gpu_agent.pool import dtype_name
 from kvstore.buffers import byte_view
-from kvstore.checksum import running_checksum
+from kvstore.checksum import running_digest
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
@@ -75,7 +75,7 @@ def _rope_kinds(model: Any) -> set[str]:
 
 def weights_digest(model: Any) -> str:
     """xxh3_128 over names, shapes, dtypes and bytes of all parameters and buffers, in order."""
-    running = running_checksum(0)
+    running = running_digest()
     state: dict[str, torch.Tensor] = model.state_dict()
     for name, tensor in state.items():
         running.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore.checksum import running_checksum
+from kvstore.checksum import running_digest
 from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def _signature(files: dict[str, Path]) -> _Signature:
 
 @functools.lru_cache(maxsize=8)
 def _digest(files: tuple[tuple[str, Path], ...], signature: _Signature) -> str:
-    running = running_checksum(0)
+    running = running_digest()
     for (name, path), (_, _, _, size, _, _) in zip(files, signature, strict=True):
         running.update(f"{name} {size}\n".encode())
         with path.open("rb", buffering=0) as file:

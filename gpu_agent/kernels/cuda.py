@@ -13,7 +13,7 @@ import torch
 from cupy.cuda import compiler, driver, runtime
 
 from gpu_agent.kernels.batch import BatchCopy
-from gpu_agent.kernels.device import Addresses, Launch
+from gpu_agent.kernels.device import KERNELS, WARPS, Addresses, Launch, LeavesLaunch
 from gpu_agent.kernels.host_memory import HostMemory
 from gpu_agent.kernels.interrupts import interrupts_kept
 from gpu_agent.kernels.staged import BUFFER_NBYTES, StagedTransfer
@@ -21,12 +21,10 @@ from gpu_agent.transfer import Fence
 from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_name("transfer.cu")
+SOURCES = {"transfer.cu": ("gather", "scatter"), "leaves.cu": ("leaves",)}  # file -> kernels in it
 COMPILER_OPTIONS = ("--std=c++17",)
 BLOCKS = 128  # fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
 BLOCKS_MAX = 1024
-THREADS = 512  # the bound in transfer.cu
-WARPS = THREADS // 32
 
 
 class CudaDevice:
@@ -49,11 +47,13 @@ class CudaDevice:
         self.batch = BatchCopy()
         with self.active():
             with interrupts_kept():
-                self._module = _module()
-            self._kernels = {name: self._module.get_function(name).ptr for name in ("gather", "scatter")}
+                self._modules = {file: _module(file) for file in SOURCES}
+            self._kernels = {
+                name: self._modules[file].get_function(name).ptr for file, names in SOURCES.items() for name in names
+            }
             stream = self.stream()
-            for kernel in self._kernels:  # CUDA loads a kernel at its first launch and may stop the GPU for it
-                CudaDevice.launch(self, kernel, Launch(), stream)
+            for kernel, nothing in KERNELS.items():  # CUDA loads one at its first launch and may stop the GPU for it
+                CudaDevice.launch(self, kernel, nothing(), stream)
             stream.synchronize()
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
@@ -112,13 +112,13 @@ class CudaDevice:
         for target, source in zip(targets, sources, strict=True):
             runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.ptr)
 
-    def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
+    def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Any) -> None:
         """The driver's own call: CuPy's takes several times as long to look at eleven arguments."""
-        blocks = max(1, min(self._blocks, -(-launch.tile_count * launch.page_count // WARPS)))
+        blocks = max(1, min(self._blocks, launch.blocks))
         first, step = ctypes.addressof(launch), ctypes.sizeof(ctypes.c_int64)
         arguments = array("Q", range(first, first + ctypes.sizeof(launch), step))  # the address of each
         driver.launchKernel(
-            self._kernels[kernel], blocks, 1, 1, THREADS, 1, 1, 0, stream.ptr, arguments.buffer_info()[0], 0
+            self._kernels[kernel], blocks, 1, 1, 32 * WARPS, 1, 1, 0, stream.ptr, arguments.buffer_info()[0], 0
         )
 
 
@@ -152,16 +152,16 @@ def _active(index: int) -> Any:
         yield
 
 
-def _module() -> Any:
-    """The compiled kernels. A cache folder that can not be written costs seconds, not the start."""
-    source = SOURCE.read_text()
+def _module(file: str) -> Any:
+    """A file's compiled kernels. A cache folder that can not be written costs seconds, not the start."""
+    source = Path(__file__).with_name(file).read_text()
     try:
         module = cupy.RawModule(code=source, options=COMPILER_OPTIONS)
         module.compile()
         return module.module
     except OSError as error:
         log.warning("CuPy's kernel cache (CUPY_CACHE_DIR) is unusable, compiling without it: %s", error)
-    binary, _ = compiler.compile_using_nvrtc(source, COMPILER_OPTIONS, filename=SOURCE.name)
+    binary, _ = compiler.compile_using_nvrtc(source, COMPILER_OPTIONS, filename=file)
     module = cupy.cuda.function.Module()
     module.load(binary)
     return module

@@ -13,25 +13,42 @@ from gpu_agent.transfer import Fence
 Addresses: TypeAlias = "array[int]"  # of type "Q": the driver reads it as it is
 
 
-class Launch(ctypes.Structure):
-    """Arguments of the kernels in transfer.cu, in their order; the first five are addresses."""
+WARPS = 16  # of a thread block: the bounds in transfer.cu and leaves.cu
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "planes",
-            "tiles",
-            "slots",
-            "page_table",
-            "base",
-            "stride",
-            "tile_count",
-            "page_first",
-            "page_count",
-            "job_pages",
-            "skip_tokens",
-        )
+
+def _int64s(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+class Launch(ctypes.Structure):
+    """Arguments of "gather" and "scatter" in transfer.cu, in their order; the first five are addresses."""
+
+    _fields_ = (
+        *_int64s("planes", "tiles", "slots", "page_table", "base"),
+        *_int64s("stride", "tile_count", "page_first", "page_count", "job_pages", "skip_tokens"),
     )
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks that have something to do."""
+        return int(-(-self.tile_count * self.page_count // WARPS))
+
+
+class LeavesLaunch(ctypes.Structure):
+    """Arguments of "leaves" in leaves.cu, in their order; `table`, `base` and `out` are addresses."""
+
+    _fields_ = (
+        *_int64s("table", "base", "stride", "page_first", "page_count"),
+        *_int64s("page_nbytes", "part_nbytes", "part_count", "out"),
+    )
+
+    @property
+    def blocks(self) -> int:
+        return int(self.page_count * self.part_count)
+
+
+# The kernels, and what a launch of each that does nothing looks like.
+KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {"gather": Launch, "scatter": Launch, "leaves": LeavesLaunch}
 
 
 class Device(Protocol):
@@ -52,7 +69,7 @@ class Device(Protocol):
         """GPU memory at a multiple of 256."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 CPU tensor that copies may read while the caller goes on."""
+        """A uint8 CPU tensor that copies may read, and kernels write, while the caller goes on."""
 
     def page_locked(self, addresses: Sequence[int], nbytes: int) -> bool:
         """Whether `nbytes` from each address on are host memory that the copy engine reaches by itself."""
@@ -79,5 +96,5 @@ class Device(Protocol):
         """Enqueues copies of `nbytes` each, between GPU and host memory in either direction. `locked`:
         what `page_locked` says of the host's side."""
 
-    def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
-        """Enqueues "gather" or "scatter"; `launch` is read before it returns."""
+    def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Any) -> None:
+        """Enqueues one of `KERNELS`; `launch` is read before it returns."""

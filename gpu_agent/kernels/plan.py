@@ -182,6 +182,10 @@ class Plan:
             yield from self._chunks(self.whole, 0, page_count - small // row, buffer_nbytes)
             yield Chunk(page_count - small // row, small // row, self.whole)
 
+    def page_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
+        """No page is cut, if a buffer takes one."""
+        yield from self._chunks(self.whole, 0, page_count, buffer_nbytes)
+
     def layer_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
         """Layers in ascending order, each of all pages; small ones together with the next."""
         for layers, spans in self.layers:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from gpu_agent.kernels.device import Addresses, Launch
+from gpu_agent.kernels.device import Addresses, Launch, LeavesLaunch
 from gpu_agent.kernels.plan import LOADS, PLANE_FIELDS, TILE_FIELDS, WARP_THREADS, Divisor
 from gpu_agent.transfer import Fence
+from kvstore.checksum import leaf
 
 Step = Callable[[], bool]  # False: it can not run yet
 SWITCH_SHARE = 0.2  # of steps, behind which another stream may come first
@@ -29,8 +30,10 @@ def quotient(n: int, by: Divisor) -> int:
     return ((((n * by.magic) >> 32) + n) & 0xFFFFFFFF) >> by.shift
 
 
-def run_kernel(kernel: str, launch: Launch) -> None:
-    """`transfer.cu` over the addresses of `launch`, which are CPU memory: a thread after the other."""
+def run_kernel(kernel: str, launch: Launch | LeavesLaunch) -> None:
+    """The kernels over the addresses of `launch`, which are CPU memory: a thread after the other."""
+    if isinstance(launch, LeavesLaunch):
+        return _make_leaves(launch)
     for number in range(launch.page_count):
         page_index = launch.page_first + number
         page = launch.base + number * launch.stride
@@ -40,6 +43,21 @@ def run_kernel(kernel: str, launch: Launch) -> None:
             tile = (ctypes.c_int32 * TILE_FIELDS).from_address(launch.tiles + 4 * TILE_FIELDS * position)
             plane = _int64s(launch.planes + 8 * PLANE_FIELDS * tile[0], PLANE_FIELDS)
             _move_tile(kernel, launch, list(tile), plane, page, page_index)
+
+
+def _make_leaves(launch: LeavesLaunch) -> None:
+    """`leaves.cu`; the arithmetic is the library's."""
+    for number in range(launch.page_count):
+        page_index = launch.page_first + number
+        page = launch.base + number * launch.stride
+        if launch.table:
+            page = _int64s(launch.table + 8 * page_index, 1)[0]
+        assert not (page | launch.page_nbytes) % 8, "a misaligned word: a fault on a GPU"
+        for part in range(launch.part_count):
+            start = part * launch.part_nbytes
+            end = launch.page_nbytes if part == launch.part_count - 1 else start + launch.part_nbytes
+            sum_ = leaf(ctypes.string_at(page + start, end - start))
+            ctypes.memmove(launch.out + 8 * (page_index * launch.part_count + part), sum_, len(sum_))
 
 
 def _move_tile(
@@ -127,7 +145,7 @@ class Memory:
 class SimulatedDevice:
     """`gpu_agent.kernels.device.Device` on the CPU. `kernel` replaces the kernels' arithmetic."""
 
-    def __init__(self, seed: int, kernel: Callable[[str, Launch], None] = run_kernel) -> None:
+    def __init__(self, seed: int, kernel: Callable[[str, Launch | LeavesLaunch], None] = run_kernel) -> None:
         self.device = torch.device("cpu")
         self.copies = self.launches = 0
         self.registered: list[tuple[int, int]] = []
@@ -186,7 +204,7 @@ class SimulatedDevice:
 
         stream.steps.append(step)
 
-    def launch(self, kernel: str, launch: Launch, stream: Stream) -> None:
+    def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Stream) -> None:
         self.launches += 1
 
         def step() -> bool:

@@ -7,6 +7,7 @@ order of the work is in pipeline.py: both are tested without a GPU.
 """
 
 import contextlib
+import ctypes
 import threading
 import weakref
 from array import array
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from gpu_agent.kernels.arena_lock import ArenaLock
-from gpu_agent.kernels.device import Addresses, Device, Launch
+from gpu_agent.kernels.device import Addresses, Device, Launch, LeavesLaunch
 from gpu_agent.kernels.pipeline import Job, Pipeline
 from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan, Run
 from gpu_agent.pool import KVPool
-from gpu_agent.transfer import Fence, Gathered, Landed, Placed, Ready, check_pages
+from gpu_agent.transfer import Fence, Gathered, Landed, MappedPages, Placed, Ready, Summed, check_pages
 from gpu_agent.units import UnitTable
+from kvstore.checksum import LEAF_SUM_NBYTES, cuts, leaf_nbytes
 from kvstore.errors import ConfigError, InvalidRequest
 
 # 8 MiB buffers starve beside kernels of 250 us (33 instead of 54 GB/s); 16 MiB reach 0.97 and 0.98 of the link,
@@ -34,6 +36,9 @@ BUFFER_NBYTES_MIN = 4096
 RUN_NBYTES_MIN = 1 << 20
 # Of a chunk of such pages, which needs no buffer: enqueueing one takes 0.1 ms of Python, in which the link moves 6 MiB.
 RUN_CHUNK_NBYTES = 64 << 20
+# leaves.cu reads words of 8 bytes, and knows only the hash of more than 240 bytes.
+WORD_NBYTES = 8
+LEAVES_NBYTES_MIN = 241
 CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 
@@ -59,18 +64,44 @@ def _tables(device: Device, pool: KVPool, buffer_nbytes: int) -> _Tables:
     return _Tables(plan, (planes, tiles), planes.data_ptr(), tiles.data_ptr(), chunks)
 
 
+class _Sums:
+    """The leaves of a job's pages. The GPU writes them into host memory, chunk by chunk."""
+
+    def __init__(self, device: Device, page_nbytes: int, page_count: int) -> None:
+        self._device = device
+        self._page_nbytes = page_nbytes
+        self._parts = len(cuts(page_nbytes))
+        self._out = device.host_memory(page_count * self._parts * LEAF_SUM_NBYTES)
+
+    def make(self, chunk: Chunk, table: int, base: int, stride: int, stream: Any) -> None:
+        """Of the chunk's pages: each where the table in GPU memory says, or, without one, `stride` from the last."""
+        part_nbytes, out = leaf_nbytes(self._page_nbytes), self._out.data_ptr()
+        pages = chunk.page_first, chunk.page_count, self._page_nbytes
+        self._device.launch("leaves", LeavesLaunch(table, base, stride, *pages, part_nbytes, self._parts, out), stream)
+
+    def of_pages(self) -> list[bytes]:
+        """When all chunks are done."""
+        made, nbytes = ctypes.string_at(self._out.data_ptr(), self._out.nbytes), self._parts * LEAF_SUM_NBYTES
+        return [made[start : start + nbytes] for start in range(0, len(made), nbytes)]
+
+
 class _Move:
     """The two halves of a chunk of one gather or scatter. All that is known before the first chunk is
     worked out here, once: chunks follow each other every 300 us."""
 
     def __init__(
-        self, device: Device, tables: _Tables, pages: Sequence[torch.Tensor], kernel: str, skip_tokens: int
+        self,
+        device: Device,
+        tables: _Tables,
+        pages: Sequence[torch.Tensor],
+        kernel: str,
+        skip_tokens: int,
+        sums: _Sums | None,
     ) -> None:
         self._device, self._tables = device, tables
-        self._kernel, self._skip_tokens = kernel, skip_tokens
-        addresses = [page.data_ptr() for page in pages]
-        self._locked = device.page_locked(addresses, tables.plan.layout.page_nbytes)
-        self._pages = array("Q", addresses)
+        self._kernel, self._skip_tokens, self._sums = kernel, skip_tokens, sums
+        self._pages = _addresses(pages)
+        self._locked = device.page_locked(self._pages, tables.plan.layout.page_nbytes)
 
     def kernel(self, chunk: Chunk, buffer: int, slots: int, stream: Any) -> None:
         span, tables = chunk.span, self._tables
@@ -89,34 +120,59 @@ class _Move:
         )
         self._device.launch(self._kernel, launch, stream)
 
+    def from_slots(self, chunk: Chunk, buffer: int, slots: int, stream: Any) -> None:
+        self.kernel(chunk, buffer, slots, stream)
+        self._sum(chunk, buffer, stream)
+
     def to_pages(self, chunk: Chunk, buffer: int, _: int, stream: Any) -> None:
         self._device.copy(self._parts(chunk), _rows(chunk, buffer), chunk.span.nbytes, stream, self._locked)
 
-    def to_buffer(self, chunk: Chunk, buffer: int, _: int, stream: Any) -> None:
+    def from_pages(self, chunk: Chunk, buffer: int, _: int, stream: Any) -> None:
         self._device.copy(_rows(chunk, buffer), self._parts(chunk), chunk.span.nbytes, stream, self._locked)
+        self._sum(chunk, buffer, stream)
+
+    def _sum(self, chunk: Chunk, buffer: int, stream: Any) -> None:
+        if self._sums:
+            self._sums.make(chunk, 0, buffer, chunk.span.row_nbytes, stream)
 
     def _parts(self, chunk: Chunk) -> Addresses:
         return _at(self._pages, chunk)
 
 
 class _RunMove:
-    """Chunks of pages that are one run each in the engine's memory: the copy engine alone moves them. A
-    chunk's first half is all of it, so that the slots have been read when that has happened."""
+    """Chunks of pages that are one run each in the engine's memory: the copy engine alone moves them, and a kernel
+    looks at them where they are. The first half of a gather is all of it, so that the slots have been read when that
+    has happened."""
 
     def __init__(
-        self, device: Device, run: Run, page_nbytes: int, pages: Sequence[torch.Tensor], units: UnitTable
+        self,
+        device: Device,
+        run: Run,
+        page_nbytes: int,
+        pages: Sequence[torch.Tensor],
+        units: UnitTable,
+        sums: _Sums | None,
     ) -> None:
-        self._device = device
-        addresses = [page.data_ptr() for page in pages]
-        self._locked = device.page_locked(addresses, page_nbytes)
-        self._pages = array("Q", addresses)
+        self._device, self._sums = device, sums
+        self._pages = _addresses(pages)
+        self._locked = device.page_locked(self._pages, page_nbytes)
         self._slots = array("Q", [run.base + slot * run.stride for slot in units.flat(run.space).tolist()])
 
-    def to_pages(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
+    @property
+    def addresses(self) -> list[torch.Tensor]:
+        """What the kernel is to find in GPU memory: each page's slot."""
+        return [torch.frombuffer(self._slots, dtype=torch.int64)] if self._sums else []
+
+    def to_pages(self, chunk: Chunk, _: int, slots: int, stream: Any) -> None:
+        self.sum_slots(chunk, _, slots, stream)
         self._device.copy(_at(self._pages, chunk), _at(self._slots, chunk), chunk.span.nbytes, stream, self._locked)
 
     def to_slots(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
         self._device.copy(_at(self._slots, chunk), _at(self._pages, chunk), chunk.span.nbytes, stream, self._locked)
+
+    def sum_slots(self, chunk: Chunk, _: int, slots: int, stream: Any) -> None:
+        if self._sums:
+            self._sums.make(chunk, slots, 0, 0, stream)
 
     def nothing(self, chunk: Chunk, _: int, __: int, stream: Any) -> None:
         """The other half."""
@@ -153,6 +209,14 @@ class StagedTransfer:
         with self._device.active():
             return self._device.fence()
 
+    def makes_leaves(self, pool: KVPool) -> bool:
+        """Where no page is cut into chunks, and words can be read."""
+        with self._device.active():
+            plan = self._tables_of(pool).plan
+        run, nbytes = self._run(plan), pool.layout.page_nbytes
+        in_words = not any(number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ())))
+        return in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= self._buffer_nbytes
+
     def gather(
         self,
         pool: KVPool,
@@ -161,22 +225,29 @@ class StagedTransfer:
         fence: Fence,
         gathered: Gathered | None = None,
         landed: Landed | None = None,
+        summed: Summed | None = None,
     ) -> None:
         check_pages(pool, units, pages)
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                run = self._run(tables.plan)
-                chunks = tables.chunks(tables.plan.gather_chunks, units.page_count, bool(run))
-                drained = partial(_land, landed, pool.layout.page_nbytes) if landed else None
+                run, nbytes = self._run(tables.plan), pool.layout.page_nbytes
+                sums = _Sums(self._device, nbytes, units.page_count) if summed else None
+                cut = self._uncut(tables.plan, tables.plan.gather_chunks) if summed else tables.plan.gather_chunks
+                chunks = tables.chunks(cut, units.page_count, bool(run))
+                drained = partial(_land, landed, nbytes) if landed else None
                 if run:
-                    alone = _RunMove(self._device, run, pool.layout.page_nbytes, pages, units)
-                    job = Job([], chunks, alone.to_pages, alone.nothing, all_filled=gathered, drained=drained)
+                    alone = _RunMove(self._device, run, nbytes, pages, units, sums)
+                    job = Job(
+                        alone.addresses, chunks, alone.to_pages, alone.nothing, all_filled=gathered, drained=drained
+                    )
                 else:
-                    move = _Move(self._device, tables, pages, "gather", 0)
+                    move = _Move(self._device, tables, pages, "gather", 0, sums)
                     slots = _slots(pool, units)
-                    job = Job(slots, chunks, move.kernel, move.to_pages, all_filled=gathered, drained=drained)
+                    job = Job(slots, chunks, move.from_slots, move.to_pages, all_filled=gathered, drained=drained)
                 self._out.run(job)
+                if summed and sums:
+                    summed(sums.of_pages())
             elif gathered:
                 gathered()
 
@@ -189,24 +260,30 @@ class StagedTransfer:
         skip_tokens: int = 0,
         placed: Placed | None = None,
         ready: Ready | None = None,
+        summed: Summed | None = None,
     ) -> None:
         check_pages(pool, units, pages)
         pool.check_skip(skip_tokens, units.page_count)
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                run = None if skip_tokens else self._run(tables.plan)
-                cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
+                run, nbytes = None if skip_tokens else self._run(tables.plan), pool.layout.page_nbytes
+                sums = _Sums(self._device, nbytes, units.page_count) if summed else None
+                cut: Cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
+                if summed:
+                    cut = self._uncut(tables.plan, cut)
                 chunks = tables.chunks(cut, units.page_count, bool(run))
                 queued = partial(self._place, placed) if placed else None
                 before = partial(_await, ready) if ready else None
                 if run:
-                    alone = _RunMove(self._device, run, pool.layout.page_nbytes, pages, units)
-                    job = Job([], chunks, alone.to_slots, alone.nothing, before, queued=queued)
+                    alone = _RunMove(self._device, run, nbytes, pages, units, sums)
+                    job = Job(alone.addresses, chunks, alone.to_slots, alone.sum_slots, before, queued=queued)
                 else:
-                    move = _Move(self._device, tables, pages, "scatter", skip_tokens)
-                    job = Job(_slots(pool, units), chunks, move.to_buffer, move.kernel, before, queued=queued)
+                    move = _Move(self._device, tables, pages, "scatter", skip_tokens, sums)
+                    job = Job(_slots(pool, units), chunks, move.from_pages, move.kernel, before, queued=queued)
                 self._in.run(job)
+                if summed and sums:
+                    summed(sums.of_pages())
             elif placed:
                 for layer in pool.layout.layers:
                     placed(layer, None)
@@ -233,20 +310,32 @@ class StagedTransfer:
         """Where the pages lie, if they are better copied as they are."""
         return plan.run if plan.layout.page_nbytes >= RUN_NBYTES_MIN else None
 
+    def _uncut(self, plan: Plan, cut: Cut) -> Cut:
+        """`cut`, or what leaves each page whole where that would not."""
+        return cut if plan.whole.row_nbytes <= self._buffer_nbytes // 4 else plan.page_chunks
+
     def _prepare(self, pool: KVPool, fence: Fence) -> _Tables:
         """Tables of the pool. Waits for `fence` here, not on our streams: a job whose engine is still
         busy would hold up those behind it."""
+        tables = self._tables_of(pool)
+        self._device.wait(fence)
+        return tables
+
+    def _tables_of(self, pool: KVPool) -> _Tables:
         self._check_device(pool)
         with self._lock:
             tables = self._tables.get(pool)
             if tables is None:
                 tables = self._tables[pool] = _tables(self._device, pool, self._buffer_nbytes)
-        self._device.wait(fence)
-        return tables
+            return tables
 
     def _check_device(self, pool: KVPool) -> None:
         if pool.device != self._device.device:
             raise InvalidRequest(f"the pool is on {pool.device}, this transfer serves {self._device.device}")
+
+
+def _addresses(pages: Sequence[torch.Tensor]) -> Addresses:
+    return pages.addresses if isinstance(pages, MappedPages) else array("Q", [page.data_ptr() for page in pages])
 
 
 def _slots(pool: KVPool, units: UnitTable) -> list[torch.Tensor]:

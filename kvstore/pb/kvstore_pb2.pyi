@@ -242,10 +242,10 @@ class PutReply(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[PutVerdict, str]]] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("checksums",)
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    checksums: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, checksums: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    __slots__ = ("leaves",)
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    leaves: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, leaves: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("stored",)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.checksum import CHUNK_NBYTES, running_checksum
+from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import ProtocolError, Unavailable
@@ -36,9 +36,7 @@ class BulkWire:
         with self._pool.connection(deadline) as connection:
             return exchange(connection, op, request)[0]
 
-    def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
-    ) -> list[int]:
+    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         with self._pool.connection(deadline) as connection:
             verdicts = list(exchange(connection, "put", request)[0].verdicts)
             if len(verdicts) != len(pages):
@@ -46,11 +44,11 @@ class BulkWire:
             chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
             if not chosen:
                 return verdicts
-            # The bytes, then their checksums in the commit: each chunk is hashed right before it
-            # is sent, while it is in the cache.
+            # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
+            # while it is in the cache.
             connection.send_frame(b"", sum(pages[i].nbytes for i in chosen))
-            checksums = [_send_page(connection, pages[i], seeds[i]) for i in chosen]
-            exchange(connection, "commit", pb.CommitRequest(checksums=checksums))
+            leaves = [_send_page(connection, pages[i]) for i in chosen]
+            exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
             return verdicts
 
     def get(
@@ -68,7 +66,7 @@ class BulkWire:
                 raise ProtocolError("the reply to a get does not fit its request")
             corrupt = []
             for i, expected in zip(found, reply.checksums, strict=True):
-                if _recv_page(connection, buffers[i], seeds[i]) != expected:
+                if root(_recv_page(connection, buffers[i]), seeds[i]) != expected:
                     hits[i] = False
                     corrupt.append(i)
             return hits, corrupt
@@ -97,19 +95,21 @@ class BulkWire:
         self._pool.close()
 
 
-def _send_page(connection: FrameSocket, page: memoryview, seed: int) -> bytes:
-    hasher = running_checksum(seed)
+def _send_page(connection: FrameSocket, page: memoryview) -> bytes:
+    """The leaves of what was sent."""
+    running = Leaves(page.nbytes)
     for start in range(0, page.nbytes, CHUNK_NBYTES):
         chunk = page[start : start + CHUNK_NBYTES]
         connection.send(chunk)
-        hasher.update(chunk)
-    return hasher.digest()
+        running.update(chunk)
+    return running.digest()
 
 
-def _recv_page(connection: FrameSocket, buffer: memoryview, seed: int) -> bytes:
-    hasher = running_checksum(seed)
+def _recv_page(connection: FrameSocket, buffer: memoryview) -> bytes:
+    """The leaves of what was received."""
+    running = Leaves(buffer.nbytes)
     for start in range(0, buffer.nbytes, CHUNK_NBYTES):
         chunk = buffer[start : start + CHUNK_NBYTES]
         connection.recv_into(chunk)
-        hasher.update(chunk)
-    return hasher.digest()
+        running.update(chunk)
+    return running.digest()

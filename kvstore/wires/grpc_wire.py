@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.checksum import checksum
+from kvstore.checksum import checksum, leaves
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable, from_status
@@ -61,9 +61,7 @@ class GrpcWire:
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
-    def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
-    ) -> list[int]:
+    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         begun: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
 
         def frames() -> Iterator[pb.PutFrame]:
@@ -72,7 +70,7 @@ class GrpcWire:
             for data in split(pages[i] for i in chosen):
                 yield pb.PutFrame(chunk=pb.PageChunk(data=data))
             if chosen:
-                yield pb.PutFrame(commit=pb.CommitRequest(checksums=[checksum(pages[i], seeds[i]) for i in chosen]))
+                yield pb.PutFrame(commit=pb.CommitRequest(leaves=[leaves(pages[i]) for i in chosen]))
 
         try:
             replies = self._stub.Put(frames(), timeout=deadline.remaining())

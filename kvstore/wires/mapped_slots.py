@@ -41,15 +41,15 @@ class ReservedSlots:
         self._deadline = deadline
         self._waiting = bool(self.offsets)
 
-    def commit(self, checksums: Sequence[bytes]) -> None:
-        """The bytes are in place: makes the pages visible. One checksum per page, seeded with its key
-        (`kvstore.checksum`). Nothing may write to them any more, neither a thread nor a GPU."""
+    def commit(self, leaves: Sequence[bytes]) -> None:
+        """The bytes are in place: makes the pages visible. `kvstore.checksum.leaves` of each page. Nothing may
+        write to them any more, neither a thread nor a GPU."""
         if not self._waiting:
             raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
         _drop(self.pages)
         self._lease.connection.arm(self._deadline.remaining())
         with self._lease.talking() as connection:
-            exchange(connection, "commit", pb.CommitRequest(checksums=checksums))
+            exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
         self._waiting = False
 
     def end(self) -> None:

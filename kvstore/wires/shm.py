@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvstore.buffers import copy
-from kvstore.checksum import running_checksum
+from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import ProtocolError, Unavailable
@@ -113,17 +113,15 @@ class ShmWire:
 
     # ---- with the caller's buffers -------------------------------------------------------
 
-    def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
-    ) -> list[int]:
+    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         with self.reserving(request, deadline) as reserved:
-            checksums = []
+            leaves = []
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
             for i, slot in zip(chosen, reserved.pages, strict=True):
                 deadline.remaining()
-                checksums.append(_write_page(slot, pages[i], seeds[i]))
+                leaves.append(_write_page(slot, pages[i]))
             if chosen:
-                reserved.commit(checksums)
+                reserved.commit(leaves)
             return reserved.verdicts
 
     def get(
@@ -136,7 +134,7 @@ class ShmWire:
             found = [i for i, hit in enumerate(hits) if hit]
             for i, slot, expected in zip(found, acquired.pages, acquired.checksums, strict=True):
                 deadline.remaining()
-                if _read_page(buffers[i], [slot[start:end] for start, end in parts], seeds[i]) != expected:
+                if root(_read_page(buffers[i], [slot[start:end] for start, end in parts]), seeds[i]) != expected:
                     hits[i] = False
                     corrupt.append(i)
             return hits, corrupt
@@ -216,26 +214,26 @@ def _own_pidfd() -> Iterator[int]:
         os.close(pidfd)
 
 
-def _write_page(slot: memoryview, page: memoryview, seed: int) -> bytes:
-    """Copies a page and hashes the caller's bytes step by step, while they are in a cache."""
-    hasher = running_checksum(seed)
+def _write_page(slot: memoryview, page: memoryview) -> bytes:
+    """Copies a page and hashes the caller's bytes step by step, while they are in a cache. Returns their leaves."""
+    running = Leaves(page.nbytes)
     for start in range(0, page.nbytes, STEP_NBYTES):
         chunk = page[start : start + STEP_NBYTES]
         copy(slot[start : start + STEP_NBYTES], chunk)
-        hasher.update(chunk)
-    return hasher.digest()
+        running.update(chunk)
+    return running.digest()
 
 
-def _read_page(buffer: memoryview, parts: Sequence[memoryview], seed: int) -> bytes:
+def _read_page(buffer: memoryview, parts: Sequence[memoryview]) -> bytes:
     """Copies the parts one after the other and hashes the copy: that, not the slot, is what the caller
-    is going to use."""
-    hasher = running_checksum(seed)
+    is going to use. Returns its leaves."""
+    running = Leaves(buffer.nbytes)
     position = 0
     for part in parts:
         for start in range(0, part.nbytes, STEP_NBYTES):
             source = part[start : start + STEP_NBYTES]
             target = buffer[position : position + source.nbytes]
             copy(target, source)
-            hasher.update(target)
+            running.update(target)
             position += source.nbytes
-    return hasher.digest()
+    return running.digest()

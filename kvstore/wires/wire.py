@@ -18,9 +18,7 @@ class Wire(Protocol):
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         """One request, one reply. `op` is the field's name in BulkRequest."""
 
-    def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
-    ) -> list[int]:
+    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         """One PutVerdict per key; WRITE means: sent and committed."""
 
     def get(

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import kept, key_seed, leaves, root
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from kvstore.layout import slot_nbytes
@@ -150,13 +150,14 @@ class DiskTier:
                 offset, expected = self.records.offset(record), self.records.checksum(record)
                 expiry_s = self.records.expiry_s(record)
             try:
-                intact = self._read_intact(offset, slot, index.page_nbytes, expected, index.seed(page.prefix_hash))
+                found = self._read_leaves(offset, slot, index.page_nbytes)
             except (OSError, MemoryError) as error:
                 self.blame("reading", error)
                 return False
+            intact = root(found, index.seed(page.prefix_hash)) == expected
             with self._lock:
                 if intact:
-                    page.checksum, page.expiry_s = expected, expiry_s
+                    page.checksum, page.leaves, page.expiry_s = expected, kept(found), expiry_s
                     self.counters.pages_read += 1
                     self.counters.nbytes_read += index.page_nbytes
                 else:
@@ -171,8 +172,9 @@ class DiskTier:
         finally:
             self.end_read(record)
 
-    def _read_intact(self, offset: int, slot: memoryview, page_nbytes: int, expected: bytes, seed: int) -> bool:
-        return self.files.read(offset, slot) and checksum(slot[:page_nbytes], seed) == expected
+    def _read_leaves(self, offset: int, slot: memoryview, page_nbytes: int) -> bytes:
+        """Of the page that is read into `slot`; none if it can not be there."""
+        return leaves(slot[:page_nbytes]) if self.files.read(offset, slot) else b""
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
@@ -372,10 +374,11 @@ class DiskTier:
         page_nbytes = space.layout.page_nbytes
         with self._used(record), mmap.mmap(-1, slot_nbytes(page_nbytes)) as memory, memoryview(memory) as slot:
             try:
-                good = self._read_intact(offset, slot, page_nbytes, expected, key_seed(space.digest, prefix_hash))
+                found = self._read_leaves(offset, slot, page_nbytes)
             except OSError as error:
                 self.blame("reading", error)
                 raise
+            good = root(found, key_seed(space.digest, prefix_hash)) == expected
             with self._lock:
                 self.counters.pages_scrubbed += 1
                 if not good:

@@ -50,6 +50,7 @@ class Page:
         "checksum",
         "expiry_s",
         "holds",
+        "leaves",
         "namespace",
         "newer",
         "offset",
@@ -65,6 +66,7 @@ class Page:
         self.prefix_hash = prefix_hash
         self.offset = -1
         self.checksum = b""
+        self.leaves = b""  # only of a page that has several (`kvstore.checksum`)
         self.expiry_s = 0  # since the epoch; 0: no time to live
         self.state = State.WRITING
         self.holds = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import kvstore
-from kvstore.checksum import CHECKSUM_NBYTES, checksum, joined_checksum
+from kvstore.checksum import LEAF_SUM_NBYTES, checksum, cuts, joined_checksum, parts_match, root
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
@@ -166,13 +166,14 @@ class Service:
 
     def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
         wanted = len(session.reserved)
-        if not wanted or len(request.checksums) != wanted or any(len(c) != CHECKSUM_NBYTES for c in request.checksums):
-            raise InvalidRequest(
-                f"a commit of {len(request.checksums)} checksums for {wanted} written pages; "
-                f"send one checksum of {CHECKSUM_NBYTES} bytes for each"
-            )
         put = session.put_request
-        stored = session.commit(list(request.checksums), -(-put.ttl_ms // 1000))
+        nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
+        if not wanted or len(request.leaves) != wanted or any(len(some) != nbytes for some in request.leaves):
+            raise InvalidRequest(
+                f"a commit of the leaves of {len(request.leaves)} pages for {wanted} written ones; "
+                f"send {nbytes} bytes for each"
+            )
+        stored = session.commit(list(request.leaves), -(-put.ttl_ms // 1000))
         if put.durable:
             self.durability.keep(put.namespace, session.promised, session.wait_end)
         return pb.CommitReply(stored=stored)
@@ -198,8 +199,8 @@ class Service:
         wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
         self._check_nbytes(len(request.prefix_hashes) * wanted_nbytes)
         pages = session.acquire(request.namespace, list(request.prefix_hashes), request.prefix_only, wanted_nbytes)
-        if ranges:  # the writer's checksum covers a whole page, so it is checked here
-            pages = [page if page is not None and self._intact(page) else None for page in pages]
+        if ranges:  # their reader has not all that a leaf covers, so it is checked here
+            pages = [page if page is not None and self._intact(page, ranges) else None for page in pages]
         found = [page for page in pages if page is not None]
         checksums = [self._part_sum(page, ranges) for page in found] if ranges else [page.checksum for page in found]
         reply = pb.GetReply(hits=[page is not None for page in pages], checksums=checksums)
@@ -214,14 +215,21 @@ class Service:
 
     def _part_sum(self, page: Page, ranges: list[tuple[int, int]]) -> bytes:
         """Parts of intact pages get a checksum of their own for the way. Nothing is copied for it."""
-        return joined_checksum(self._parts(page, ranges), page.namespace.seed(page.prefix_hash))
+        nbytes = sum(nbytes for _, nbytes in ranges)
+        return joined_checksum(self._parts(page, ranges), nbytes, page.namespace.seed(page.prefix_hash))
 
     def _view(self, page: Page) -> memoryview:
         return self._arena.view(page.offset, page.namespace.page_nbytes)
 
-    def _intact(self, page: Page) -> bool:
-        """Compares a held page with its checksum; drops it if it does not match."""
-        if checksum(self._view(page), page.namespace.seed(page.prefix_hash)) == page.checksum:
+    def _intact(self, page: Page, ranges: list[tuple[int, int]] | None = None) -> bool:
+        """Compares a held page, or what has to do with `ranges` of it, with its checksum; drops it if it does
+        not match."""
+        view, seed = self._view(page), page.namespace.seed(page.prefix_hash)
+        if ranges and page.leaves:
+            intact = root(page.leaves, seed) == page.checksum and parts_match(view, page.leaves, ranges)
+        else:
+            intact = checksum(view, seed) == page.checksum
+        if intact:
             return True
         self._tier.drop_corrupt(page)
         return False

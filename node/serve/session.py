@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from kvstore.checksum import kept, root
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
@@ -76,8 +77,13 @@ class Session:
         """Pages that are being read, or were to be."""
         return self._held
 
-    def commit(self, checksums: Sequence[bytes], ttl_s: int) -> int:
+    def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
+        """`leaves`: of each reserved page. Those of a page that has several stay, for reads of its parts."""
         assert self._reservation is not None
+        checksums = []
+        for page, some in zip(self._reservation.pages, leaves, strict=True):
+            checksums.append(root(some, page.namespace.seed(page.prefix_hash)))
+            page.leaves = kept(some)
         stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
         self._take_reservation()  # only now: if that broke, `abort` still knows what there is to give back
         return stored

@@ -60,14 +60,14 @@ const group = ([name, layers, planes]) => ({ name, layers, planes: planes.map(pl
 const layouts = golden.layouts.map(({ page_tokens, groups }) => ({ page_tokens, groups: groups.map(group) }));
 const { first_token, token_count, page_tokens } = golden.prefix_hashes;
 const tokens = Array.from({ length: token_count }, (_, i) => first_token + i);
-const page = Buffer.from(Array.from({ length: 1024 }, (_, i) => i % 256));
+const page = Buffer.from(Array.from({ length: 256 * golden.checksum.times }, (_, i) => i % 256));
 const digest = kv.namespaceDigest({ ...golden.namespace.fields, layout: layouts[0] });
 const sum = await kv.checksum(digest, Buffer.from(golden.checksum.prefix_hash, "hex"), page);
 console.log(JSON.stringify({
   nbytes: layouts.map(kv.pageNbytes),
   fingerprints: layouts.map((layout) => kv.layoutFingerprint(layout).toString("hex")),
   digest: digest.toString("hex"), hashes: kv.prefixHashes(tokens, page_tokens).map((hash) => hash.toString("hex")),
-  checksum: sum.toString("hex") }));
+  leaves: (await kv.leaves(page)).toString("hex"), checksum: sum.toString("hex") }));
 """,
         str(GOLDEN),
     )
@@ -75,6 +75,7 @@ console.log(JSON.stringify({
     assert found["fingerprints"] == [layout["fingerprint"] for layout in golden["layouts"]]
     assert found["digest"] == golden["namespace"]["digest"]
     assert found["hashes"] == golden["prefix_hashes"]["hashes"]
+    assert found["leaves"] == golden["checksum"]["leaves"]
     assert found["checksum"] == golden["checksum"]["checksum"]
 
 

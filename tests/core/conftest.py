@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb import kvstore_pb2_grpc as pb_grpc
 from kvstore.wires.frames import FrameSocket, pack_fixed
@@ -29,7 +30,7 @@ class FakeNode(pb_grpc.KVStoreServicer):
     def __init__(self) -> None:
         self.bulk_port = 0
         self.shm_socket = ""
-        self.version = 1
+        self.version = PROTOCOL_VERSION
         self.opened: set[bytes] = set()
         self.calls: list[str] = []
         self.refuse: grpc.StatusCode | None = None
@@ -46,7 +47,7 @@ class FakeNode(pb_grpc.KVStoreServicer):
         if request.protocol_version != self.version:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, f"client speaks another protocol, this node {self.version}")
         return pb.HelloReply(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             instance_id=b"fakenode",
             bulk_port=self.bulk_port,
             shm_socket=self.shm_socket,
@@ -136,7 +137,7 @@ def scripted() -> Callable[..., Callable[[FrameSocket], None]]:
 
     def script(*answers: bytes) -> Callable[[FrameSocket], None]:
         def talk(connection: FrameSocket) -> None:
-            hello = pb.BulkReply(hello=pb.HelloReply(protocol_version=1)).SerializeToString()
+            hello = pb.BulkReply(hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION)).SerializeToString()
             for answer in (pack_fixed(len(hello), 0) + hello, *answers):
                 connection.recv_frame(1 << 20)
                 connection.send(answer)

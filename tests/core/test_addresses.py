@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -114,5 +115,7 @@ def test_grpc_is_given_addresses_as_it_writes_them(found: list[str], target: str
 def test_a_name_of_both_families_is_reached(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` often is one; the node listens on one of them."""
     wire = GrpcWire(grpc_target(["::1", "127.0.0.1"], fake_node.port), "localhost")
-    assert wire.call("hello", pb.HelloRequest(protocol_version=1), Deadline(10)).instance_id == b"fakenode"
+    assert (
+        wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(10)).instance_id == b"fakenode"
+    )
     wire.close()

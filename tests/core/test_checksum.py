@@ -7,7 +7,19 @@ import pytest
 import xxhash
 
 from kvstore.buffers import HELD_NBYTES_MAX
-from kvstore.checksum import checksum, joined_checksum, key_seed, running_checksum
+from kvstore.checksum import (
+    LEAF_NBYTES,
+    LEAVES_MAX,
+    Leaves,
+    checksum,
+    cuts,
+    joined_checksum,
+    key_seed,
+    leaf_nbytes,
+    leaves,
+    parts_match,
+    root,
+)
 
 SEED = key_seed(b"n" * 16, b"h" * 32)
 
@@ -28,21 +40,63 @@ def test_a_page_does_not_match_under_another_key_or_namespace() -> None:
     assert len({checksum(page, seed) for seed in seeds}) == 3
 
 
-@pytest.mark.parametrize("step", [1, 100, 4096, 5000])
-def test_chunks_add_up_to_the_whole(step: int) -> None:
-    page = random.Random(2).randbytes(5000)
-    hasher = running_checksum(SEED)
-    for start in range(0, len(page), step):
-        hasher.update(memoryview(page)[start : start + step])
-    assert hasher.digest() == checksum(page, SEED)
+SIZES = [0, 1, 5000, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, LEAF_NBYTES, 2 * LEAF_NBYTES - 1, 3 * LEAF_NBYTES + 7]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, 3 << 20])
-def test_a_checksum_is_the_same_however_it_is_made(nbytes: int) -> None:
+def parts_of(nbytes: int) -> list[tuple[int, int]]:
+    """As FORMAT says, without the project's arithmetic."""
+    step = 1 << 20
+    while -(-nbytes // step) > 64:
+        step += 1 << 20
+    count = max(1, nbytes // step)
+    return [(i * step, (i + 1) * step if i < count - 1 else nbytes) for i in range(count)]
+
+
+@pytest.mark.parametrize("nbytes", [*SIZES, 64 << 20, (64 << 20) + 1, 200 << 20, (1 << 30) - 5])
+def test_parts_cover_the_page_in_order_and_are_few(nbytes: int) -> None:
+    parts = cuts(nbytes)
+    assert list(parts) == parts_of(nbytes)
+    assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == nbytes
+    assert len(parts) <= LEAVES_MAX
+    assert all(end - start == leaf_nbytes(nbytes) for start, end in parts[:-1])
+    assert parts[-1][1] - parts[-1][0] < 2 * leaf_nbytes(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("step", [1 << 10, 4099, 1 << 20, 5 << 20])
+def test_a_checksum_is_the_same_however_it_is_made(nbytes: int, step: int) -> None:
     page = memoryview(random.Random(nbytes).randbytes(nbytes))
-    one_shot = xxhash.xxh3_128_digest(page, SEED)
-    assert checksum(page, SEED) == one_shot
-    assert joined_checksum([page[: nbytes // 3], page[nbytes // 3 :]], SEED) == one_shot
+    made = b"".join(xxhash.xxh3_64_digest(page[start:end]) for start, end in parts_of(nbytes))
+    running = Leaves(nbytes)
+    for start in range(0, nbytes, step):
+        running.update(page[start : start + step])
+    assert running.digest() == leaves(page) == made
+    assert checksum(page, SEED) == root(made, SEED) == xxhash.xxh3_128_digest(made, SEED)
+    assert joined_checksum([page[: nbytes // 3], page[nbytes // 3 :]], nbytes, SEED) == checksum(page, SEED)
+
+
+def test_parts_that_changed_places_are_noticed() -> None:
+    page = random.Random(3).randbytes(3 * LEAF_NBYTES)
+    swapped = page[LEAF_NBYTES : 2 * LEAF_NBYTES] + page[:LEAF_NBYTES] + page[2 * LEAF_NBYTES :]
+    assert checksum(page, SEED) != checksum(swapped, SEED)
+
+
+@pytest.mark.parametrize("nbytes", [3 * LEAF_NBYTES, 3 * LEAF_NBYTES + 4096, 70 << 20])
+def test_a_range_is_checked_by_the_parts_that_it_lies_in_alone(nbytes: int) -> None:
+    """A flipped byte is noticed by each range that shares a part with it, and by no other."""
+    draw = random.Random(nbytes)
+    page = bytearray(nbytes)
+    made, parts = leaves(page), cuts(nbytes)
+    for _ in range(20):
+        bad = draw.randrange(nbytes)
+        offset = draw.randrange(nbytes)
+        ranges = [(offset, draw.randrange(1, min(nbytes - offset, LEAF_NBYTES) + 1))]
+        touched = [(a, b) for a, b in parts if any(a < o + n and o < b for o, n in ranges)]
+        page[bad] ^= 1
+        assert parts_match(memoryview(page), made, ranges) == (not any(a <= bad < b for a, b in touched))
+        page[bad] ^= 1
+        assert parts_match(memoryview(page), made, ranges)
 
 
 def test_other_threads_run_during_a_large_checksum(others_run: Any) -> None:
@@ -50,14 +104,14 @@ def test_other_threads_run_during_a_large_checksum(others_run: Any) -> None:
     assert others_run(lambda: checksum(page, SEED))
 
 
-def test_large_checksums_are_not_made_in_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parts_are_not_hashed_in_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keeps the GIL with xxhash 3.2 to 3.7, whatever is installed here."""
-    one_shot = xxhash.xxh3_128_digest
+    one_shot = xxhash.xxh3_64_digest
 
-    def short(data: Any, seed: int) -> bytes:
+    def short(data: Any) -> bytes:
         assert len(data) <= HELD_NBYTES_MAX
-        return bytes(one_shot(data, seed))
+        return bytes(one_shot(data))
 
-    monkeypatch.setattr(xxhash, "xxh3_128_digest", short)
+    monkeypatch.setattr(xxhash, "xxh3_64_digest", short)
     for nbytes in (1, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, 1 << 20):
-        assert checksum(bytes(nbytes), SEED) == one_shot(bytes(nbytes), SEED)
+        assert leaves(bytes(nbytes)) == one_shot(bytes(nbytes))

@@ -261,11 +261,11 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
 ) -> None:
     with monkeypatch.context() as patch:
         if client.config.wire == "bulk":
-            patch.setattr("kvstore.wires.bulk._send_page", lambda sock, page, seed: sock.send(page) or b"c" * 16)
+            patch.setattr("kvstore.wires.bulk._send_page", lambda sock, page: sock.send(page) or b"c" * 8)
         elif client.config.wire == "shm":
-            patch.setattr("kvstore.wires.shm._write_page", lambda slot, page, seed: b"c" * 16)
+            patch.setattr("kvstore.wires.shm._write_page", lambda slot, page: b"c" * 8)
         else:
-            patch.setattr("kvstore.wires.grpc_wire.checksum", lambda page, seed: b"c" * 16)
+            patch.setattr("kvstore.wires.grpc_wire.leaves", lambda page: b"c" * 8)
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]

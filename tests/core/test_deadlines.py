@@ -15,6 +15,7 @@ import pytest
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
 from kvstore.checksum import CHUNK_NBYTES
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
@@ -38,7 +39,7 @@ def calling(wire: Any, op: str) -> Callable[[], object]:
     def call() -> object:
         deadline = Deadline(DEADLINE_S)
         if op == "put":
-            return wire.put(PUT, [memoryview(bytes(PAGE))], [0], deadline)
+            return wire.put(PUT, [memoryview(bytes(PAGE))], deadline)
         if op == "get":
             return wire.get(GET, [memoryview(bytearray(PAGE))], [0], deadline)
         return wire.call("lookup", LOOKUP, deadline)
@@ -116,7 +117,7 @@ def reply(payload_nbytes: int = 0, **op: Any) -> bytes:
     return pack_fixed(len(header), payload_nbytes) + header
 
 
-HELLO = reply(hello=pb.HelloReply(protocol_version=1))
+HELLO = reply(hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION))
 GOT = reply(PAGE, get=pb.GetReply(hits=[True], checksums=[b"c" * 16]))
 RESERVED = reply(put=pb.PutReply(verdicts=[pb.WRITE]))
 MANY = reply(lookup=pb.LookupReply(present=[True] * 100_000))
@@ -187,7 +188,7 @@ def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_de
     """It is left in the middle; the release that ends other calls would be taken for its rest, and waited for."""
     large = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)])
     buffers = [memoryview(bytearray(1))] * 50_000
-    hello = pb.HelloReply(protocol_version=1, instance_id=b"fakenode", arena_nbytes=1 << 20)
+    hello = pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=1 << 20)
     arena = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
     os.ftruncate(arena, 1 << 20)
     fcntl.fcntl(arena, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import checksum, key_seed, leaves
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed, unpack_fixed
 
@@ -64,16 +64,25 @@ def test_prefix_hashes() -> None:
 
 def test_checksum() -> None:
     example = GOLDEN["checksum"]
-    page = bytes(range(256)) * 4
+    page = bytes(range(256)) * example["times"]
     digest, prefix_hash = bytes.fromhex(GOLDEN["namespace"]["digest"]), bytes.fromhex(example["prefix_hash"])
     seed = int(example["seed"], 16)
     assert xxhash.xxh3_64(digest + prefix_hash).intdigest() == seed == key_seed(digest, prefix_hash)
-    assert xxhash.xxh3_128(page, seed).hexdigest() == example["checksum"] == checksum(page, seed).hex()
+    parts = [page[: 1 << 20], page[1 << 20 :]]  # of 2.5 MiB: one of 1 MiB, and the rest
+    of_parts = b"".join(xxhash.xxh3_64(part).digest() for part in parts)
+    assert of_parts.hex() == example["leaves"] == leaves(page).hex()
+    assert xxhash.xxh3_128(of_parts, seed).hexdigest() == example["checksum"] == checksum(page, seed).hex()
+    (small,) = [xxhash.xxh3_64(page[:1024]).digest()]
+    assert (
+        xxhash.xxh3_128(small, seed).hexdigest()
+        == example["checksum_of_first_KiB"]
+        == checksum(page[:1024], seed).hex()
+    )
 
 
 def test_bulk_frames() -> None:
     data = bytes.fromhex(GOLDEN["frames"]["lookup_request"])
-    assert data[:4] == b"KV\x01\x00"
+    assert data[:4] == b"KV\x02\x00"
     header_nbytes, payload_nbytes = struct.unpack("<IQ", data[4:16])
     assert (header_nbytes, payload_nbytes) == (len(data) - 16, 0) == unpack_fixed(data[:16], 1 << 20)
     lookup = pb.BulkRequest.FromString(data[16:]).lookup

@@ -21,6 +21,7 @@ from kvstore import (
     UnknownNamespace,
     opaque_layout,
 )
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.link import BETTER_RETRY_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
@@ -247,8 +248,8 @@ def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: Any) 
 
 
 def test_another_protocol_version_is_said_at_connect(fake_node: Any) -> None:
-    fake_node.version = 2
-    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match="this node 2"):
+    fake_node.version = PROTOCOL_VERSION + 1
+    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match="this node 3"):
         client.lookup(NAMESPACE, KEYS)
 
 
@@ -333,7 +334,7 @@ def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: 
     with pytest.raises(Unavailable):
         wire.call("hello", pb.HelloRequest(), Deadline(5))
     with pytest.raises(Unavailable):
-        wire.put(put, [memoryview(bytes(4096))], [0], Deadline(5))
+        wire.put(put, [memoryview(bytes(4096))], Deadline(5))
     with pytest.raises(Unavailable):
         wire.get(get, [memoryview(bytearray(4096))], [0], Deadline(5))
 
@@ -374,11 +375,11 @@ def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: Any) -> None
     """gRPC's sending thread must not wait for verdicts that never come, for as long as the deadline."""
     wire = GrpcWire(fake_node.address)
     request = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)
-    wire.call("hello", pb.HelloRequest(protocol_version=1), Deadline(5))
+    wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(5))
     before = threading.active_count()
     for _ in range(20):
         with pytest.raises(ProtocolError):  # the fake does not implement Put
-            wire.put(request, [memoryview(bytes(4096))], [0], Deadline(600))
+            wire.put(request, [memoryview(bytes(4096))], Deadline(600))
     for _ in range(100):
         if threading.active_count() <= before + 4:  # the fake's own pool may have grown
             break

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, PutOutcome, Unavailable, opaque_layout
-from kvstore.checksum import checksum
+from kvstore.checksum import checksum, root
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
@@ -88,7 +89,7 @@ class UnixNode:
             os.close(self._fd)
 
 
-HELLO = pb.HelloReply(protocol_version=1, instance_id=b"fakenode", arena_nbytes=ARENA)
+HELLO = pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=ARENA)
 NO_FD = -1
 
 
@@ -159,9 +160,8 @@ def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: Any, what: str) -
     op, answer = WRONG[what]
     node, wire = unix_node(answer)
     pages = [memoryview(bytearray(b"1" * PAGE)) for _ in KEYS]
-    call, request = (wire.put, PUT) if op == "put" else (wire.get, GET)
     with pytest.raises(ProtocolError):
-        call(request, pages, [0, 1], Deadline(20))
+        wire.put(PUT, pages, Deadline(20)) if op == "put" else wire.get(GET, pages, [0, 1], Deadline(20))
     while "release" not in node.heard:
         threading.Event().wait(0.03)
     assert wire.arena.memory == bytes(ARENA)
@@ -175,7 +175,7 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
         pb.BulkReply(commit=pb.CommitReply(stored=2)),
         pb.BulkReply(get=pb.GetReply(hits=[True, True], checksums=[good[0], good[0]], offsets=[PAGE, 3 * PAGE])),
     )
-    assert wire.put(PUT, [memoryview(page), memoryview(other)], [0, 1], Deadline(20)) == [WRITE, WRITE]
+    assert wire.put(PUT, [memoryview(page), memoryview(other)], Deadline(20)) == [WRITE, WRITE]
     assert wire.arena.memory[: 5 * PAGE] == bytes(PAGE) + page + bytes(PAGE) + other + bytes(PAGE)
     buffers = [bytearray(PAGE), bytearray(PAGE)]
     assert wire.get(GET, list(map(memoryview, buffers)), [0, 1], Deadline(20)) == ([True, False], [1])
@@ -188,11 +188,12 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
     slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
-    assert _write_page(slot, page, 5) == checksum(page, 5)
-    assert _read_page(buffer, [slot.toreadonly()], 5) == checksum(page, 5)
+    assert root(_write_page(slot, page), 5) == checksum(page, 5)
+    assert root(_read_page(buffer, [slot.toreadonly()]), 5) == checksum(page, 5)
     assert slot == page == buffer
     third = nbytes // 3
-    assert _read_page(buffer, [slot[third:], slot[:third]], 5) == checksum(bytes(page[third:]) + bytes(page[:third]), 5)
+    parted = root(_read_page(buffer, [slot[third:], slot[:third]]), 5)
+    assert parted == checksum(bytes(page[third:]) + bytes(page[:third]), 5)
     assert bytes(buffer) == bytes(page[third:]) + bytes(page[:third])
 
 
@@ -201,23 +202,25 @@ def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, mo
     written."""
 
     class NoChecksum:
-        def __init__(self, seed: int) -> None: ...
+        def __init__(self, page_nbytes: int) -> None: ...
 
         def update(self, chunk: memoryview) -> None: ...
 
         def digest(self) -> bytes:
             return b""
 
-    monkeypatch.setattr("kvstore.wires.shm.running_checksum", NoChecksum)
+    monkeypatch.setattr("kvstore.wires.shm.Leaves", NoChecksum)
     page, buffer = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
-    assert others_run(lambda: _read_page(buffer, [page.toreadonly()], 0))
-    assert others_run(lambda: _write_page(buffer, page.toreadonly(), 0))
+    assert others_run(lambda: _read_page(buffer, [page.toreadonly()]))
+    assert others_run(lambda: _write_page(buffer, page.toreadonly()))
 
 
 def test_another_nodes_socket_is_left_alone(fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As on every host of a cluster that has a node of its own at the default path. Nothing is wrong, so
     nothing is said, and nothing is tried again and again."""
-    other, wire = unix_node(hello=pb.HelloReply(protocol_version=1, instance_id=b"another!", arena_nbytes=ARENA))
+    other, wire = unix_node(
+        hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"another!", arena_nbytes=ARENA)
+    )
     fake_node.shm_socket = wire._path
     refused = pytest.raises(Unavailable, match="another node's")
     with Client(ClientConfig(address=fake_node.address, wire="shm")) as client, refused:

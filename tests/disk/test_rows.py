@@ -201,7 +201,7 @@ def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.M
         rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
         rows.write({1: b"n"}, [row(1)], [])
         rows.close()
-    with pytest.raises(ConfigError, match=r"format '1' by another version.*reads format 2.*another directory"):
+    with pytest.raises(ConfigError, match=r"format '1' by another version.*reads format 3.*another directory"):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
     monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 1)
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)

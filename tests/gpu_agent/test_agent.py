@@ -22,7 +22,7 @@ from kvstore import (
     opaque_layout,
     prefix_hashes,
 )
-from kvstore.checksum import checksum
+from kvstore.checksum import leaf
 from kvstore.measure.node_process import NodeProcess
 
 PAGES = 6
@@ -239,12 +239,12 @@ def test_slots_are_free_before_the_pages_are_stored(
         assert gate.wait(WAIT_S)
         return put(*args, **kwargs)  # type: ignore[arg-type]
 
-    def gated_checksum(*args: Any) -> bytes:
+    def gated_leaf(part: memoryview) -> bytes:
         assert gate.wait(WAIT_S)
-        return checksum(*args)
+        return leaf(part)
 
     monkeypatch.setattr(client, "put", gated_put)
-    monkeypatch.setattr("gpu_agent.carriers.checksum", gated_checksum)  # in place, that comes before the commit
+    monkeypatch.setattr("gpu_agent.carriers.leaf", gated_leaf)  # in place, that comes before the commit
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
     with Agent(client, namespace, token_pool) as agent:

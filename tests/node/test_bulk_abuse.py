@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
 from node.ram.inventory import Inventory
@@ -49,15 +49,15 @@ NO_FRAMES = {
     "zeros": bytes(64),
     "another protocol": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
     "another version": struct.pack("<2sBBIQ", b"KV", 9, 0, 0, 0),
-    "header too long": struct.pack("<2sBBIQ", b"KV", 1, 0, (2 << 20) + 1, 0),
-    "header longest": struct.pack("<2sBBIQ", b"KV", 1, 0, 2**32 - 1, 0),
+    "header too long": struct.pack("<2sBBIQ", b"KV", 2, 0, (2 << 20) + 1, 0),
+    "header longest": struct.pack("<2sBBIQ", b"KV", 2, 0, 2**32 - 1, 0),
     "no protobuf": pack_fixed(4, 0) + b"\xff\xff\xff\xff",
     "text that is no UTF-8": pack_fixed(8, 0) + b"\x12\x06\x0a\x04\x0a\x02\xff\xff",
     "no operation": pack_fixed(0, 0),
     "unknown operation": pack_fixed(3, 0) + b"\xfa\x01\x00",
     "payload with a request": pack_fixed(0, 1),
     "payload of 2^64 bytes": pack_fixed(0, 2**64 - 1),
-    "commit without a put": frame(commit=pb.CommitRequest(checksums=[b"c" * 16])),
+    "commit without a put": frame(commit=pb.CommitRequest(leaves=[b"c" * 8])),
     "empty commit without a put": frame(commit=pb.CommitRequest()),
 }
 
@@ -93,7 +93,7 @@ def test_a_frame_that_never_ends_is_given_up(node: Node, raw: Any, settle: Calla
 BREAKING_A_PUT: dict[str, Callable[[Any], bytes]] = {
     "another request": lambda space: frame(hello=pb.HelloRequest()),
     "another put": lambda space: frame(put=put_of(space, 200)),
-    "commit before the data": lambda space: frame(commit=pb.CommitRequest(checksums=[b"c" * 16] * 2)),
+    "commit before the data": lambda space: frame(commit=pb.CommitRequest(leaves=[b"c" * 8] * 2)),
     "data one byte short": lambda space: pack_fixed(0, 2 * PAGE - 1) + bytes(2 * PAGE - 1),
     "data one byte long": lambda space: pack_fixed(0, 2 * PAGE + 1) + bytes(2 * PAGE + 1),
     "data with a header": lambda space: pack_fixed(3, 2 * PAGE) + b"abc" + bytes(2 * PAGE),
@@ -129,25 +129,27 @@ def stored(node: Node, space: Any) -> set[bytes]:
 
 
 @pytest.mark.parametrize(
-    "checksums", [[], [b"c" * 16], [b"c" * 16] * 3, [b"c" * 16, b"c" * 15], [b"", b""]], ids=lambda c: f"{len(c)}"
+    "sent",
+    [[], [b"c" * 8], [b"c" * 8] * 3, [b"c" * 8, b"c" * 7], [b"", b""], [b"c" * 16] * 2],
+    ids=lambda c: f"{len(c)}",
 )
-def test_a_commit_with_wrong_checksums_is_refused_and_the_connection_stays(
-    node: Node, raw: Any, settle: Callable[..., None], space: Any, checksums: list[bytes]
+def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
+    node: Node, raw: Any, settle: Callable[..., None], space: Any, sent: list[bytes]
 ) -> None:
     connection = raw(node)
     connection.request(put=put_of(space, 100, 101))
     connection.reply()
     connection.send(pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE))
-    error = connection.ask(commit=pb.CommitRequest(checksums=checksums)).error
+    error = connection.ask(commit=pb.CommitRequest(leaves=sent)).error
     assert error.code == INVALID
-    assert "send one checksum of 16 bytes for each" in error.message
+    assert "send 8 bytes for each" in error.message
     assert stored(node, space) == set(space.keys(*range(16)))
     # The same connection then stores the same pages.
     assert list(connection.ask(put=put_of(space, 100, 101)).put.verdicts) == [pb.WRITE, pb.WRITE]
     keys = space.keys(100, 101)
     connection.send(pack_fixed(0, 2 * PAGE) + b"".join(space.content(key) for key in keys))
-    good = [checksum(space.content(key), key_seed(space.namespace.digest, key)) for key in keys]
-    assert connection.ask(commit=pb.CommitRequest(checksums=good)).commit.stored == 2
+    good = [leaves(space.content(key)) for key in keys]
+    assert connection.ask(commit=pb.CommitRequest(leaves=good)).commit.stored == 2
     settle(node, sessions=2)
 
 
@@ -162,7 +164,7 @@ def begin_put(connection: Any, space: Any, stage: str, *numbers: int) -> None:
         data = pack_fixed(0, 2 * PAGE) + bytes(2 * PAGE)
         connection.send({"after the verdicts": b"", "within the data": data[: PAGE + 100]}.get(stage, data))
     if stage == "within the commit":
-        connection.send(frame(commit=pb.CommitRequest(checksums=[b"c" * 16] * 2))[:-1])
+        connection.send(frame(commit=pb.CommitRequest(leaves=[b"c" * 8] * 2))[:-1])
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])

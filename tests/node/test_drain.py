@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import Client, ClientConfig, Unavailable
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import leaves
 from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
@@ -66,8 +66,8 @@ def test_a_put_and_a_get_under_way_are_finished(node: Node, raw: Any, connect: A
 
     stopping = Stopping(node)
     writer.send(pack_fixed(0, PAGE) + pages.content(key))
-    good = checksum(pages.content(key), key_seed(pages.namespace.digest, key))
-    assert writer.ask(commit=pb.CommitRequest(checksums=[good])).commit.stored == 1
+    good = leaves(pages.content(key))
+    assert writer.ask(commit=pb.CommitRequest(leaves=[good])).commit.stored == 1
     assert not stopping.done, "the reader has not got its pages yet"
     received = bytearray(16 * PAGE)
     reader.recv_into(memoryview(received))
@@ -154,8 +154,8 @@ def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, make_pages: A
     os.kill(process.pid, signal.SIGTERM)
     wait_until_refused(process.bulk_port)
     writer.send(pack_fixed(0, PAGE) + pages.content(key))
-    good = checksum(pages.content(key), key_seed(pages.namespace.digest, key))
-    assert writer.ask(commit=pb.CommitRequest(checksums=[good])).commit.stored == 1
+    good = leaves(pages.content(key))
+    assert writer.ask(commit=pb.CommitRequest(leaves=[good])).commit.stored == 1
     assert process._process.wait(20.0) == 0
 
 

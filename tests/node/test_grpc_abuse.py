@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import leaves
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.ram.inventory import Inventory
@@ -44,8 +45,8 @@ def chunk(nbytes: int) -> pb.PutFrame:
     return pb.PutFrame(chunk=pb.PageChunk(data=bytes(nbytes)))
 
 
-def commit(*checksums: bytes) -> pb.PutFrame:
-    return pb.PutFrame(commit=pb.CommitRequest(checksums=checksums))
+def commit(*of_pages: bytes) -> pb.PutFrame:
+    return pb.PutFrame(commit=pb.CommitRequest(leaves=of_pages))
 
 
 def stored(node: Node, space: Any) -> int:
@@ -72,10 +73,10 @@ BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
     ),
     "empty chunk": (lambda space: [begin(space, 100, 101), chunk(0)], "page bytes ended early"),
     "no commit": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE)], "ended where a commit frame"),
-    "no checksums": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit()], "0 checksums for 2"),
-    "short checksum": (
-        lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit(b"c" * 16, b"c")],
-        "send one checksum of 16 bytes for each",
+    "no leaves": (lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit()], "the leaves of 0 pages for 2"),
+    "short leaves": (
+        lambda space: [begin(space, 100, 101), chunk(2 * PAGE), commit(b"c" * 8, b"c")],
+        "send 8 bytes for each",
     ),
 }
 
@@ -103,7 +104,7 @@ def test_a_put_by_hand_is_stored(stub: Any, space: Any, node: Node, connect: Any
     content = space.content(key)
     frames = [begin(space, 100), pb.PutFrame(chunk=pb.PageChunk(data=content[:100]))]
     frames.append(pb.PutFrame(chunk=pb.PageChunk(data=content[100:])))
-    frames.append(commit(checksum(content, key_seed(space.namespace.digest, key))))
+    frames.append(commit(leaves(content)))
     replies = list(stub.Put(iter(frames), timeout=5.0))
     assert replies[1].commit.stored == 1
     assert space.get(connect(node), [key]) == [True]
@@ -226,7 +227,7 @@ def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "gRPC transfers" in caught.value.details()
         assert "grpc_threads" in caught.value.details()
-        assert stub.Hello(pb.HelloRequest(), timeout=5.0).protocol_version == 1
+        assert stub.Hello(pb.HelloRequest(), timeout=5.0).protocol_version == PROTOCOL_VERSION
         for held, call in zip(stalled, calls, strict=True):
             held.end()
             with pytest.raises(grpc.RpcError):

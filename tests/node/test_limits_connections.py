@@ -150,7 +150,7 @@ def test_busy_connections_stay_and_one_more_is_refused_by_name(
     with pytest.raises(Exhausted, match="bulk connections"):
         client.lookup(pages.namespace, pages.keys(1))
     writer.send(pack_fixed(0, 4096) + bytes(4096))
-    assert writer.ask(commit=pb.CommitRequest(checksums=[b"c" * 16])).commit.stored == 1
+    assert writer.ask(commit=pb.CommitRequest(leaves=[b"c" * 8])).commit.stored == 1
     assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1  # no pause: it was no failure of the node
 
 
@@ -170,7 +170,7 @@ def trickle(writer: Any, nbytes: int) -> None:
     for _ in range(0, nbytes, 16 << 10):
         writer.send(bytes(16 << 10))
         threading.Event().wait(0.05)
-    assert not writer.ask(commit=pb.CommitRequest(checksums=[b"c" * 16])).commit.stored
+    assert not writer.ask(commit=pb.CommitRequest(leaves=[b"c" * 8])).commit.stored
 
 
 def test_a_put_that_trickles_is_ended_however_steady_it_is(

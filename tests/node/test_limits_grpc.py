@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore import Exhausted, PutOutcome
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
@@ -81,7 +82,7 @@ def answers(node: Node) -> None:
     with channel_to(node) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         assert check(health_pb2.HealthCheckRequest(), timeout=5.0, wait_for_ready=True).status == SERVING
-        assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0).protocol_version == 1
+        assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0).protocol_version == PROTOCOL_VERSION
 
 
 def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
@@ -207,7 +208,7 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
             frames.say(pb.PutFrame(chunk=pb.PageChunk(data=bytes(16 << 10))))
             if stop.wait(0.05):
                 return
-        frames.say(pb.PutFrame(commit=pb.CommitRequest(checksums=[b"c" * 16])))
+        frames.say(pb.PutFrame(commit=pb.CommitRequest(leaves=[b"c" * 8])))
 
     thread = threading.Thread(target=trickle)
     thread.start()

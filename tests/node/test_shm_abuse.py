@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from kvstore import ConfigError, Unavailable
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
 from kvstore.wires.unix_sockets import DescriptorSocket
@@ -24,7 +25,7 @@ from node.config import NodeConfig
 from node.server import Node
 
 UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED.value[0]
-HELLO = pb.BulkRequest(hello=pb.HelloRequest(protocol_version=1)).SerializeToString()
+HELLO = pb.BulkRequest(hello=pb.HelloRequest(protocol_version=PROTOCOL_VERSION)).SerializeToString()
 
 
 class Raw(DescriptorSocket):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, PutOutcome, Unavailable
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import leaves
 from node.config import NodeConfig
 from node.server import Node
 
@@ -254,7 +254,7 @@ def test_a_draining_node_lets_a_writer_finish(stopping_node: Any, connect: Any, 
         stopping.start()
         wait_for(lambda: node.service.draining, "the drain")
         slots.pages[0][:] = pages.content(key)
-        slots.commit([checksum(slots.arena.memory[slots.offsets[0] :][:PAGE], key_seed(pages.namespace.digest, key))])
+        slots.commit([leaves(slots.arena.memory[slots.offsets[0] :][:PAGE])])
     stopping.join()
     assert node.tier.visible_count == 1
     with pytest.raises(Unavailable):

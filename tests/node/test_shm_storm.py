@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, Exhausted
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import checksum, key_seed, leaves
 from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
 
@@ -50,7 +50,7 @@ class Mill:
             for view, key in zip(slots.pages, chosen, strict=True):
                 view[:] = self._pages.content(key)
             if chosen and self._chance.random() < 0.8:
-                slots.commit([self._sum(key, self._pages.content(key)) for key in chosen])
+                slots.commit([leaves(self._pages.content(key)) for key in chosen])
 
     def get_in_place(self, keys: list[bytes]) -> None:
         with self._client.open_get(self._pages.namespace, keys) as held:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome
-from kvstore.checksum import checksum, key_seed
+from kvstore.checksum import checksum, key_seed, leaves
 from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
 
@@ -55,7 +55,7 @@ def test_pages_are_written_and_read_where_the_node_keeps_them(node: Node, client
             assert node.arena.view(offset, PAGE) == pages.content(key)
             assert slots.arena.memory[offset : offset + PAGE] == pages.content(key)
         assert client.lookup(pages.namespace, keys).prefix_pages == 0
-        slots.commit(sums(pages, keys))
+        slots.commit([leaves(pages.content(key)) for key in keys])
     assert pages.get(client, keys) == [True] * 3
     with client.open_get(pages.namespace, [*keys, *pages.keys(9)]) as held:
         assert held.hits == [True, True, True, False]
@@ -70,11 +70,11 @@ def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(client: Client
     keys = pages.keys(1)
     with client.open_put(pages.namespace, keys) as slots:
         fill(slots, pages, keys)
-        slots.commit(sums(pages, keys))
+        slots.commit([leaves(pages.content(key)) for key in keys])
         with pytest.raises(ValueError, match="released"):
             slots.pages[0][0] = 1
         with pytest.raises(InvalidRequest, match="nothing to commit"):
-            slots.commit(sums(pages, keys))
+            slots.commit([leaves(pages.content(key)) for key in keys])
     with client.open_put(pages.namespace, pages.keys(2)) as slots:
         pass
     with client.open_get(pages.namespace, keys) as held:
@@ -90,7 +90,7 @@ def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Any) ->
         fill(slots, pages, keys)
         kept = pickle.PickleBuffer(slots.pages[0])
         with pytest.raises(InvalidRequest, match="still in use"):
-            slots.commit(sums(pages, keys))
+            slots.commit([leaves(pages.content(key)) for key in keys])
         kept.release()
     assert client.lookup(pages.namespace, keys).prefix_pages == 0
     pages.put(client, keys)
@@ -112,10 +112,10 @@ def test_a_put_that_is_not_committed_leaves_nothing(client: Client, pages: Any, 
     assert client.stats.connects == 1
 
 
-@pytest.mark.parametrize("wrong", [[], [b"c" * 16], [b"c" * 16] * 3, [b"c" * 15] * 2])
-def test_a_commit_with_wrong_checksums_stores_nothing(client: Client, pages: Any, wrong: list[bytes]) -> None:
+@pytest.mark.parametrize("wrong", [[], [b"c" * 8], [b"c" * 8] * 3, [b"c" * 7] * 2, [b"c" * 16] * 2])
+def test_a_commit_with_wrong_leaves_stores_nothing(client: Client, pages: Any, wrong: list[bytes]) -> None:
     keys = pages.keys(1, 2)
-    refused = pytest.raises(InvalidRequest, match="checksums for 2 written pages")
+    refused = pytest.raises(InvalidRequest, match="for 2 written ones; send 8 bytes")
     with refused, client.open_put(pages.namespace, keys) as slots:
         slots.commit(wrong)
     assert client.lookup(pages.namespace, keys).prefix_pages == 0
@@ -131,8 +131,7 @@ def test_contexts_nest_in_one_thread(client: Client, pages: Any, node: Node) -> 
             target[:] = source
         with client.open_put(pages.namespace, new) as third:
             assert third.verdicts == [pb.BUSY, pb.BUSY]
-        seeds = [key_seed(pages.namespace.digest, key) for key in new]
-        slots.commit([checksum(view, seed) for view, seed in zip(held.pages, seeds, strict=True)])
+        slots.commit([leaves(view) for view in held.pages])
     with client.open_get(pages.namespace, new) as held:
         assert [bytes(view) for view in held.pages] == [pages.content(key) for key in old]
 

@@ -1,11 +1,13 @@
 """R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored anew."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from kvstore import ByteRange
+from kvstore import checksum as checksums
 from node.ram.page import Page
 from node.server import Node
 
@@ -97,3 +99,43 @@ def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Any, chain: An
     chain.put(client, keys)
     flip_one(node, chain, keys)
     assert chain.get(client, keys, prefix=True) == [True, False, False, False]
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A page has several parts, each with a leaf of its own."""
+    monkeypatch.setattr(checksums, "LEAF_NBYTES", 256)
+    checksums.cuts.cache_clear()
+    yield
+    monkeypatch.undo()
+    checksums.cuts.cache_clear()
+
+
+def ranged(client: Any, chain: Any, keys: list[bytes], offset: int) -> list[bool]:
+    """Asks for some bytes of each page, and compares those of the hits."""
+    buffers = [bytearray(100) for _ in keys]
+    hits: list[bool] = client.get_ranges(chain.namespace, keys, [ByteRange(offset, 100)], buffers)
+    expected = [chain.content(key)[offset : offset + 100] for key in keys]
+    assert all(buffer == wanted for buffer, wanted, hit in zip(buffers, expected, hits, strict=True) if hit)
+    return hits
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, connect: Any, chain: Any, wire: str) -> None:
+    client, keys = connect(node, wire), chain.keys(*range(4))
+    chain.put(client, keys)
+    assert len(page_of(node, chain, keys[1]).leaves) == 8 * (chain.nbytes // 256) > 8
+    node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)[300] ^= 1
+    assert ranged(client, chain, keys, 0) == [True] * 4  # nothing else of the page is read
+    assert ranged(client, chain, keys, 200) == [True, False, True, True]  # from the part in front into the bad one
+    assert client.lookup(chain.namespace, keys).present == (True, False, True, True)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_r05_leaves_of_another_page_are_noticed(node: Node, connect: Any, chain: Any, wire: str) -> None:
+    client, keys = connect(node, wire), chain.keys(*range(4))
+    chain.put(client, keys)
+    replace(node, chain, keys)
+    page, other = page_of(node, chain, keys[1]), page_of(node, chain, keys[2])
+    page.leaves = other.leaves
+    assert ranged(client, chain, keys, 0) == [True, False, True, True]

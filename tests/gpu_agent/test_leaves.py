@@ -1,0 +1,242 @@
+"""Leaves of checksums that are made where pages are moved: of what leaves an engine's memory, of what arrives there.
+
+On a simulated GPU, whose copies can damage what they carry; `test_leaves_cuda.py` has the kernel.
+"""
+
+import ctypes
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_carriers import SOURCE, TARGET, WAIT_S, damage, hashes, pages_at
+from test_kernels_runs import packed_pool, pages_of
+
+from gpu_agent import Agent, AgentConfig, KVPool
+from gpu_agent.kernels import staged
+from gpu_agent.kernels.device import Addresses
+from gpu_agent.kernels.simulated import SimulatedDevice, Stream
+from gpu_agent.kernels.staged import StagedTransfer
+from gpu_agent.layouts.vllm import table_pool
+from kvstore import Client, ClientConfig, Namespace
+from kvstore import checksum as checksums
+from kvstore.measure.node_process import NodeProcess
+
+PAGES = 6
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages of a few KiB have several parts."""
+    monkeypatch.setattr(checksums, "LEAF_NBYTES", 512)
+    checksums.cuts.cache_clear()
+    yield
+    monkeypatch.undo()
+    checksums.cuts.cache_clear()
+
+
+class Damaging(SimulatedDevice):
+    """Flips a bit of what arrives, in the copy of this number from now on that is a page's or more."""
+
+    spoilt = -1
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, locked: bool) -> None:
+        super().copy(targets, sources, nbytes, stream, locked)
+        if nbytes < 1024:  # indices
+            return
+        self.spoilt -= 1
+        if self.spoilt == -1:
+            target = targets[len(targets) // 2] + nbytes // 3
+
+            def step() -> bool:
+                ctypes.c_uint8.from_address(target).value ^= 4
+                return True
+
+            stream.steps.append(step)
+
+
+def of(pages: torch.Tensor) -> list[bytes]:
+    return [checksums.leaves(page.numpy().tobytes()) for page in pages]
+
+
+@pytest.mark.parametrize("as_runs", [True, False])
+@pytest.mark.parametrize("buffer_nbytes", [4096, 64 << 10])
+@pytest.mark.usefixtures("small_parts")
+def test_they_are_those_of_the_bytes(
+    as_runs: bool, buffer_nbytes: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1 if as_runs else 1 << 30)
+    monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", 7000)
+    pool, transfer = packed_pool(), StagedTransfer(SimulatedDevice(seed), buffer_nbytes)
+    assert transfer.makes_leaves(pool)
+    source, target = torch.randperm(24)[:22].split(11)
+    expected = pages_of(pool, source)
+    pages = torch.full_like(expected, 0x5A)
+    out, in_ = list[bytes](), list[bytes]()
+    transfer.gather(pool, pool.unit_table(source, 11), list(pages), None, summed=out.extend)
+    assert torch.equal(pages, expected)
+    assert out == of(expected)
+    transfer.scatter(pool, pool.unit_table(target, 11), list(pages), None, summed=in_.extend)
+    assert in_ == out
+    assert torch.equal(pages_of(pool, target), expected)
+
+
+def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(token_pool: KVPool, seed: int) -> None:
+    transfer = StagedTransfer(SimulatedDevice(seed), 4096)
+    pages = torch.randint(0, 256, (3, token_pool.layout.page_nbytes), dtype=torch.uint8)
+    found: list[bytes] = []
+    table = token_pool.unit_table(torch.arange(24), 3)
+    transfer.scatter(token_pool, table, list(pages), None, skip_tokens=3, summed=found.extend)
+    assert found == of(pages)
+
+
+@pytest.mark.parametrize(
+    ("cell", "buffer_nbytes", "made"),
+    [
+        (24, 4096, True),
+        (64, 4096, False),  # a page is cut into pieces
+        (64, 1 << 20, True),
+        (1, 4096, False),  # a page of 96 bytes: XXH3 is another function there
+    ],
+)
+def test_where_they_can_be_made(cell: int, buffer_nbytes: int, made: bool) -> None:
+    pool = packed_pool(cell=cell) if cell != 64 else packed_pool(layers=6, cell=64)
+    assert StagedTransfer(SimulatedDevice(0), buffer_nbytes).makes_leaves(pool) == made
+
+
+def test_not_of_pages_that_are_no_words() -> None:
+    memory = torch.zeros((4, 1, 2, 16, 13), dtype=torch.uint8)  # 416 bytes a page, every second at a multiple of 8
+    pool = table_pool({"layers.0": memory[:, 0]}, 4, 16)
+    assert pool.layout.page_nbytes % 8 == 0
+    assert StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(pool)
+    odd = torch.zeros((4, 1, 2, 2, 101), dtype=torch.uint8)
+    assert not StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(table_pool({"layers.0": odd[:, 0]}, 4, 2))
+
+
+# ---- through an agent ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(shared_node: NodeProcess) -> Iterator[Client]:
+    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
+        yield client
+
+
+@pytest.fixture
+def device(seed: int) -> Damaging:
+    return Damaging(seed)
+
+
+@pytest.fixture
+def agent(client: Client, token_pool: KVPool, device: Damaging) -> Iterator[Agent]:
+    namespace = Namespace(model=f"leaves-test-{uuid.uuid4()}", layout=token_pool.layout)
+    config = AgentConfig(workers=1, staging_nbytes=4096)
+    with Agent(client, namespace, token_pool, config, StagedTransfer(device, 4096)) as agent:
+        yield agent
+        assert agent.check() == []
+
+
+@pytest.fixture
+def _no_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> bytes:
+        raise AssertionError("a core hashes a page")
+
+    monkeypatch.setattr("gpu_agent.carriers.leaf", refuse)
+
+
+@pytest.mark.usefixtures("_no_hashing")
+def test_pages_are_saved_and_loaded_without_a_core_that_hashes(agent: Agent, token_pool: KVPool) -> None:
+    assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
+    loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
+    assert (loaded.pages, loaded.error) == (PAGES, None)
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
+
+
+def test_what_the_gpu_summed_is_what_other_wires_verify(
+    agent: Agent, shared_node: NodeProcess, token_pool: KVPool
+) -> None:
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    pages = torch.empty((PAGES, token_pool.layout.page_nbytes), dtype=torch.uint8)
+    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+        assert other.get(agent.namespace, hashes(), list(pages)) == [True] * PAGES
+    assert torch.equal(pages, pages_at(token_pool, SOURCE))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_bit_that_flips_on_the_way_to_the_node_is_found_by_every_reader(
+    agent: Agent, shared_node: NodeProcess, device: Damaging, token_pool: KVPool, at: int
+) -> None:
+    """The node has other bytes than the GPU's memory had: what it was told are the leaves of the latter."""
+    device.spoilt = at
+    assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
+    pages = torch.empty((PAGES, token_pool.layout.page_nbytes), dtype=torch.uint8)
+    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+        hits = other.get(agent.namespace, hashes(), list(pages))
+    assert hits.count(False) == 1
+    assert all(torch.equal(a, b) for a, b, hit in zip(pages, pages_at(token_pool, SOURCE), hits, strict=True) if hit)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
+    agent: Agent, client: Client, device: Damaging, token_pool: KVPool, at: int
+) -> None:
+    """The node's copy is good and stays: the next load has it."""
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    device.spoilt = at
+    loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
+    assert loaded.pages < PAGES
+    assert loaded.error is None
+    assert torch.equal(pages_at(token_pool, TARGET)[: loaded.pages], pages_at(token_pool, SOURCE)[: loaded.pages])
+    assert client.lookup(agent.namespace, hashes()).prefix_pages == PAGES
+    assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
+
+
+@pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
+    agent: Agent, client: Client, token_pool: KVPool, bad: int, by_layer: bool
+) -> None:
+    """Layer by layer, nothing is written before all is known to be intact."""
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    before = pages_at(token_pool, TARGET)
+    damage(client, agent.namespace, bad)
+    placed = (lambda *_: None) if by_layer else None
+    assert agent.load(hashes(), TARGET, placed=placed).done.result(WAIT_S).pages == bad
+    found = pages_at(token_pool, TARGET)
+    assert torch.equal(found[:bad], pages_at(token_pool, SOURCE)[:bad])
+    if by_layer:
+        assert torch.equal(found[bad:], before[bad:])
+    assert client.lookup(agent.namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
+
+
+def test_parts_of_a_load_travel_side_by_side(agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is on its way before the first has arrived."""
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 3 * token_pool.layout.page_nbytes)
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    both, scatter = threading.Barrier(2), agent._transfer.scatter
+
+    def together(*arguments: Any, **named: Any) -> None:
+        both.wait(WAIT_S)
+        scatter(*arguments, **named)
+
+    monkeypatch.setattr(agent._transfer, "scatter", together)
+    monkeypatch.setattr("gpu_agent.agent.parts_of", lambda *_: [range(3), range(3, PAGES)])
+    assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
+
+
+@pytest.mark.parametrize("bad", range(PAGES))
+def test_a_load_ends_before_a_damaged_page_though_later_parts_are_on_their_way(
+    agent: Agent, client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, bad: int
+) -> None:
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", token_pool.layout.page_nbytes)
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    damage(client, agent.namespace, bad)
+    loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
+    assert (loaded.pages, loaded.error) == (bad, None)
+    assert torch.equal(pages_at(token_pool, TARGET)[:bad], pages_at(token_pool, SOURCE)[:bad])
+    (stat,) = client.stat(agent.namespace, hashes()[-1:])
+    assert stat.holds == 0  # nothing is read any more
