@@ -5,6 +5,7 @@ Lookups --- Asker --- store          questions go out at once, futures are done 
 
 import concurrent.futures
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -22,10 +23,11 @@ Question: TypeAlias = Sequence[tuple[Sequence[Namespace], Sequence[bytes]]]
 Answer: TypeAlias = tuple[tuple[bool, ...], ...]
 
 THREADS = 4
+_PAUSE_S = 0.0002
 
 
 class Asker(Protocol):
-    """Calls never wait, but for `close`. Exceptions of futures are KVStoreErrors."""
+    """Calls never wait, but for `pause` and `close`. Exceptions of futures are KVStoreErrors."""
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]": ...
 
@@ -37,6 +39,9 @@ class Asker(Protocol):
 
     def poll(self) -> None:
         """Futures of questions that were answered are done afterwards."""
+
+    def pause(self, timeout_s: float) -> None:
+        """Waits until a question may have been answered, and no longer than that."""
 
     def close(self) -> None:
         """Answers are not awaited any more."""
@@ -63,6 +68,9 @@ class ThreadAsker:
 
     def poll(self) -> None:
         """The threads do it."""
+
+    def pause(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, _PAUSE_S))
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -82,6 +82,13 @@ class Lookups:
         pending.answered_at = pending.answered_at or now
         return pending.done.result() if done and not pending.done.exception() else pending.nothing
 
+    def awaited(self, request_id: str, timeout_s: float) -> Answer | None:
+        """The same, after waiting for it: for an engine that has nothing else to do."""
+        end = time.monotonic() + timeout_s
+        while (answer := self.answer(request_id)) is None and (left_s := end - time.monotonic()) > 0:
+            self._asker.pause(left_s)
+        return answer
+
     def age_s(self, request_id: str) -> float | None:
         """For how long the request has had its answer, 0 if it has none yet; None if it did not ask, or
         needs no answer any more."""

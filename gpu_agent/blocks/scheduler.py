@@ -18,10 +18,13 @@ from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.save_plan import Block, Part, SaveOrder, SavePlan
 from gpu_agent.blocks.stored import StoredBlocks
+from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
 
+# An engine that computes nothing else waits so long for an answer, once, which takes less than its next step.
+IDLE_WAIT_S = 0.005
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
 STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
 SILENCE_S = 10.0  # after a line of the log, for the same reason
@@ -92,6 +95,9 @@ class _Request:
     present: Answer = ()
     offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
     loading: bool = False
+    polled: bool = False  # the engine asked for the answer at least once
+    load_began_at: float = 0.0
+    slow: bool = False  # loading would take longer than computing
     refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
     barred: bool = False  # its KV may not be stored
 
@@ -102,18 +108,21 @@ class _Request:
 
 @dataclass
 class MatchCounts:
-    """Tokens asked for and given; pages of requests that ended before there was room to save them."""
+    """Tokens asked for and given; hits that would have been slower than computing; pages of requests that ended before
+    there was room to save them."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
     hits: int = 0
+    hits_declined: int = 0
     pages_dropped: int = 0
 
 
 class BlockScheduler:
     """Not thread-safe. `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of
     one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. `sync`: loads end
-    within the step that orders them. A hit of fewer than `min_tokens` tokens is none."""
+    within the step that orders them. A hit of fewer than `min_tokens` tokens is none; one that would be slower than
+    computing neither, if `worth` tells."""
 
     def __init__(
         self,
@@ -125,6 +134,7 @@ class BlockScheduler:
         plan: SavePlan,
         sync: bool = False,
         min_tokens: int = 1,
+        worth: Worth | None = None,
         describe: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
         self._describe = describe
@@ -138,6 +148,7 @@ class BlockScheduler:
         self._plan = plan
         self._sync = sync
         self._min_tokens = max(1, min_tokens)
+        self._worth = worth
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadOrder] = []
         self._sync_loads: dict[int, set[str]] = {}  # step -> requests
@@ -170,13 +181,16 @@ class BlockScheduler:
         # It was preempted after its first admission, or waits so long that other pages are there now.
         if age_s is None or (age_s > REFRESH_S and answer is not None):
             self._ask(request)
-            answer = self._lookups.answer(request.request_id)
+            state.polled = False
+        if not state.polled:
+            state.polled = True
+            answer = self._lookups.awaited(request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0)
         if answer is None:
             return None
         # An async load may claim the last token too: the engine computes it again.
         limit = request.num_tokens - self._sync
         end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens) if answer else local_tokens
-        if end - local_tokens < self._min_tokens:
+        if end - local_tokens < self._min_tokens or self._slow(state, local_tokens, end):
             end = local_tokens
         state.present, state.offered = answer, (local_tokens, end)
         return end - local_tokens
@@ -199,7 +213,7 @@ class BlockScheduler:
             keys = [group.key(request.block_hashes, self._hash_tokens, i) for i in wanted]
             parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts, self._sync))
-        state.loading = not self._sync
+        state.loading, state.load_began_at = not self._sync, time.monotonic()
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
@@ -215,6 +229,7 @@ class BlockScheduler:
         loads, self._loads = self._loads, []
         if self._sync and loads:
             self._sync_loads[self._step] = {load.request_id for load in loads}
+        prompts: list[tuple[int, int]] = []
         scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
@@ -223,8 +238,12 @@ class BlockScheduler:
             if self._recovering and request_id not in self._recovering:
                 state.barred = True  # it may read blocks that are being computed again
             computed = state.request.num_computed_tokens + tokens
+            if tokens >= PROMPT_TOKENS_MIN:
+                prompts.append((computed - tokens, tokens))
             if computed >= (state.next_tokens if scarce else state.due_tokens):
                 self._stage(state, computed, table_of(request_id))
+        if self._worth:
+            self._worth.begins(self._step, time.monotonic(), prompts)
         return StepOrders(self._step, self._epoch, loads, saves)
 
     def ran(self, report: Report) -> None:
@@ -237,8 +256,14 @@ class BlockScheduler:
             state.refused = True
             state.present = ()
             state.plan_anew()  # what is gone or damaged is saved again
+        now = time.monotonic()
+        if self._worth:
+            self._worth.ended(report.step, now)
         for request_id in report.finished.keys() & self._requests.keys():
-            self._requests[request_id].loading = False
+            state = self._requests[request_id]
+            if self._worth and state.loading and request_id not in report.failed:
+                self._worth.loaded(state.offered[1] - state.offered[0], now - state.load_began_at)
+            state.loading = False
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
         for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
@@ -289,6 +314,17 @@ class BlockScheduler:
         return self._plan.check() + self._lookups.check()
 
     # ---- in detail --------------------------------------------------------------------------
+
+    def _slow(self, state: _Request, start: int, end: int) -> bool:
+        """Whether computing these tokens would be faster than loading them; decided once for a request."""
+        if self._worth and not state.slow and not self._worth.takes(start, end, self._alone(state)):
+            state.slow = True
+            self._counts.hits_declined += 1
+        return state.slow
+
+    def _alone(self, state: _Request) -> bool:
+        """Whether the engine has no other request to compute."""
+        return all(other is state or other.loading for other in self._requests.values())
 
     def _question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
         return [

@@ -7,7 +7,7 @@
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
 
-Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tokens`, `lora`.
+Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tokens`, `slow_hits`, `lora`, `agents`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,6 +36,7 @@ from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent.blocks.worth import Worth
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
@@ -52,7 +53,7 @@ from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("load", "min_tokens", "lora", "agents")
+OWN_OPTIONS = ("load", "min_tokens", "slow_hits", "lora", "agents")
 MIN_TOKENS = 16
 ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
@@ -231,6 +232,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             plan,
             self._sync,
             int(options.own.get("min_tokens", MIN_TOKENS)),
+            None if self._sync or options.own.get("slow_hits") == "take" else Worth(),
             self._stored_event if events is not None and events.enable_kv_cache_events else None,
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
@@ -351,6 +353,8 @@ def _options(values: Mapping[str, Any]) -> Options:
         raise ConfigError(f'option load={options.own["load"]!r} is neither "async" nor "sync"')
     if options.own.get("agents", "auto") not in WHERE:
         raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
+    if options.own.get("slow_hits", "decline") not in ("decline", "take"):
+        raise ConfigError(f'option slow_hits={options.own["slow_hits"]!r} is neither "decline" nor "take"')
     if options.own.get("lora", "skip") not in ("skip", "named"):
         raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
     return options

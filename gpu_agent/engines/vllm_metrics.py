@@ -10,6 +10,7 @@ COUNTERS = {
     "lookups_failed": "calls of the scheduler that the store did not answer in time",
     "queried_tokens": "tokens of admitted requests that the engine did not have",
     "hits": "requests with a hit in the store",
+    "hits_declined": "requests with a hit that would have been slower than computing",
     "hit_tokens": "tokens that loads were ordered for",
     "loads": "loads, on all ranks",
     "loads_failed": "loads that brought less than ordered, on all ranks",

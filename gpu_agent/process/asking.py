@@ -63,6 +63,9 @@ class AskProcess:
     def poll(self) -> None:
         self._child.poll()
 
+    def pause(self, timeout_s: float) -> None:
+        self._child.pause(timeout_s)
+
     def close(self) -> None:
         self._child.close(lambda: False)
 

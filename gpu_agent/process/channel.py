@@ -66,8 +66,10 @@ class EngineEnd:
             raise ConnectionError("the agents' process has ended")
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is something to receive."""
-        select.select([self._sock], [self._sock] if self._unsent else [], [], timeout_s)
+        """Until there is something to receive. An engine may have more descriptors than `select` can name."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll(1000 * timeout_s)
 
     def close(self) -> None:
         self._sock.close()

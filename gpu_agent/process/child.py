@@ -131,12 +131,12 @@ class Child:
         if self._channel is None and self._process.poll() is not None:
             self._bury()
 
-    def pause(self) -> None:
-        """Until it may have said something, for a few milliseconds."""
+    def pause(self, timeout_s: float = _POLL_S) -> None:
+        """Until it may have said something."""
         if self._channel is not None:
-            self._channel.wait(_POLL_S)
+            self._channel.wait(timeout_s)
         else:
-            time.sleep(_POLL_S)
+            time.sleep(timeout_s)
 
     def close(self, busy: Callable[[], bool]) -> None:
         """Ends it: when it is not `busy` any more, or CLOSE_S are over. Returns when it is gone."""

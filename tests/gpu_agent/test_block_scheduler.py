@@ -9,6 +9,7 @@ from block_store import TOKENS, FakeRequest
 
 from gpu_agent.blocks import scheduler
 from gpu_agent.blocks.scheduler import Report
+from gpu_agent.blocks.worth import Worth
 from gpu_agent.layouts.vllm import table_pool
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
@@ -162,6 +163,54 @@ def test_a_hit_shorter_than_asked_for_is_none(stores: Any) -> None:
         again = FakeRequest("s", TOKENS)
         other.scheduler.ask(again)
         assert other.matched(again) == tokens
+
+
+class Told(Worth):
+    """What the scheduler tells; `verdict` is its answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdict, self.asked, self.prompts, self.loads = True, 0, list[Any](), list[Any]()
+
+    def begins(self, step: int, now: float, parts: list[tuple[int, int]]) -> None:
+        self.prompts += parts
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        self.loads.append((tokens, seconds > 0))
+
+    def takes(self, start: int, end: int, alone: bool) -> bool:
+        self.asked += 1
+        return self.verdict
+
+
+def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(stores: Any) -> None:
+    worth = Told()
+    store, table = stores(worth=worth), [1, 2, 3, 4, 5]
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [table], 0)
+    store.step((request, 70, table))
+    store.settle()
+    assert (worth.asked, worth.prompts) == (0, [(0, 70)])  # there was no hit to be judged
+
+    hit = FakeRequest("s", TOKENS)
+    store.scheduler.ask(hit)
+    assert store.matched(hit) == 64
+    store.scheduler.allocated(hit, [[11, 12, 13, 14, 15]], 64)
+    store.loaded()
+    assert worth.loads == [(64, True)]
+
+    worth.verdict, worth.asked = False, 0
+    slow = FakeRequest("t", TOKENS)
+    store.scheduler.ask(slow)
+    assert [store.matched(slow) for _ in range(3)] == [0, 0, 0]
+    assert worth.asked == 1
+    store.scheduler.allocated(slow, [[6, 7, 8, 9, 10]], 0)
+    store.step((slow, 70, [6, 7, 8, 9, 10]))
+    assert store.pins == []
+    counts = store.scheduler.take_counts()
+    assert (counts.hits, counts.hits_declined, counts.hit_tokens) == (1, 1, 64)
 
 
 def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:

@@ -1,0 +1,107 @@
+"""Whether a hit is worth its load: what computing costs the engine and what a load takes, learned while both happen.
+
+    a step     seconds above a step without prompts = a x tokens + b x sum of their places in their prompts
+    a load     seconds from order to end = c + d x tokens
+
+Both are least squares in which what is old fades. A hit that would be slower than computing is none (R16): without this
+a small model on a fast GPU waits longer for its KV than for itself.
+"""
+
+from dataclasses import dataclass
+
+KEPT = 0.97  # of what was learned, at each new sample: the last thirty or so count
+SAMPLES_MIN = 8  # of both kinds; before that every hit is taken
+PROMPT_TOKENS_MIN = 64  # of one request in one step: less tells of answers, not of prompts
+PROBED = 32  # one in so many of the hits that seem slow is taken, for the world changes
+ALIKE = 0.02  # samples whose lengths differ by less than a seventh tell nothing about other lengths
+OUTLIER = 3.0  # times what was expected counts as that: another load of the machine, a compiler
+
+
+class Line:
+    """`y = p * u + q * v`, with p and q at least 0. Where the samples were too much alike to tell u's share from v's,
+    `at` gives the two ends of what it may be."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
+
+    def learn(self, u: float, v: float, y: float) -> None:
+        if self.samples >= SAMPLES_MIN:
+            y = min(y, OUTLIER * self.at(u, v)[1])
+        self.samples += 1
+        self._uu = KEPT * self._uu + u * u
+        self._uv = KEPT * self._uv + u * v
+        self._vv = KEPT * self._vv + v * v
+        self._uy = KEPT * self._uy + u * y
+        self._vy = KEPT * self._vy + v * y
+
+    def at(self, u: float, v: float) -> tuple[float, float]:
+        """The least and the greatest that y may be there."""
+        by_u = u * self._uy / self._uu if self._uu else 0.0
+        by_v = v * self._vy / self._vv if self._vv else 0.0
+        determinant = self._uu * self._vv - self._uv**2
+        if determinant < ALIKE * self._uu * self._vv:
+            return min(by_u, by_v), max(by_u, by_v)
+        p = (self._uy * self._vv - self._vy * self._uv) / determinant
+        q = (self._vy * self._uu - self._uy * self._uv) / determinant
+        if p < 0:
+            return by_v, by_v
+        if q < 0:
+            return by_u, by_u
+        return p * u + q * v, p * u + q * v
+
+
+@dataclass(frozen=True)
+class _Step:
+    began_at: float
+    tokens: int  # of prompts
+    places: float  # of these tokens in their prompts, summed
+
+
+class Worth:
+    """Not thread-safe. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._computing, self._loading = Line(), Line()
+        self._small_s = 0.0  # of a step without prompts
+        self._steps: dict[int, _Step] = {}
+        self._ended_at = 0.0
+        self._beside = 0  # tokens of prompts in the newest step
+        self._slow = 0  # hits that seemed slow
+
+    def begins(self, step: int, now: float, parts: list[tuple[int, int]]) -> None:
+        """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how many are computed
+        already, and how many more in this step."""
+        self._beside = sum(count for _, count in parts)
+        places = sum(count * (start + count / 2) for start, count in parts)
+        self._steps[step] = _Step(now, self._beside, places)
+
+    def ended(self, step: int, now: float) -> None:
+        """The engine has the results of a step, and of all before it."""
+        ours = self._steps.get(step)
+        self._steps = {number: later for number, later in self._steps.items() if number > step}
+        since, self._ended_at = self._ended_at, now
+        if ours is None or not since:
+            return
+        seconds = now - max(since, ours.began_at)
+        if ours.tokens:
+            self._computing.learn(ours.tokens, ours.places, max(0.0, seconds - self._small_s))
+        else:
+            self._small_s = seconds if not self._small_s else 0.9 * self._small_s + 0.1 * min(seconds, 0.1)
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        self._loading.learn(1.0, tokens, seconds)
+
+    def takes(self, start: int, end: int, alone: bool) -> bool:
+        """Whether to load these tokens of a prompt. They would be computed `alone`, or beside prompts such as are in
+        the newest step."""
+        if min(self._computing.samples, self._loading.samples) < SAMPLES_MIN:
+            return True
+        _, computed_s = self._computing.at(
+            end - start + (0 if alone else self._beside), (end - start) * (start + end) / 2
+        )
+        loaded_s, _ = self._loading.at(1.0, end - start)
+        if loaded_s <= computed_s:  # in doubt it is taken, and something is learned
+            return True
+        self._slow += 1
+        return self._slow % PROBED == 0
