@@ -42,6 +42,8 @@ def plain(client: Client, model: Any) -> None:
 
 
 def paged(client: Client, model: Any) -> None:
+    if not hasattr(ContinuousBatchingConfig(), "page_size"):
+        pytest.skip("needs transformers 5.19 or newer")
     batching = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64)
     generation = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
