@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvstore.checksum import key_seed
 from kvstore.config import GET_PIECES_MAX
@@ -56,6 +57,20 @@ def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
         return [PutOutcome(verdict) for verdict in verdicts]
     except ValueError as error:
         raise ProtocolError(f"the node answered a put with a verdict that nobody knows: {error}") from error
+
+
+def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) -> list[Any]:
+    """What the replies' `field` says of each key."""
+    found = [value for reply in replies for value in getattr(reply, field)]
+    if len(found) != len(prefix_hashes):
+        raise ProtocolError(f"the node said what is {field} of {len(found)} keys, asked about {len(prefix_hashes)}")
+    return found
+
+
+def check_goes_on(request: pb.ListRequest, reply: pb.ListReply) -> None:
+    """A list that did not go on would be asked for without end."""
+    if reply.next_page_token and reply.next_page_token <= request.page_token:
+        raise ProtocolError("the node's list of pages goes in a circle")
 
 
 def leading(present: Sequence[bool]) -> int:

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 from kvstore.batches import (
     batch_pages_max,
     batches,
+    check_goes_on,
     check_lengths,
     key_seeds,
     leading,
     look_up,
+    per_key,
     put_outcomes,
     put_request,
     wait_ms,
@@ -295,7 +297,7 @@ class Client:
     ) -> list[bool]:
         """Forgets pages, pinned ones too; True for each that was there."""
         replies = self._keyed("remove", pb.RemoveRequest, namespace, prefix_hashes, timeout_s)
-        return [removed for reply in replies for removed in reply.removed]
+        return per_key(replies, "removed", prefix_hashes)
 
     def pin(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
@@ -303,19 +305,19 @@ class Client:
         """Keeps pages from eviction for `ttl_s` seconds; True for each that is there."""
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
         replies = self._keyed("pin", message, namespace, prefix_hashes, timeout_s)
-        return [pinned for reply in replies for pinned in reply.pinned]
+        return per_key(replies, "pinned", prefix_hashes)
 
     def unpin(self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
         """True for each page that was pinned."""
         replies = self._keyed("unpin", pb.UnpinRequest, namespace, prefix_hashes, timeout_s)
-        return [unpinned for reply in replies for unpinned in reply.unpinned]
+        return per_key(replies, "unpinned", prefix_hashes)
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
     ) -> list[pb.PageStat]:
         """One PageStat per key; `present` is False for a miss."""
         replies = self._keyed("stat", pb.StatRequest, namespace, prefix_hashes, timeout_s)
-        return [page for reply in replies for page in reply.pages]
+        return per_key(replies, "pages", prefix_hashes)
 
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
@@ -326,6 +328,7 @@ class Client:
         while True:
             request.limit = limit - count if limit else 0
             reply = self._call("list", request, namespace, None)
+            check_goes_on(request, reply)
             yield from reply.pages
             request.page_token, count = reply.next_page_token, count + len(reply.pages)
             if not request.page_token or (limit and count >= limit):

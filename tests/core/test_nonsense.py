@@ -43,3 +43,39 @@ def test_a_node_that_takes_no_keys_is_not_used(fake_node: Any, monkeypatch: pyte
         pytest.raises(ProtocolError, match="no keys at all"),
     ):
         client.lookup(NAMESPACE, KEYS)
+
+
+ANSWERS: dict[str, Any] = {
+    "remove": pb.RemoveReply(removed=[True, True]),
+    "pin": pb.PinReply(),
+    "unpin": pb.UnpinReply(unpinned=[True] * 3),
+    "stat": pb.StatReply(pages=[pb.PageStat(), pb.PageStat()]),
+}
+
+
+@pytest.fixture
+def answered(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client whose node answers what the test likes."""
+    with Client(ClientConfig(address=fake_node.address, wire="grpc")) as client:
+        client.lookup(NAMESPACE, KEYS)
+
+        def answer(reply: Any) -> Client:
+            monkeypatch.setattr("kvstore.wires.grpc_wire.GrpcWire.call", lambda *_: reply)
+            return client
+
+        yield answer
+
+
+@pytest.mark.parametrize("op", ANSWERS)
+def test_answers_for_more_or_fewer_keys_are_errors_of_ours(answered: Any, op: str) -> None:
+    client = answered(ANSWERS[op])
+    more = (60.0,) if op == "pin" else ()
+    with pytest.raises(ProtocolError, match="keys, asked about 1"):
+        getattr(client, op)(NAMESPACE, KEYS, *more)
+
+
+@pytest.mark.parametrize("token", [b"a", b"b"])
+def test_a_list_that_goes_in_a_circle_ends(answered: Any, token: bytes) -> None:
+    client = answered(pb.ListReply(pages=[pb.PageStat(prefix_hash=b"b")], next_page_token=token))
+    with pytest.raises(ProtocolError, match="in a circle"):
+        list(client.list_pages(NAMESPACE, after=b"b"))
