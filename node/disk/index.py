@@ -8,7 +8,7 @@
 Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -18,7 +18,7 @@ from node.disk.counters import DiskCounters
 from node.disk.medium import Medium
 from node.disk.numbers import NumberedSpaces
 from node.disk.records import Records
-from node.disk.rows import PageRow, namespace_key, page_key, parse_page_row
+from node.disk.rows import PageRow, is_page_key, namespace_key, page_key, parse_page_row
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
@@ -175,10 +175,13 @@ class DiskIndex:
         return found, first
 
     def forget_doubtful(self) -> int:
-        """After a failed sync: forgets what may not be on the medium; how many pages."""
-        found = [record for record in self.medium.begin_anew() if self.records.can_be_found(record)]
+        """After a failed sync: forgets what may not be on the medium; how many pages. What was deleted is deleted once
+        more: its deletion may not be there either."""
+        doubtful, gone = self.medium.begin_anew()
+        found = [record for record in doubtful if self.records.can_be_found(record)]
         for record in found:
             self.forget(record)
+        self.gone += gone
         return len(found)
 
     # ---- write ---------------------------------------------------------------------------
@@ -210,8 +213,8 @@ class DiskIndex:
         self.spaces.new.update(batch.namespaces)
         self.gone = batch.gone + [row.key for row in batch.pages] + self.gone
 
-    def publish(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> None:
-        """The rows are written: the pages can be found, but for those that were removed meanwhile."""
+    def publish(self, reserved: Sequence[tuple[Page, int]], gone: Iterable[bytes], now_s: int) -> None:
+        """The rows are written, these are gone: the pages can be found, but for those that were removed meanwhile."""
         removed, written = [], []
         for page, record in reserved:
             number, prefix_hash = self.records.key(record)
@@ -227,7 +230,8 @@ class DiskIndex:
         for number, prefix_hash in removed:
             if not self.records.find(number, prefix_hash):  # else the key was stored anew in this batch
                 self.gone.append(page_key(number, prefix_hash))
-        self.medium.wrote(written)
+        # A number's row is not deleted twice: another namespace may have the number by then.
+        self.medium.wrote(written, [key for key in gone if is_page_key(key)])
 
     def _row(self, page: Page, record: int, now_s: int) -> PageRow:
         number = self.spaces.known(page.namespace.digest)

@@ -20,6 +20,7 @@ class Medium:
         self._written = 0  # number of the last batch
         self._synced = -1  # batches up to this one are safe; -1: not even what an earlier run left
         self._unsafe: dict[int, int] = {}  # record -> its batch, in the order of batches
+        self._gone: list[tuple[int, bytes]] = []  # batch, and the key of a page's row that was deleted with it
         self.failed = False
 
     @property
@@ -32,9 +33,10 @@ class Medium:
         """Whether there is anything that a sync would make safe, be it only that rows are gone."""
         return self._synced < self._written
 
-    def wrote(self, records: Iterable[int]) -> None:
-        """The bytes and rows of these are written, and rows that were to go are gone."""
+    def wrote(self, records: Iterable[int], gone: Iterable[bytes] = ()) -> None:
+        """The bytes and rows of these are written, and rows with these keys are gone."""
         self._written += 1
+        self._gone += [(self._written, key) for key in gone]
         for record in records:
             self._unsafe.pop(record, None)
             self._unsafe[record] = self._written
@@ -51,13 +53,16 @@ class Medium:
             return
         self._synced = mark
         self._unsafe = {record: batch for record, batch in self._unsafe.items() if batch > mark}
+        self._gone = [(batch, key) for batch, key in self._gone if batch > mark]
 
     def fail_sync(self) -> None:
         self.failed = True
 
-    def begin_anew(self) -> list[int]:
-        """After syncs that failed: the records to forget. What is written from now on is new."""
+    def begin_anew(self) -> tuple[list[int], list[bytes]]:
+        """After syncs that failed: the records to forget, and the keys of rows to delete once more. What is written
+        from now on is new."""
         if not self.failed:
-            return []
+            return [], []
         doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
-        return doubtful
+        gone, self._gone = [key for _, key in self._gone], []
+        return doubtful, gone

@@ -54,6 +54,10 @@ def page_key(namespace: int, prefix_hash: bytes) -> bytes:
     return b"P" + namespace.to_bytes(2, "big") + prefix_hash
 
 
+def is_page_key(key: bytes) -> bool:
+    return key.startswith(b"P")
+
+
 def namespace_key(number: int) -> bytes:
     return b"N" + number.to_bytes(2, "big")
 

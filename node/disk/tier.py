@@ -244,16 +244,16 @@ class DiskTier:
                 if record:
                     reserved.append((page, record))
             self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])
-            self._write_rows(reserved, now_s)
+            gone = self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
                 for _, record in reserved:
                     self.records.cancel(record)
             raise
         with self._lock:
-            self._index.publish(reserved, now_s)
+            self._index.publish(reserved, gone, now_s)
 
-    def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> None:
+    def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
         with self._lock:
             batch = self._index.take_batch(reserved, now_s)
         try:
@@ -262,6 +262,7 @@ class DiskTier:
             with self._lock:
                 self._index.give_back(batch)
             raise
+        return batch.gone
 
     @property
     def gone_count(self) -> int:
@@ -368,8 +369,7 @@ class DiskTier:
             return self._index.borrow(record, self._index.spaces.known(digest), prefix_hash) if record else None
 
     def verify(self, borrowed: Borrowed) -> bool:
-        """Reads a page and compares it with its record's checksum; drops it if it is damaged. Ends the
-        use of the record. Raises OSError if it can not be read."""
+        """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
         record, space, prefix_hash, offset, expected = borrowed
         page_nbytes = space.layout.page_nbytes
         with self._used(record), mmap.mmap(-1, slot_nbytes(page_nbytes)) as memory, memoryview(memory) as slot:

@@ -225,3 +225,39 @@ def test_an_idle_writer_syncs_a_removal(nodes: Any, pages: Any) -> None:
     node.disk.rows.sync = lambda: (synced.append(True), sync())
     client.remove(pages.namespace, pages.keys(1))
     wait_until(lambda: bool(synced))
+
+
+def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sync that failed may have lost the deletion of its row, and one that works afterwards does not bring it
+    back: after a power loss the page would be there."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(4))
+    pages.put(client, keys, durable=True)
+    deleted: list[bytes] = []
+    write = node.disk.rows.write
+
+    def watched(namespaces: Any, rows: Any, gone: Any) -> None:
+        gone = list(gone)
+        write(namespaces, rows, gone)
+        deleted.extend(gone)
+
+    def broken() -> None:
+        raise OSError(errno.EIO, "rows: broken by the test")
+
+    monkeypatch.setattr(node.disk.rows, "write", watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk.rows, "sync", broken)
+        client.remove(pages.namespace, keys[:2])
+        with pytest.raises(Exhausted):
+            client.flush()
+    first = sorted(deleted)
+    assert [key[3:] for key in first] == sorted(keys[:2])
+    client.recover()
+    assert client.flush() == 2
+    assert sorted(deleted) == sorted(first * 2)
+    client.flush()
+    assert len(deleted) == 4, "what is safe is not deleted again"
+    assert client.lookup(pages.namespace, keys).present == (False, False, True, True)
