@@ -126,10 +126,11 @@ gpu-test:
 	@$(PYTHON) -c 'import cupy, torch; assert torch.cuda.is_available()' || { echo "needs an NVIDIA GPU, torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in $(PYTHON)"; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu_agent
 	@if command -v compute-sanitizer >/dev/null; then \
-		PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest tests/gpu_agent/test_kernels_cuda.py; \
+		PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 9 $(PYTHON) -m pytest tests/gpu_agent/test_kernels_cuda.py tests/gpu_agent/test_leaves_cuda.py; \
 	else echo "compute-sanitizer (CUDA toolkit) is not here: no memcheck"; fi
 	PYTHONPATH=. $(PYTHON) benchmarks/transfer.py
 	PYTHONPATH=. $(PYTHON) benchmarks/agent.py
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then PYTHONPATH=. $(PYTHON) benchmarks/agents.py; fi
 	PYTHONPATH=. $(PYTHON) benchmarks/ttft.py
 
 check: $(READY)
