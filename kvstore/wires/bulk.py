@@ -3,15 +3,19 @@ caller's buffers and the socket."""
 
 import socket
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import ProtocolError, Unavailable
+from kvstore.errors import Exhausted, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.connections import ConnectionPool, exchange, greeting
 from kvstore.wires.frames import FrameSocket
+
+Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 
 
 class BulkWire:
@@ -26,6 +30,7 @@ class BulkWire:
         self._port = port
         self._config = config
         self._pool = ConnectionPool(f"{host}:{port} (bulk)", self._connect, config.connections_max)
+        self._abreast = Abreast()
 
     def connect(self, deadline: Deadline) -> None:
         """Makes sure that one connection can be had. Raises Unavailable or ProtocolError."""
@@ -37,6 +42,24 @@ class BulkWire:
             return exchange(connection, op, request)[0]
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
+        lanes = lane_count(sum(map(len, pages)), len(pages))
+        if lanes == 1:
+            return self._put(request, pages, deadline)
+        self._pool.check_process()
+        some = shares(len(pages), lanes)
+        requests = [_share(request, part) for part in some]
+        calls = [partial(self._put, one, pages[part], deadline) for one, part in zip(requests, some, strict=True)]
+        found = self._abreast.run(calls)
+        failed = [error for error in found if isinstance(error, KVStoreError)]
+        worse = [error for error in failed if not isinstance(error, Exhausted)]
+        if worse or len(failed) == lanes or (failed and request.durable):
+            raise (worse or failed)[0]
+        verdicts: list[int] = []
+        for one, said in zip(requests, found, strict=True):  # a share without room is no failure of the others
+            verdicts += [pb.FULL] * len(one.prefix_hashes) if isinstance(said, KVStoreError) else said
+        return verdicts
+
+    def _put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         with self._pool.connection(deadline) as connection:
             verdicts = list(exchange(connection, "put", request)[0].verdicts)
             if len(verdicts) != len(pages):
@@ -52,6 +75,25 @@ class BulkWire:
             return verdicts
 
     def get(
+        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+    ) -> tuple[list[bool], list[int]]:
+        lanes = lane_count(sum(map(len, buffers)), len(buffers))
+        if lanes == 1:
+            return self._get(request, buffers, seeds, deadline)
+        self._pool.check_process()
+        some = shares(len(buffers), lanes)
+        found = self._abreast.run(
+            [partial(self._get, _share(request, part), buffers[part], seeds[part], deadline) for part in some]
+        )
+        hits, corrupt = list[bool](), list[int]()
+        for part, said in zip(some, found, strict=True):
+            if isinstance(said, KVStoreError):
+                raise said
+            hits += said[0]
+            corrupt += [part.start + i for i in said[1]]
+        return hits, corrupt
+
+    def _get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
         with self._pool.connection(deadline) as connection:
@@ -93,6 +135,16 @@ class BulkWire:
     def close(self) -> None:
         """Closes idle connections; those in use close when their call ends."""
         self._pool.close()
+        self._abreast.close()
+
+
+def _share(request: Request, part: slice) -> Request:
+    """The same request for some of its keys."""
+    share = type(request)()
+    share.CopyFrom(request)
+    del share.prefix_hashes[:]
+    share.prefix_hashes.extend(request.prefix_hashes[part])
+    return share
 
 
 def _send_page(connection: FrameSocket, page: memoryview) -> bytes:

@@ -66,8 +66,7 @@ class ConnectionPool(Generic[Socket]):
 
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """A connection until `Lease.end`; armed with the deadline."""
-        if os.getpid() != self._pid:  # two processes on one stream would read each other's answers
-            raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
+        self.check_process()
         if not self._turns.acquire(timeout=deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
@@ -86,6 +85,11 @@ class ConnectionPool(Generic[Socket]):
             self._turns.release()
             raise
         return Lease(self, connection, deadline)
+
+    def check_process(self) -> None:
+        """Raises InvalidRequest after a fork: two processes on one stream would read each other's answers."""
+        if os.getpid() != self._pid:
+            raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
 
     @contextlib.contextmanager
     def named_errors(self, deadline: Deadline) -> Iterator[None]:

@@ -1,0 +1,177 @@
+"""One batch over several connections: the same bytes, the same answers, and no thread left behind."""
+
+import concurrent.futures
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome, Unavailable
+from kvstore.deadline import Deadline
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires import abreast
+from kvstore.wires.abreast import Abreast, lane_count, shares
+from kvstore.wires.bulk import BulkWire
+from node.server import Node
+
+LANES = 3
+
+
+@pytest.fixture
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node()
+
+
+@pytest.fixture
+def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.setattr("kvstore.wires.bulk.lane_count", lambda nbytes, pages: min(LANES, pages))
+    return connect(node, "bulk")
+
+
+def link_of(client: Client) -> BulkWire:
+    wire = client._node._link.wire
+    assert isinstance(wire, BulkWire)
+    return wire
+
+
+def test_pages_cross_and_answers_are_in_order(client: Client, pages: Any) -> None:
+    keys = pages.keys(*range(11))
+    assert pages.put(client, keys[3:5]) == [PutOutcome.STORED] * 2
+    expected = [PutOutcome.EXISTS if 3 <= i < 5 else PutOutcome.STORED for i in range(11)]
+    assert pages.put(client, keys) == expected
+    client.remove(pages.namespace, [keys[0], keys[7]])
+    assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
+    assert len(link_of(client)._pool._idle) == LANES
+
+
+def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, pages: Any) -> None:
+    keys = pages.keys(*range(9))
+    pages.put(client, keys)
+    client.remove(pages.namespace, keys[4:5])
+    buffers = [bytearray(pages.nbytes) for _ in keys]
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 4 + [False] * 5
+
+
+def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages: Any, node: Node) -> None:
+    keys = pages.keys(*range(9))
+    pages.put(client, keys)
+    buffers = [bytearray(7) for _ in keys]
+    assert client.get_ranges(pages.namespace, keys, [ByteRange(5, 7)], buffers) == [True] * 9
+    assert buffers == [pages.content(key)[5:12] for key in keys]
+    for bad in (1, 5, 8):
+        with node.tier.inspected(pages.namespace.digest, keys[bad]) as page:
+            assert page is not None
+            node.arena.view(page.offset, 1)[0] ^= 1
+    assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
+    assert client.lookup(pages.namespace, keys).present == tuple(i not in (1, 5, 8) for i in range(9))
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone"), DeadlineExceeded("late")])
+def test_a_share_that_fails_fails_the_call_when_all_have_ended(
+    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    keys, ended, wire = pages.keys(*range(6)), [], link_of_opened(client, pages)
+    put = BulkWire._put
+
+    def failing(wire: BulkWire, request: Any, views: Any, deadline: Deadline) -> list[int]:
+        if keys[2] in request.prefix_hashes:
+            raise error
+        time.sleep(0.05)
+        found = put(wire, request, views, deadline)
+        ended.append(len(found))
+        return found
+
+    monkeypatch.setattr(BulkWire, "_put", failing)
+    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    with pytest.raises(type(error)):
+        wire.put(request, [memoryview(pages.content(key)) for key in keys], Deadline(10.0))
+    assert ended == [2, 2]
+
+
+def link_of_opened(client: Client, pages: Any) -> BulkWire:
+    client.open(pages.namespace)
+    return link_of(client)
+
+
+def test_shares_for_which_there_is_no_room_are_full_and_no_error(
+    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, wire = pages.keys(*range(6)), link_of_opened(client, pages)
+    put, refused = BulkWire._put, {keys[2]}
+
+    def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline) -> list[int]:
+        if refused & set(request.prefix_hashes):
+            raise Exhausted("no slot")
+        return put(wire, request, views, deadline)
+
+    monkeypatch.setattr(BulkWire, "_put", without_room)
+    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    views = [memoryview(pages.content(key)) for key in keys]
+    assert wire.put(request, views, Deadline(10.0)) == [pb.WRITE, pb.WRITE, pb.FULL, pb.FULL, pb.WRITE, pb.WRITE]
+    refused.update(keys)
+    with pytest.raises(Exhausted):
+        wire.put(request, views, Deadline(10.0))
+
+
+def test_without_threads_one_connection_does_it_all(
+    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", none_left)
+    keys = pages.keys(*range(6))
+    wire = link_of_opened(client, pages)
+    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    assert wire.put(request, [memoryview(pages.content(key)) for key in keys], Deadline(10.0)) == [pb.WRITE] * 6
+
+
+def test_a_process_that_was_forked_off_is_told_and_does_not_wait(client: Client, pages: Any) -> None:
+    """Its copies of the threads do not run."""
+    keys = pages.keys(*range(6))
+    pages.put(client, keys)
+    wire = link_of(client)
+    wire._pool._pid = os.getpid() + 1  # what a fork looks like from within
+    request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
+    buffers = [memoryview(bytearray(pages.nbytes)) for _ in keys]
+    with pytest.raises(InvalidRequest, match="before a fork"):
+        wire.get(request, buffers, [0] * 6, Deadline(10.0))
+
+
+def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> None:
+    ended: list[int] = []
+
+    def broken() -> int:
+        raise MemoryError("this process is in trouble")
+
+    def slow() -> int:
+        time.sleep(0.1)
+        ended.append(1)
+        return 1
+
+    for calls in ([broken, slow, slow], [slow, broken, slow]):
+        ended.clear()
+        threads = Abreast()
+        with pytest.raises(MemoryError):
+            threads.run(calls)
+        assert len(ended) == 2
+        threads.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "mib", "pages", "lanes"),
+    [(2, 1024, 64, 1), (16, 8, 8, 1), (16, 64, 64, 4), (16, 48, 64, 3), (6, 1024, 64, 2), (16, 1024, 1, 1)],
+)
+def test_how_many(cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abreast.os, "sched_getaffinity", lambda _: range(cores))
+    assert lane_count(mib << 20, pages) == lanes
+
+
+def test_shares_are_all_of_it_in_order() -> None:
+    for count in range(1, 40):
+        for lanes in range(1, min(count, 8) + 1):
+            parts = [list(range(count))[part] for part in shares(count, lanes)]
+            assert [number for part in parts for number in part] == list(range(count))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
