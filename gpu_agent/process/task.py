@@ -6,6 +6,7 @@ what the process held. Anything that does not fit ends it too; the engine starts
 """
 
 import ctypes
+import importlib
 import logging
 import os
 import signal
@@ -13,17 +14,14 @@ import socket
 import sys
 
 from gpu_agent.process import frames
-from gpu_agent.process.answering import LookupHost
-from gpu_agent.process.asking import AskProcess
 from gpu_agent.process.channel import AgentsEnd
 from gpu_agent.process.frames import Kind
-from gpu_agent.process.home import AgentProcess
-from gpu_agent.process.host import AgentHost
 from kvstore.errors import KVStoreError, ProtocolError
 
 log = logging.getLogger(__name__)
 
-_TASKS: dict[str, type[AgentHost] | type[LookupHost]] = {AgentProcess.name: AgentHost, AskProcess.name: LookupHost}
+# By the name of their `Owner`. Imported when it is known which: the agents' needs torch, the lookups' is there at once.
+_TASKS = {"agents": ("gpu_agent.process.host", "AgentHost"), "lookups": ("gpu_agent.process.answering", "LookupHost")}
 # Its threads copy, ask and verify by turns of 100 us; with Python's 5 ms each would wait for the others.
 SWITCH_S = 0.0002
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +42,8 @@ def main(descriptor: int) -> None:
             raise ProtocolError("no setup by the process that started this one")
         sys.setswitchinterval(SWITCH_S)
         logging.getLogger().setLevel(setup.get("log_level", logging.WARNING))
-        _TASKS[setup["task"]](channel, setup).run()
+        file, name = _TASKS[setup["task"]]
+        getattr(importlib.import_module(file), name)(channel, setup).run()
         code = _ENDED
     except ConnectionError as error:
         log.debug("%s", error)
