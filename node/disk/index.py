@@ -187,12 +187,15 @@ class DiskIndex:
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(self, page: Page, now_s: int) -> int:
-        """A slot for the page; 0 if the page is on disk or nothing may go. AGAIN: some others went for it,
-        perhaps not all that must."""
+        """A slot for the page; 0 if the page is on disk, is larger than an extent, or nothing may go. AGAIN: some
+        others went for it, perhaps not all that must."""
         number = self.spaces.number(page.namespace.value)
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
             return 0
         size = page.namespace.slot_nbytes
+        if size > self.records.slots.extent_nbytes:  # of a directory older than the RAM: all would go for it in vain
+            self.counters.pages_refused += 1
+            return 0
         record = self.records.reserve(number, page.prefix_hash, size)
         if record:
             return record

@@ -1,0 +1,79 @@
+"""What a node with a disk tells to whoever watches it: docs/operations.md, "A disk that fails" and "What to watch"."""
+
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore import PutOutcome
+from kvstore.errors import Exhausted
+from node.server import Node
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+OPERATIONS = Path(__file__).parent.parent.parent / "docs" / "operations.md"
+
+
+def metrics(node: Node) -> dict[str, float]:
+    """Of the whole node, made now."""
+    node.metrics._cached.clear()
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=10.0) as reply:
+        return {name: float(value) for name, value in re.findall(r"^(\w+) (\S+)$", reply.read().decode(), re.MULTILINE)}
+
+
+def health(node: Node) -> tuple[int, int]:
+    """Of the node, and of its disk."""
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        names = ("", "kvstore.Disk")
+        return tuple(check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status for name in names)
+
+
+def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1, 2), durable=True)
+    assert (metrics(node)["kvstore_disk_serving"], health(node)) == (1, (SERVING, SERVING))
+    node.disk.poison("broken by the test")
+    assert (metrics(node)["kvstore_disk_serving"], health(node)) == (0, (SERVING, NOT_SERVING))
+    pages.put(client, pages.keys(3))
+    client.recover()
+    layer.flip = True
+    assert client.scrub().damaged == 2
+    layer.heal()
+    found = metrics(node)
+    assert (found["kvstore_disk_serving"], health(node)) == (1, (SERVING, SERVING))
+    counts = {name: found[f"kvstore_disk_pages_{name}_total"] for name in ("corrupt", "refused", "written", "evicted")}
+    assert counts == {"corrupt": 2, "refused": 1, "written": 2, "evicted": 0}
+
+
+def test_every_metric_that_the_document_names_is_there(nodes: Any) -> None:
+    named = set(re.findall(r"\bkvstore_\w*(?:disk|shm|ram|pages)_\w+", OPERATIONS.read_text()))
+    assert len(named) > 5
+    assert named <= set(metrics(nodes.start()))
+
+
+def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the_disk_nothing(
+    nodes: Any, pages: Any, make_pages: Any
+) -> None:
+    """For one that fits nowhere all others went, durable ones too."""
+    node = nodes.start()
+    keys = pages.keys(*range(50))
+    pages.put(nodes.connect(node), keys, durable=True)
+    node = nodes.restart(node, disk_extent_nbytes=0, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10)
+    client, large = nodes.connect(node), make_pages("large", 128 << 10)
+    assert large.put(client, large.keys(1)) == [PutOutcome.STORED]
+    with pytest.raises(Exhausted, match="larger than the extents of data_dir"):
+        large.put(client, large.keys(1), durable=True)
+    with pytest.raises(Exhausted, match="larger than the extents of data_dir"):
+        client.flush()
+    for number in range(2, 12):  # RAM turns over, and those that waited have their turn
+        large.put(client, large.keys(number))
+    status = client.node_status()
+    assert (status.state, status.disk.page_count, status.disk.pages_evicted) == ("SERVING", 50, 0)
+    assert status.disk.pages_refused > 0
+    assert pages.get(client, keys) == [True] * 50
+    assert large.get(client, large.keys(11)) == [True]
