@@ -4,7 +4,7 @@
 
 Every adapter takes the same flat mapping: the fields of `Identity`, of `ClientConfig`, of
 `AgentConfig`, and those of its own. The environment (KVSTORE_*, KVSTORE_AGENT_*) fills what is not
-given.
+given, and what that does not give has the adapter's default, or ours.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_agent.config import AgentConfig, agent_config
-from kvstore.config import ClientConfig, check_settings, client_config, load, setting
+from gpu_agent.config import AgentConfig
+from kvstore.config import ClientConfig, check_settings, load, setting
 from kvstore.errors import ConfigError
 from kvstore.keys import TEXT_NBYTES_MAX, Namespace
 from kvstore.layout import PageLayout
@@ -58,8 +58,11 @@ class Options:
     own: Mapping[str, Any]
 
 
-def read_options(values: Mapping[str, Any], own: Collection[str] = ()) -> Options:
-    """Raises ConfigError naming an option that nobody knows, or its range."""
+def read_options(
+    values: Mapping[str, Any], own: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Options:
+    """`defaults`: the adapter's, for what neither `values` nor the environment gives. Raises ConfigError naming an
+    option that nobody knows, or its range."""
     kinds = (Identity, ClientConfig, AgentConfig)
     known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | set(own)
     unknown = sorted(set(values) - known)
@@ -67,8 +70,8 @@ def read_options(values: Mapping[str, Any], own: Collection[str] = ()) -> Option
         raise ConfigError(f"unknown option {unknown[0]!r} for the store; known are {', '.join(sorted(known))}")
     return Options(
         identity_of(values),
-        client_config(**_of(ClientConfig, values)),
-        agent_config(**_of(AgentConfig, values)),
+        load(ClientConfig, "KVSTORE", values, defaults=defaults),
+        load(AgentConfig, "KVSTORE_AGENT", values, defaults=defaults),
         {name: values[name] for name in own if name in values},
     )
 
@@ -76,11 +79,6 @@ def read_options(values: Mapping[str, Any], own: Collection[str] = ()) -> Option
 def identity_of(values: Mapping[str, Any]) -> Identity:
     """Whose pages, of options that may hold others too."""
     return load(Identity, "KVSTORE", values)
-
-
-def _of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _one_word(fact: Any) -> str:

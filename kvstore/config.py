@@ -2,8 +2,8 @@
 environment.
 
 A field made by `setting` carries its allowed range and help text. `load` takes explicit values
-first, then `<PREFIX>_<FIELD>` from the environment, then the default, and ends the start with
-ConfigError naming the setting, its value and the range.
+first, then `<PREFIX>_<FIELD>` from the environment, then the default (the caller's or the class's), and ends
+the start with ConfigError naming the setting, its value and the range.
 """
 
 import dataclasses
@@ -39,8 +39,14 @@ def setting(default: Any, help: str, low: Any = None, high: Any = None, choices:
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
-def load(cls: type[Config], prefix: str, values: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Config:
-    """A checked `cls` from `values` (None: not given), the environment and the defaults.
+def load(
+    cls: type[Config],
+    prefix: str,
+    values: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
+    """A checked `cls` from `values` (None: not given), the environment, the caller's `defaults` and the class's.
 
     Text is parsed to the field's type, so values may come from a command line as they are.
     """
@@ -51,6 +57,8 @@ def load(cls: type[Config], prefix: str, values: Mapping[str, Any], environ: Map
         variable = f"{prefix}_{field.name.upper()}".replace("NBYTES", "BYTES")
         if value is None and environ.get(variable):
             name, value = variable, environ[variable]
+        if value is None:
+            value = (defaults or {}).get(field.name)
         if value is not None:
             chosen[field.name] = _parse(name, value, field) if isinstance(value, str) else value
     return cls(**chosen)

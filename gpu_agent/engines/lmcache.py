@@ -55,7 +55,7 @@ def _options(params: Mapping[str, Any], *own: str) -> Options:
             raise ConfigError(
                 f"option {name!r} has no meaning here: LMCache names the model in every key, and no pages"
             )
-    options = read_options({"pending_nbytes_max": PENDING_NBYTES_MAX, **params}, ("kv_format", *own))
+    options = read_options(params, ("kv_format", *own), {"pending_nbytes_max": PENDING_NBYTES_MAX})
     for name, seconds_max in TIMEOUTS_S_MAX.items():
         seconds = getattr(options.agent, name)
         if seconds > seconds_max:

@@ -86,7 +86,7 @@ class KVStoreHiCache(HiCacheStorage):
         """Raises ConfigError for an option that is wrong and for weights that nothing names."""
         self._engine = storage_config
         known = (*ENGINES_OWN, *(field.name for field in dataclasses.fields(HiCacheConfig)))
-        options = read_options({**DEFAULTS, **(storage_config.extra_config or {})}, known)
+        options = read_options(storage_config.extra_config or {}, known, DEFAULTS)
         self._config = options.agent
         self._interface_v1 = bool(options.own.get("interface_v1"))
         self._per_ki_token_s = load(HiCacheConfig, "KVSTORE_SGLANG", options.own).timeout_per_ki_token_s

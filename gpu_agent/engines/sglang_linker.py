@@ -97,7 +97,7 @@ class KVStoreLinker(UnifiedCacheLinker):
             raise ConfigError("the linker serves full attention without packed draft layers only")
         self.forward_stream = forward_stream
         known = [field.name for field in dataclasses.fields(LinkerConfig)]
-        options = read_options({**DEFAULTS, **(extra_config or {})}, known)
+        options = read_options(extra_config or {}, known, DEFAULTS)
         self._config: LinkerConfig = load(LinkerConfig, "KVSTORE_SGLANG_LINKER", options.own)
         entry = _Pages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
         self.pools = {PoolName.KV: entry}

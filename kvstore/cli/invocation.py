@@ -12,7 +12,7 @@ import typer
 
 from kvstore.cli.exits import ExitCode, leave_broken_pipe
 from kvstore.client import Client
-from kvstore.config import ClientConfig, client_config
+from kvstore.config import ClientConfig, load
 from kvstore.errors import DeadlineExceeded, Unavailable
 
 _ADDRESS = typer.Option("--address", "-a", metavar="HOST:PORT", help="Node to talk to.")
@@ -28,16 +28,18 @@ class Invocation:
     timeout_s: float | None = None
     as_json: bool = False
 
-    def config(self, wire: str = "grpc", address: str | None = None, **values: Any) -> ClientConfig:
-        """Raises ConfigError for an address or deadline that can not be used."""
-        config = client_config(wire=wire, address=address or self.address, **values)
+    def config(self, wire: str | None = None, address: str | None = None, **values: Any) -> ClientConfig:
+        """`wire`: the user's; else that of the environment, else gRPC, which is all that one request needs. Raises
+        ConfigError for an address, wire or deadline that can not be used."""
+        values |= {"wire": wire, "address": address or self.address}
+        config = load(ClientConfig, "KVSTORE", values, defaults={"wire": "grpc"})
         if self.timeout_s is None:
             return config
         connect_s = min(config.connect_timeout_s, self.timeout_s)
         return dataclasses.replace(config, timeout_s=self.timeout_s, connect_timeout_s=connect_s)
 
     @contextmanager
-    def client(self, wire: str = "grpc", address: str | None = None, **values: Any) -> Iterator[Client]:
+    def client(self, wire: str | None = None, address: str | None = None, **values: Any) -> Iterator[Client]:
         """A client for the body, whose connection errors are told with the node's address and a remedy."""
         config = self.config(wire, address, **values)
         try:

@@ -19,7 +19,13 @@ from kvstore.measure.trace import count_requests, read_trace
 CAPACITY_PAGES = 10_000
 
 WireOption = Annotated[
-    str, typer.Option("--wire", metavar="auto|shm|bulk|grpc", help="How pages travel; auto takes the best it can.")
+    str,
+    typer.Option(
+        "--wire",
+        envvar="KVSTORE_WIRE",
+        metavar="auto|shm|bulk|grpc",
+        help="How pages travel; auto takes the best it can.",
+    ),
 ]
 
 

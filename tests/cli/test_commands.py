@@ -325,3 +325,25 @@ def test_top_prints_one_object_per_sample(kvstore: Kvstore) -> None:
     samples = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(samples) == 3
     assert all(sample["totals"]["asked_per_s"] == 0 and not sample["restarted"] for sample in samples)
+
+
+# ---- which wire ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_the_wire_of_the_environment_is_taken_by_every_command(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    taken, close = [], Client.close
+
+    def tell(client: Client) -> None:
+        taken.append(client.wire_name)
+        close(client)
+
+    monkeypatch.setattr(Client, "close", tell)
+    key, bench = hashes[0].hex(), ["bench", "--seconds", "0.02", "--page-nbytes", "4KiB"]
+    assert kvstore("get", "-m", space.model, key, "--json").code == 0
+    monkeypatch.setenv("KVSTORE_WIRE", wire)
+    for arguments in (["get", "-m", space.model, key, "--json"], ["status"], bench, [*bench, "--wire", "grpc"]):
+        assert kvstore(*arguments).code == 0
+    assert taken == ["grpc", wire, wire, wire, "grpc"]

@@ -274,3 +274,14 @@ def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_memory_is_refused(memory: torch.Tensor) -> None:
     with pytest.raises(InvalidRequest, match="host memory"):
         row_pool(memory, 1)
+
+
+def test_found_pages_are_held_for_two_seconds_at_most(client: Client, request: pytest.FixtureRequest) -> None:
+    """However long a load may take: what is held makes no room for others."""
+    memory, hashes = random_memory(), chain(request.node.name, 3)
+    namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
+    pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=60))
+    stored(pages, hashes, [0, 1, 2])
+    assert pages.present(hashes) == [True] * 3
+    assert max(page.pin_ttl_ms for page in client.stat(namespace, hashes)) <= 2000
+    pages.close()
