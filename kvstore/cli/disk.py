@@ -4,12 +4,12 @@ from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, progress
 
-FLUSH_TIMEOUT_S = 120.0  # unless --timeout says otherwise: a full RAM tier may have to be written
+PATIENT_S = 120.0  # unless --timeout says otherwise: a full RAM tier may have to be written, a keeper to be waited for
 SCRUB_STEP_NBYTES = 64 << 20  # read by the node in one request
 
 
 def flush(run: Invocation) -> int:
-    """Write all pages to disk. Returns when they survive power loss; exit 4 if the disk is full or fails.
+    """Write all pages to disk. Returns when they survive power loss; exit 4 if the disk is full, fails or hangs.
 
     \b
     Examples:
@@ -17,7 +17,7 @@ def flush(run: Invocation) -> int:
       kvstore flush --timeout 600 --json
     """
     with run.client() as client:
-        pages = client.flush(timeout_s=run.timeout_s or FLUSH_TIMEOUT_S)
+        pages = client.flush(timeout_s=run.timeout_s or PATIENT_S)
     if run.as_json:
         emit({"pages_on_disk": pages})
     else:
@@ -41,7 +41,7 @@ def scrub(run: Invocation) -> int:
         total = client.node_status().disk.used_nbytes
         with progress("verifying", total) as report:
             while True:
-                reply = client.scrub(cursor, SCRUB_STEP_NBYTES, timeout_s=run.timeout_s or FLUSH_TIMEOUT_S)
+                reply = client.scrub(cursor, SCRUB_STEP_NBYTES, timeout_s=run.timeout_s or PATIENT_S)
                 intact, damaged, nbytes = intact + reply.intact, damaged + reply.damaged, nbytes + reply.nbytes
                 cursor = reply.next_cursor
                 report(min(nbytes, total))
@@ -58,14 +58,14 @@ def recover(run: Invocation) -> int:
     """Use a disk again that failed, once its cause is gone.
 
     A node stops using a disk that fails or is full; `kvstore status` says why. This tries the disk and,
-    if it works, goes on with what is there. Exit 3 if it still fails.
+    if it works, goes on with what is there. Exit 4 if it still fails.
 
     \b
     Example:
       kvstore recover
     """
     with run.client() as client:
-        client.recover()
+        client.recover(timeout_s=run.timeout_s or PATIENT_S)
     if run.as_json:
         emit({"recovered": True})
     else:

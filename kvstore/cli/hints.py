@@ -14,8 +14,14 @@ _CAUSES = {
     "miss_evicted": "the pages were evicted before they were asked for again: give the node more RAM",
     "miss_writing": "the pages were still being written when they were asked for",
     "miss_removed": "the pages had been removed by a caller",
+    "miss_expired": "the pages' time to live was over: put them with a longer one (Keep, --ttl)",
     "miss_corrupt": "the pages did not match their checksum and were dropped: check this machine's memory",
 }
+
+
+def page_count(info: pb.NamespaceInfo) -> int:
+    """Pages of a namespace, in RAM or on disk: most of those in RAM are on disk, too."""
+    return max(info.page_count, info.disk_page_count)
 
 
 def hints(known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> list[str]:
@@ -35,7 +41,7 @@ def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.Namespace
     siblings = [
         (len(differences(namespace, other)), other, info)
         for other, info in known
-        if other.model == namespace.model and other.digest != namespace.digest and info.page_count
+        if other.model == namespace.model and other.digest != namespace.digest and page_count(info)
     ]
     if not siblings:
         return ""
@@ -43,7 +49,7 @@ def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.Namespace
     listed = differences(namespace, other)
     more = f" and {len(listed) - DIFFERENCES_SHOWN} more" if len(listed) > DIFFERENCES_SHOWN else ""
     return (
-        f"[{other.digest.hex()[:12]}] of the same model holds {info.page_count} pages but differs in "
+        f"[{other.digest.hex()[:12]}] of the same model holds {page_count(info)} pages but differs in "
         f"{', '.join(listed[:DIFFERENCES_SHOWN])}{more}"
     )
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.cli.exits import ExitCode
+from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.nodes import namespace_json, page_count
+from kvstore.cli.nodes import namespace_json
 from kvstore.cli.output import emit, human_ms, human_nbytes, note, plain, show
 from kvstore.cli.selection import ModelOption, NamespaceOption, check_hex, find_namespace, list_pages
 from kvstore.client import Client

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvstore.cli.hints import hints
+from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show
 from kvstore.keys import Namespace
@@ -36,11 +36,6 @@ def status(run: Invocation) -> None:
         _show_namespaces(sorted(known, key=lambda entry: -page_count(entry[1])))
     for hint in found:
         note(f"hint: {hint}")
-
-
-def page_count(info: pb.NamespaceInfo) -> int:
-    """Pages of a namespace; most of those in RAM are on disk, too."""
-    return max(info.page_count, info.disk_page_count)
 
 
 def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import typer
 
 from kvstore.cli.batches import all_keys, pieces
 from kvstore.cli.exits import ExitCode, Failure
+from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.listing import show_pages
 from kvstore.cli.output import emit, plain, progress
@@ -120,10 +121,10 @@ def rm(
     with run.client() as client:
         space, info = _named_namespace(client, keys, namespace, model, every)
         if every and not yes:
-            _confirm(f"Remove all {info.page_count} pages of {space.model} [{space.digest.hex()[:12]}]?")
+            _confirm(f"Remove all {page_count(info)} pages of {space.model} [{space.digest.hex()[:12]}]?")
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
         removed = asked = 0
-        with progress("removing", info.page_count if every else len(keys or ())) as report:
+        with progress("removing", page_count(info) if every else len(keys or ())) as report:
             for piece in pieces(chosen):
                 removed += sum(client.remove(space, piece))
                 asked += len(piece)
@@ -176,7 +177,7 @@ def verify(
         space, info = _named_namespace(client, keys, namespace, model, every)
         count_max = max(1, VERIFY_NBYTES // info.page_nbytes)
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
-        with progress("verifying", info.page_count if every else len(keys or ())) as report:
+        with progress("verifying", page_count(info) if every else len(keys or ())) as report:
             for piece in pieces(chosen, count_max):
                 reply = client.verify(space, piece)
                 total.intact += reply.intact

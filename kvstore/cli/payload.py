@@ -53,7 +53,8 @@ def get(
 ) -> None:
     """Read pages. Their checksums are verified.
 
-    Several pages follow one another. Exit 1 if one is missing, 5 if one is corrupt.
+    Several pages follow one another. Exit 1 if one is missing, or if the node finds its own copy damaged
+    and drops it, 5 if one arrives with other bytes than were stored.
 
     With --json or --decode the bytes themselves go to FILE only.
 
@@ -127,7 +128,7 @@ def _read(
             hit = client.get_ranges(space, [prefix_hash], ranges or (), [data])[0]
         if not hit:
             corrupt = client.stats.corrupt_pages > 0
-            reason = "does not match its checksum" if corrupt else "was evicted or removed meanwhile"
+            reason = "does not match its checksum" if corrupt else "was evicted, removed, or found damaged meanwhile"
             code = ExitCode.CORRUPT if corrupt else ExitCode.MISS
             raise Failure(f"page {prefix_hash.hex()} {reason}; the output ends before it", code)
         yield prefix_hash, data

@@ -12,6 +12,7 @@ import typer
 
 from kvstore.cli.completion import complete_model, complete_namespace
 from kvstore.cli.exits import ExitCode, Failure
+from kvstore.cli.hints import page_count
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
@@ -59,7 +60,7 @@ def find_namespace(client: Client, digest: str | None, model: str | None) -> tup
     if model is not None:
         matches = [entry for entry in matches if entry[0].model == model]
     if digest is None and model is None:
-        matches = [entry for entry in matches if entry[1].page_count] or matches
+        matches = [entry for entry in matches if page_count(entry[1])] or matches
     if len(matches) == 1:
         return matches[0]
     said = " and ".join(

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvstore import Client
+from kvstore.cli.nodes import _disk_lines
 from kvstore.measure.node_process import NodeProcess
+from kvstore.pb import kvstore_pb2 as pb
+from node.disk.data_dir import LOCK_WAIT_S
+from node.disk.tier import RECOVER_WAIT_S
 
 Kvstore = Callable[..., Any]
 
@@ -107,3 +112,18 @@ def test_commands_on_a_stopped_disk_say_why_and_what_to_do(on_disk: Kvstore, dat
     obstacle.rmdir()
     assert on_disk("recover").code == 0
     assert "SERVING" in on_disk("status").stdout
+
+
+def test_recover_waits_for_as_long_as_a_node_may_take(kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the call that the writer is in, and for the keeper of before to let go; else the answer is missed."""
+    given: list[float] = []
+    monkeypatch.setattr(Client, "recover", lambda client, timeout_s: given.append(timeout_s))
+    assert kvstore("recover").code == kvstore("recover", "--timeout", "7").code == 0
+    assert given[0] > RECOVER_WAIT_S + LOCK_WAIT_S
+    assert given[1] == 7
+
+
+@pytest.mark.parametrize(("direct", "said"), [(True, False), (False, True)])
+def test_status_says_if_a_file_system_has_no_direct_io(direct: bool, said: bool) -> None:
+    lines = _disk_lines(pb.DiskStatus(state="SERVING", data_dir="/data", direct_io=direct))
+    assert ("no O_DIRECT" in lines[0]) is said

@@ -170,7 +170,9 @@ def test_wrong_bytes_exit_5(kvstore: Kvstore, tmp_path: Path, monkeypatch: pytes
     assert ran.json["mismatches"] > 0
 
 
-@pytest.mark.parametrize(("corrupt", "code", "said"), [(1, 5, "checksum"), (0, 1, "evicted or removed meanwhile")])
+@pytest.mark.parametrize(
+    ("corrupt", "code", "said"), [(1, 5, "checksum"), (0, 1, "evicted, removed, or found damaged meanwhile")]
+)
 def test_get_of_a_page_that_is_corrupt_or_gone_by_now(
     kvstore: Kvstore,
     space: Namespace,

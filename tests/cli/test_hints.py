@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane
-from kvstore.cli.hints import differences, hints
+from kvstore.cli.hints import _CAUSES, differences, hints
+from kvstore.cli.nodes import MISS_REASONS
 from kvstore.pb import kvstore_pb2 as pb
 
 
@@ -68,6 +69,7 @@ def test_many_differences_are_cut_and_counted() -> None:
         ({"miss_removed": 5}, "removed by a caller"),
         ({"miss_corrupt": 5}, "checksum"),
         ({"miss_writing": 5}, "still being written"),
+        ({"miss_expired": 5}, "time to live"),
         ({"pages_hit": 4, "miss_evicted": 1}, "the first one of each request is not"),
     ],
 )
@@ -85,3 +87,16 @@ def test_a_namespace_without_pages_is_no_writer() -> None:
     reader = dataclasses.replace(WRITER, salt="x")
     (hint,) = hints([(WRITER, info(page_count=0)), (reader, info(pages_asked=1, miss_absent=1))])
     assert "differs" not in hint
+
+
+def test_r15_a_writer_whose_pages_are_on_disk_only_is_named_too() -> None:
+    """As all are after a restart."""
+    reader = dataclasses.replace(WRITER, salt="x")
+    on_disk = pb.NamespaceInfo(disk_page_count=7)
+    (hint,) = hints([(WRITER, on_disk), (reader, info(pages_asked=1, miss_absent=1))])
+    assert "of the same model holds 7 pages but differs in salt (x, there empty)" in hint
+
+
+def test_r15_every_reason_of_a_miss_is_explained_and_shown() -> None:
+    reasons = {field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")}
+    assert reasons == set(_CAUSES) == {f"miss_{reason}" for reason in MISS_REASONS}

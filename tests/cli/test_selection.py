@@ -1,12 +1,24 @@
 """What users may type for tokens, durations, sizes and keys."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore import Namespace, opaque_layout
+from kvstore.cli.exits import Failure
 from kvstore.cli.output import human_ms, human_nbytes, percent
-from kvstore.cli.selection import check_hex, hash_tokens, parse_duration, parse_tokens, read_tokens, whole_key
+from kvstore.cli.selection import (
+    check_hex,
+    find_namespace,
+    hash_tokens,
+    parse_duration,
+    parse_tokens,
+    read_tokens,
+    whole_key,
+)
 from kvstore.errors import InvalidRequest
+from kvstore.pb import kvstore_pb2 as pb
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1 2 3", " 1,\n2 ,3\n", "[1, 2, 3]", "\n[1,2,3]\n"])
@@ -77,3 +89,24 @@ def test_figures_for_people() -> None:
         "2.0 d",
     ]
     assert [percent(1, 3), percent(0, 0)] == ["33.3 %", "-"]
+
+
+class Listing:
+    """As far as a client is asked for a namespace: 'a' has pages on disk only, 'b' none, 'c' some in RAM."""
+
+    def __init__(self, models: str) -> None:
+        counts = {"a": {"disk_page_count": 3}, "b": {}, "c": {"page_count": 2}}
+        self._known = [(Namespace(m, opaque_layout(512)), pb.NamespaceInfo(**counts[m])) for m in models]
+
+    def namespaces(self) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+        return self._known
+
+
+@pytest.mark.parametrize(("models", "found"), [("ab", "a"), ("bc", "c"), ("b", "b"), ("ac", ""), ("bb", "")])
+def test_a_namespace_need_not_be_named_if_it_alone_has_pages_in_either_tier(models: str, found: str) -> None:
+    client: Any = Listing(models)
+    if found:
+        assert find_namespace(client, None, None)[0].model == found
+    else:
+        with pytest.raises(Failure, match="2 namespaces fit"):
+            find_namespace(client, None, None)
