@@ -289,7 +289,16 @@ def test_listing_goes_in_order_and_in_pieces(client: Client, namespace: Namespac
     put(client, namespace, keys)
     assert [page.prefix_hash for page in client.list_pages(namespace)] == keys
     assert [page.prefix_hash for page in client.list_pages(namespace, limit=1500)] == keys[:1500]
+    assert [page.prefix_hash for page in client.list_pages(namespace, after=keys[99], limit=5)] == keys[100:105]
     prefix = keys[0x0500][:-1]
     assert [page.prefix_hash for page in client.list_pages(namespace, prefix)] == keys[0x0500:0x0600]
     assert list(client.list_pages(namespace, b"\xff")) == []
     client.remove(namespace, keys)
+
+
+def test_pinned_pages_can_be_removed(client: Client, namespace: Namespace) -> None:
+    put(client, namespace, keys_of(1, 2))
+    assert client.pin(namespace, keys_of(1), 60.0) == [True]
+    assert client.remove(namespace, keys_of(1, 2, 3)) == [True, True, False]
+    assert client.lookup(namespace, keys_of(1, 2)).present == (False, False)
+    assert client.unpin(namespace, keys_of(1)) == [False]

@@ -230,6 +230,25 @@ def test_namespaces_are_bounded_and_empty_ones_make_room(start_node: Callable[..
     client.open(namespaces[5])
 
 
+def test_descriptions_are_bounded_in_bytes_too(start_node: Callable[..., Node], connect: Any) -> None:
+    """Half a MiB of them for one peer, or one message could not list all."""
+    client = connect(start_node())
+    opened = 0
+
+    def open_all() -> None:
+        nonlocal opened
+        for number in range(200):
+            text = f"{number:03}".ljust(1000, "x")
+            namespace = Namespace(text, opaque_layout(64), tenant=text, revision=text, salt=text)
+            client.put(namespace, [KEY], [bytes(64)])
+            opened += 1
+
+    with pytest.raises(Exhausted, match=r"127\.0\.0\.1 with pages are open, described by .* 524288 bytes"):
+        open_all()
+    assert 120 < opened < 131
+    assert len(client.namespaces()) == opened
+
+
 @pytest.mark.parametrize("name", ["shm", "bulk", "grpc"])
 def test_an_arena_of_pinned_pages_is_exhausted_at_once(
     start_node: Callable[..., Node], make_pages: Any, connect: Any, name: str

@@ -168,3 +168,21 @@ def wait_until_refused(port: int) -> None:
         except (ConnectionRefusedError, ConnectionResetError):
             return
     raise AssertionError("the node still takes connections")
+
+
+def test_a_second_signal_does_not_wait_for_the_drain(make_pages: Any, raw: Any) -> None:
+    process = NodeProcess("--ram-bytes", "4MiB", "--drain-s", "600", "--stall-s", "600")
+    try:
+        pages = make_pages("signal", PAGE)
+        with Client(ClientConfig(address=process.address)) as client:
+            client.open(pages.namespace)
+        writer = raw(process.bulk_port)
+        put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0), page_nbytes=PAGE)
+        assert list(writer.ask(put=put).put.verdicts) == [pb.WRITE]
+        os.kill(process.pid, signal.SIGTERM)
+        wait_until_refused(process.bulk_port)
+        assert process.running
+        os.kill(process.pid, signal.SIGTERM)
+        assert process._process.wait(20.0) == -signal.SIGTERM
+    finally:
+        process.kill()

@@ -133,6 +133,17 @@ def test_the_longest_idle_connection_leaves_first(start_node: Callable[..., Node
     assert node.bulk.count == 2
 
 
+@pytest.mark.parametrize("wire", ["shm", "bulk"])
+def test_of_silent_connections_the_oldest_leave_when_a_peer_has_its_share(
+    start_node: Callable[..., Node], dial: Any, wire: str
+) -> None:
+    node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
+    assert node.shm is not None
+    silent = [dial(node.shm.path if wire == "shm" else node.bulk.port) for _ in range(5)]
+    assert [is_closed(sock, 10.0) for sock in silent[:3]] == [True] * 3
+    assert [is_closed(sock, 0.2) for sock in silent[3:]] == [False] * 2
+
+
 def test_busy_connections_stay_and_one_more_is_refused_by_name(
     start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
 ) -> None:

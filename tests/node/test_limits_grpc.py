@@ -18,6 +18,8 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
+from node.serve.grpc import STREAMS_OF_CONNECTION_MAX
+from node.serve.limits import REFLECTION_STREAMS_MAX
 from node.server import Node
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -85,6 +87,11 @@ def answers(node: Node) -> None:
         assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0).protocol_version == PROTOCOL_VERSION
 
 
+def at_rest(node: Node) -> None:
+    while node.grpc._servicer._calls.count:
+        threading.Event().wait(0.01)
+
+
 def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
     """Any client can open a unary call as a stream that says nothing: 32 of them ended gRPC's service."""
     calls = []
@@ -108,11 +115,77 @@ def test_a_call_that_sends_no_request_is_ended(node: Node, silence: Any, monkeyp
     assert "no request came in 0.2 s" in caught.value.details()
 
 
+def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(node: Node, silence: Any) -> None:
+    """16 calls in all with four threads, eight of one peer."""
+    at_rest(node)
+    with channel_to(node) as channel:
+        lookup = channel.stream_unary("/kvstore.KVStore/Lookup")
+        calls = []
+        for number in range(10):
+            calls.append(lookup.future(iter(silence()), timeout=60.0, wait_for_ready=True))
+            while node.grpc._servicer._calls.count < min(number + 1, 8) and not calls[0].done():
+                threading.Event().wait(0.01)
+        assert [call.code() for call in calls[:2]] == [EXHAUSTED] * 2
+        assert "made room for another call of its peer" in calls[0].details()
+        assert not any(call.done() for call in calls[2:])
+        for call in calls:
+            call.cancel()
+
+
+def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_rest(node)
+    go_on, running = threading.Event(), threading.Semaphore(0)
+
+    def wait(request: Any, caller: Any) -> Any:
+        running.release()
+        assert go_on.wait(20.0)
+        return pb.ListReply() if isinstance(request, pb.ListRequest) else pb.NodeStatusReply()
+
+    for op in ("list", "node_status"):
+        monkeypatch.setitem(node.service._unary, op, wait)
+    with channel_to(node) as channel:
+        stub = KVStoreStub(channel)
+        calls = [stub.List.future(pb.ListRequest(), timeout=60.0) for _ in range(4)]
+        calls += [stub.NodeStatus.future(pb.NodeStatusRequest(), timeout=60.0) for _ in range(4)]
+        try:
+            assert all(running.acquire(timeout=20.0) for _ in calls)
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Hello(pb.HelloRequest(), timeout=10.0)
+            assert caught.value.code() is EXHAUSTED
+            assert "gRPC calls: 8 of 127.0.0.1 and 8 in all; allowed are 8 for one peer" in caught.value.details()
+        finally:
+            go_on.set()
+            for call in calls:
+                call.result()
+        at_rest(node)
+        assert stub.Hello(pb.HelloRequest(), timeout=10.0).protocol_version == 1
+
+
+def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_client(
+    start_node: Callable[..., Node], silence: Any
+) -> None:
+    node = start_node(grpc_threads=64, stall_s=30.0)
+    counted = node.grpc._servicer._calls
+    with channel_to(node) as channel:
+        lookup = channel.stream_unary("/kvstore.KVStore/Lookup")
+        calls = [lookup.future(iter(silence()), timeout=60.0) for _ in range(2 * STREAMS_OF_CONNECTION_MAX)]
+        while counted.count < STREAMS_OF_CONNECTION_MAX:
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.2)
+        assert counted.count == STREAMS_OF_CONNECTION_MAX
+        for call in calls:
+            call.cancel()
+
+
 def test_silent_reflection_streams_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
     streams = []
     for _ in range(4):
         stub = reflection_pb2_grpc.ServerReflectionStub(channels())
         streams += [stub.ServerReflectionInfo(iter(silence()), timeout=60.0, wait_for_ready=True) for _ in range(8)]
+    while sum(stream.done() for stream in streams) < len(streams) - -(-REFLECTION_STREAMS_MAX // 2):
+        threading.Event().wait(0.01)  # the oldest are ended
     answers(node)
     with channel_to(node) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")

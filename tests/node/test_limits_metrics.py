@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
+from node.serve.limits import SCRAPES_MAX
 from node.server import Node
 
 
@@ -59,6 +60,7 @@ def test_silent_scrapes_take_no_threads_and_keep_nobody_out(node: Node, dial: An
     assert (status, content_type.partition(";")[0]) == (200, "text/plain")
     assert b"kvstore_serving 1.0" in text
     assert threading.active_count() <= before + 1
+    assert len(node.metrics._scrapes) <= SCRAPES_MAX // 2, "a peer's share: the others were hung up"
 
 
 def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:

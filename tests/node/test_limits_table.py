@@ -4,7 +4,13 @@ import pathlib
 import re
 from typing import Any
 
-from node.serve import limits
+from kvstore.checksum import CHUNK_NBYTES
+from kvstore.config import GET_PIECES_MAX
+from node.config import NodeConfig
+from node.log_rate import LINES, WINDOW_S
+from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
+from node.serve import grpc, limits
+from node.serve.connections import DESCRIPTORS_LEFT_MIN
 from node.server import Node
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -46,3 +52,42 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     sources = [path.read_text() for path in (ROOT / "node").rglob("*.py")]
     made = sum(len(re.findall(r"\bcap\(", text)) for text in sources) - 1  # its definition
     assert made == len(caps) - len(limits.LONG_CALLS) + 1, "a cap that this test does not know"
+
+
+# A part of the row -> what it says, made from the numbers in use.
+SAID = {
+    "bulk connections": f"`--sessions-max` ({NodeConfig().sessions_max})",
+    "gRPC connections": f"{grpc.CONNECTIONS_MAX:,} at once",
+    "time for a first request": f"{limits.REQUEST_S_MAX:g} s, all of it",
+    "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {grpc.STREAMS_OF_CONNECTION_MAX} of a connection",
+    "gRPC transfers": f"({NodeConfig().grpc_threads * 3 // 4})",
+    "health calls": f"{limits.HEALTH_CALLS_MAX}, a watch for an hour",
+    "reflection streams": f"{limits.REFLECTION_STREAMS_MAX}, each {limits.REFLECTION_S_MAX:g} s",
+    "gRPC metadata": f"{grpc.METADATA_NBYTES_MAX >> 10} KiB a call",
+    "time for a put or get": (
+        f"its bytes at {limits.TRANSFER_NBYTES_PER_S_MIN >> 20} MiB/s and `--stall-s`; {CHUNK_NBYTES >> 10} KiB in each"
+    ),
+    "bytes of large requests": (
+        f"{limits.REQUESTS_NBYTES_MAX >> 20} MiB, {limits.REQUEST_NBYTES_FACTOR} bytes for each byte of requests over "
+        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB"
+    ),
+    "keys, page bytes and ranges of a request": f"{GET_PIECES_MAX:,} pieces",
+    "namespaces": (
+        f"{DESCRIPTIONS_NBYTES_MAX >> 20} MiB of descriptions; one description "
+        f"{limits.DESCRIPTION_NBYTES_MAX >> 10} KiB"
+    ),
+    ", ".join(
+        f"{op} calls" for op in limits.LONG_CALLS
+    ): f"{', '.join(map(str, limits.LONG_CALLS.values()))} at a time",
+    "one scrub": f"{limits.SCRUB_NBYTES_MAX >> 20} MiB, {limits.SCRUB_S_MAX:g} s",
+    "scrapes": f"{limits.SCRAPES_MAX}, each {limits.SCRAPE_S_MAX:g} s",
+    "descriptors": f"fewer than {DESCRIPTORS_LEFT_MIN} are left",
+    "log lines": f"{LINES} of one statement in {WINDOW_S:g} s",
+    "calls that compute: all but those above, puts and gets": f"{limits.TURNS} of a peer at a time",
+}
+
+
+def test_the_numbers_of_the_table_are_those_in_use() -> None:
+    told = {row[0]: " | ".join(row[1:-1]) for row in rows()}
+    assert {name: said for name, said in SAID.items() if said not in told[name]} == {}
+    assert limits.HEALTH_WATCH_S_MAX == 3600.0

@@ -1,5 +1,6 @@
 """A node's settings, alone and as `kvstore-node` takes them from its command line and environment."""
 
+import dataclasses
 import logging
 import signal
 import subprocess
@@ -125,7 +126,12 @@ def test_help_names_every_setting_with_its_range(run_node: Callable[..., Ended])
     done = run_node("--help")
     assert done.status == 0
     text = " ".join(done.stdout.split())
-    assert "--ram-bytes" in text
+    for field in dataclasses.fields(NodeConfig):
+        said = (
+            f"--{field.name.replace('nbytes', 'bytes').replace('_', '-')}",
+            f"{field.metadata['help']} (default {field.default}",
+        )
+        assert all("".join(words.split()) in "".join(text.split()) for words in said), field.name
     assert "; 1..16384)" in text
     assert "examples:" in text
 

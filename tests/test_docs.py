@@ -1,0 +1,145 @@
+"""What the documents say that can be looked up: flags, defaults, variables, command lines, the README's program."""
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from gpu_agent.config import AgentConfig
+from gpu_agent.options import Identity
+from kvstore.cli.commands import app
+from kvstore.config import ClientConfig, load, parse_nbytes
+from kvstore.measure.node_process import NodeProcess
+from node.config import NodeConfig
+from node.main import _parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "engines").glob("*.md"))]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("nbytes", "bytes").replace("_", "-")
+
+
+FIELDS = {flag(field.name): field for field in dataclasses.fields(NodeConfig)}
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+# ---- flags and defaults ----------------------------------------------------------------------
+
+
+def test_every_flag_of_a_node_is_told_and_every_flag_that_is_told_is_there() -> None:
+    told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
+    assert set(FIELDS) <= told, "a flag that docs/operations.md does not name"
+    about_nodes = "".join(section(OPERATIONS, title) for title in ("Sizes", "What is safe when", "Limits"))
+    assert set(re.findall(r"`(--[a-z-]+)", about_nodes)) <= set(FIELDS), "a flag that no node has"
+
+
+def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \|", section(OPERATIONS, "Sizes"), re.MULTILINE)
+    assert len(rows) > 6
+    for name, said in rows:
+        default, said = FIELDS[name].default, said.strip()
+        if re.fullmatch(r"[\d.]+ [KMG]iB", said):
+            assert default == parse_nbytes(said.replace(" ", "")), name
+        elif re.fullmatch(r"[\d,.]+( s)?", said):
+            assert default == float(said.replace(",", "").removesuffix(" s")), name
+        elif isinstance(default, str):
+            assert said.strip("`") == default or (said.startswith("none") and not default), name
+        else:  # in words: it depends on another setting
+            assert default == 0, name
+    config = NodeConfig(ram_nbytes=4 << 30, disk_nbytes=1 << 40)
+    assert config.disk_queue_nbytes == 1 << 30, "a quarter of RAM"
+    assert (config.extent_nbytes, config.disk_extent_of_new_dir) == (64 << 20, 64 << 20)
+    assert NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20, "the larger of both"
+
+
+def test_dockers_variables_are_those_of_the_compose_file() -> None:
+    compose = (ROOT / "docker" / "compose.yaml").read_text()
+    there = dict(re.findall(r"\$\{(KVSTORE_\w+):-([^}]*)\}", compose))
+    rows = re.findall(r"^\| (`KVSTORE_[^|]+) \| ([^|]+) \|", section(OPERATIONS, "Docker"), re.MULTILINE)
+    told: dict[str, str] = {}
+    for names, defaults in rows:
+        short = re.findall(r"`(\w+)`", names)
+        full = [name if name.startswith("KVSTORE") else "KVSTORE_NODE" + name for name in short]
+        told |= dict(zip(full, defaults.strip().split(", "), strict=True))
+    assert len(told) == 8
+    assert told.items() <= there.items()
+    assert f"A stop gets {re.findall(r'stop_grace_period: (30)s', compose)[0]} s" in (ROOT / "README.md").read_text()
+
+
+def test_every_variable_that_the_documents_name_is_read() -> None:
+    known = {"KVSTORE_" + field.name.upper() for kind in (ClientConfig, Identity) for field in dataclasses.fields(kind)}
+    known |= {"KVSTORE_AGENT_" + field.name.upper() for field in dataclasses.fields(AgentConfig)}
+    known |= {"KVSTORE_NODE_" + field.name.upper() for field in dataclasses.fields(NodeConfig)}
+    known = {name.replace("NBYTES", "BYTES") for name in known}
+    compose = (ROOT / "docker" / "compose.yaml").read_text()
+    known |= set(re.findall(r"\$\{(KVSTORE_\w+)", compose))
+    for path in PAGES:
+        named = set(re.findall(r"\bKVSTORE_[A-Z_]*[A-Z]\b", path.read_text()))
+        assert named <= known, path.name
+
+
+# ---- command lines ---------------------------------------------------------------------------
+
+
+def lines() -> Iterator[str]:
+    """Of code, and what stands in code marks; of the documents and of the commands' own help."""
+    for path in PAGES:
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            yield from [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
+    for command in app.registered_commands:
+        yield from (command.callback.__doc__ or "").splitlines()
+
+
+def command_lines(program: str) -> Iterator[Any]:
+    parts = (part.strip() for line in lines() for part in re.split(r"[|&#>]", line))
+    for text in dict.fromkeys(parts):
+        if text.startswith(program + " "):
+            yield pytest.param(shlex.split(text)[1:], id=text)
+
+
+@pytest.mark.parametrize("words", list(command_lines("kvstore-node")))
+def test_a_node_understands_every_command_line_of_the_documents(words: list[str]) -> None:
+    load(NodeConfig, "KVSTORE_NODE", vars(_parser().parse_args(words)), {})
+
+
+@pytest.mark.parametrize("words", list(command_lines("kvstore")))
+def test_the_command_understands_every_command_line_of_the_documents(words: list[str]) -> None:
+    name, *arguments = words
+    if arguments:
+        COMMANDS.commands[name].make_context(name, arguments)
+    else:  # it is only spoken of
+        assert name.startswith("--") or name in COMMANDS.commands
+
+
+def test_enough_of_them_are_found() -> None:
+    assert len(list(command_lines("kvstore-node"))) > 5
+    assert {line.values[0][0] for line in command_lines("kvstore")} >= set(COMMANDS.commands)
+
+
+# ---- a program -------------------------------------------------------------------------------
+
+
+def test_the_program_of_the_readme_stores_pages_and_finds_them(shared_node: NodeProcess) -> None:
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", section((ROOT / "README.md").read_text(), "In a program"), re.MULTILINE)
+    program = "\n".join(line[4:] for line in next(block for block in blocks if block.strip()).splitlines())
+    program = program.replace("10.0.0.5:7440", shared_node.address)
+    pages = [bytes([i]) * (8 << 20) for i in (1, 2)]
+    for found in (0, 2):
+        names: dict[str, Any] = {"tokens": range(130), "pages": pages}
+        exec(compile(program, "README.md", "exec"), names)
+        assert names["layout"].page_nbytes == 8 << 20
+        assert names["found"] == found
+    assert names["hits"] == [True, True]
+    assert list(map(bytes, names["buffers"])) == pages
