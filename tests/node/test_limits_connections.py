@@ -17,7 +17,8 @@ from node.server import Node
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PAGE = 1 << 20
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+# With the answer to the node's own settings: without it the node would hang up after a time in any case.
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 0, 0, 0, 0])
 
 
 @pytest.fixture
@@ -144,6 +145,22 @@ def test_of_silent_connections_the_oldest_leave_when_a_peer_has_its_share(
     assert [is_closed(sock, 0.2) for sock in silent[3:]] == [False] * 2
 
 
+def test_a_connection_that_never_asked_leaves_before_one_that_did(
+    start_node: Callable[..., Node], raw: Any, dial: Any
+) -> None:
+    node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
+    asked = raw(node)
+    assert asked.ask(hello=pb.HelloRequest()).hello.bulk_port
+    while any(connection.busy for connection in node.bulk._connections):
+        threading.Event().wait(0.01)
+    silent = dial(node.bulk.port)
+    while node.bulk.count < 2:
+        threading.Event().wait(0.01)
+    assert raw(node).ask(hello=pb.HelloRequest()).hello.bulk_port
+    assert is_closed(silent, 10.0)
+    assert asked.ask(hello=pb.HelloRequest()).hello.bulk_port
+
+
 def test_busy_connections_stay_and_one_more_is_refused_by_name(
     start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
 ) -> None:
@@ -187,7 +204,7 @@ def trickle(writer: Any, nbytes: int) -> None:
 def test_a_put_that_trickles_is_ended_however_steady_it_is(
     start_node: Callable[..., Node], raw: Any, connect: Any, make_pages: Any, settle: Any
 ) -> None:
-    node, nbytes = start_node(stall_s=0.5, batch_nbytes_max=4 << 20), PAGE // 2
+    node, nbytes = start_node(stall_s=1.0, batch_nbytes_max=4 << 20), PAGE
     pages = make_pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     writer = raw(node)

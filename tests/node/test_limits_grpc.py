@@ -185,7 +185,9 @@ def test_silent_reflection_streams_keep_nobody_out(node: Node, channels: Any, si
         stub = reflection_pb2_grpc.ServerReflectionStub(channels())
         streams += [stub.ServerReflectionInfo(iter(silence()), timeout=60.0, wait_for_ready=True) for _ in range(8)]
     while sum(stream.done() for stream in streams) < len(streams) - -(-REFLECTION_STREAMS_MAX // 2):
-        threading.Event().wait(0.01)  # the oldest are ended
+        threading.Event().wait(0.01)
+    ended = [stream for stream in streams if stream.done()]
+    assert all("made room for another call of its peer" in stream.details() for stream in ended)
     answers(node)
     with channel_to(node) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -268,7 +270,7 @@ def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: 
 def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
     start_node: Callable[..., Node], connect: Any, make_pages: Any, silence: Any, settle: Any
 ) -> None:
-    node, nbytes = start_node(stall_s=0.5, batch_nbytes_max=4 << 20), PAGE // 2
+    node, nbytes = start_node(stall_s=1.0, batch_nbytes_max=4 << 20), PAGE
     pages = make_pages("trickle", nbytes)
     connect(node, "grpc").open(pages.namespace)
     frames = silence()
@@ -276,7 +278,7 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
     frames.say(pb.PutFrame(begin=put))
     stop = threading.Event()
 
-    def trickle() -> None:  # 320 KiB a second: no stall, but less than 1 MiB
+    def trickle() -> None:  # 320 KiB a second: more than 256 KiB, so no stall, but less than 1 MiB
         for _ in range(0, nbytes, 16 << 10):
             frames.say(pb.PutFrame(chunk=pb.PageChunk(data=bytes(16 << 10))))
             if stop.wait(0.05):
