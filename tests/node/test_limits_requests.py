@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome
+from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome, Unavailable
 from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.serve import limits
 from node.serve.pace import Pace
+from node.serve.service import Caller
 from node.server import Node
 
 WIRES = ["shm", "bulk", "grpc"]
@@ -117,6 +118,8 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
         reply = client.scrub(cursor, 1 << 60)
         intact, cursor = intact + reply.intact, reply.next_cursor
     assert intact == 16
+    monkeypatch.setattr("node.serve.service.SCRUB_NBYTES_MAX", 1 << 30)
+    assert not client.scrub().next_cursor
     monkeypatch.setattr("node.serve.service.SCRUB_S_MAX", 0.0)
     assert client.scrub().next_cursor
 
@@ -177,6 +180,18 @@ def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
     with pytest.raises(InvalidRequest, match="batch_nbytes_max"):
         client._call("verify", request, None, None)
     assert client.verify(pages.namespace, pages.keys(*range(9))) == (8, 0, 1)
+
+
+def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
+    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.put(connect(node), pages.keys(*range(5)))
+    verify, verified = node.service._verified, []
+    monkeypatch.setattr(node.service, "_verified", lambda *page: verified.append(page) or verify(*page))
+    request = pb.VerifyRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(5)))
+    with pytest.raises(Unavailable, match="the caller is gone"):
+        node.service.call("verify", request, Caller("peer", lambda: len(verified) == 2))
+    assert len(verified) == 2
 
 
 def test_a_transfer_has_a_limit_that_does_not_renew(monkeypatch: pytest.MonkeyPatch) -> None:

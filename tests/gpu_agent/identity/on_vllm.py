@@ -73,7 +73,7 @@ def images(**changes: Any) -> Any:
 def connector(tmp_path: Path, way: Way) -> Namespace:
     planes = (Plane("kv", way.get("page_dtype", "bfloat16"), (2, way.get("dim", 32))),)
     layout = PageLayout(way.get("block", 16), (LayerGroup("full", (0, 1), planes),))
-    spec = tree(sliding_window=way.get("window"))
+    spec = way.get("spec", tree)(sliding_window=way.get("window"))
     group = tree(kv_cache_spec=spec, layer_names=way.get("layers", ["0", "1"]))
     ranks = {"tp": 0, "pp": 0, "cp": 0, **way.get("ranks", {})}
     made = config(tmp_path, way)
