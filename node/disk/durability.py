@@ -79,7 +79,8 @@ class Durability:
         if count:
             raise Exhausted(
                 f"{count} pages are not on disk: it is full of pinned or newer pages, they went meanwhile, they are "
-                "larger than the extents of data_dir, or the node ran out of memory or descriptors (then its log says so)"
+                "larger than the extents of data_dir, or the node ran out of memory or descriptors (then its log says "
+                "so)"
             )
 
     def _unsafe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:

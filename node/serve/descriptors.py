@@ -15,10 +15,22 @@ PLENTY = 1 << 13
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
+_highest = 0  # of the descriptors that `few_left` was asked about
+
+
 def few_left(fd: int, count: int) -> bool:
-    """Whether fewer than `count` descriptors are left, judged by one that was opened just now: it is always the
-    lowest that is free."""
-    return fd + count >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """Whether fewer than `count` descriptors are left; `fd` was opened just now. It is the lowest that was free, so as
+    long as none came near the limit there are enough. Once one did, they are counted: a low one may have filled the
+    only gap."""
+    global _highest
+    _highest = max(_highest, fd)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if _highest + count < allowed:
+        return False
+    try:
+        return allowed - (len(os.listdir("/proc/self/fd")) - 1) < count  # one was to look
+    except OSError:
+        return True
 
 
 class SpareDescriptor:

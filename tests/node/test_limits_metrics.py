@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
-from node.serve.limits import SCRAPES_MAX
+from node.serve.connections import DESCRIPTORS_LEFT_MIN
+from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
 from node.server import Node
 
 
@@ -158,3 +159,15 @@ def test_a_node_without_descriptors_sheds_connections_and_serves(starved: NodePr
         except Exception:  # noqa: BLE001 whatever it is, it must be over soon
             assert time.monotonic() < end
             threading.Event().wait(0.2)
+
+
+def test_silent_connections_leave_descriptors_to_others(starved: NodeProcess, dial: Any) -> None:
+    """A connection that took the gap of one that had to leave counted as if all above it were free: one was left."""
+    (_, allowed), end = resource.prlimit(starved.pid, resource.RLIMIT_NOFILE), time.monotonic() + 0.8 * REQUEST_S_MAX
+    for _ in range(100):
+        dial(starved.bulk_port)
+    with Client(ClientConfig(address=starved.address, wire="bulk")) as late:
+        assert late.node_status().session_count
+    while allowed - len(os.listdir(f"/proc/{starved.pid}/fd")) < DESCRIPTORS_LEFT_MIN // 2:
+        assert time.monotonic() < end, "all descriptors are taken"
+        threading.Event().wait(0.05)
