@@ -24,7 +24,9 @@ from node.disk.rows import PageRow, numbered, pairs
 
 log = logging.getLogger(__name__)
 
-QUESTION_S = 5.0  # a list or a scrub waits so long for a disk that hangs
+# A list or a scrub waits so long for a disk that hangs: less than a client does by default, or it would take the node
+# for one that hangs, and leave it alone.
+QUESTION_S = 4.0
 QUESTION_NBYTES = 16 << 10  # of the first answer, because a scrub looks at a few rows; then twice as many, up to
 QUESTION_NBYTES_MAX = 1 << 20
 ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order

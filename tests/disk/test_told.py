@@ -9,8 +9,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvstore import PutOutcome
+from kvstore import ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
+from node.disk.kept_dir import QUESTION_S
 from node.server import Node
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -77,3 +78,19 @@ def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the
     assert status.disk.pages_refused > 0
     assert pages.get(client, keys) == [True] * 50
     assert large.get(client, large.keys(11)) == [True]
+
+
+def test_a_list_that_waits_for_a_disk_that_hangs_is_answered_before_its_caller_gives_up() -> None:
+    """Who gives up leaves the node alone for a while, and all that is in RAM with it."""
+    assert ClientConfig().timeout_s >= QUESTION_S + 0.5
+    assert f"lists and scrubs after {QUESTION_S:g} s" in OPERATIONS.read_text()
+
+
+def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    extents = sorted((nodes.data_dir / "extents").iterdir())
+    assert [path.stat().st_blocks for path in extents] == [0] * 32
+    pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    taken = sorted(path.stat().st_blocks * 512 for path in extents)
+    assert taken[:-1] == [0] * 31
+    assert taken[-1] >= 64 << 10
