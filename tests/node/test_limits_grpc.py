@@ -160,7 +160,7 @@ def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
             for call in calls:
                 call.result()
         at_rest(node)
-        assert stub.Hello(pb.HelloRequest(), timeout=10.0).protocol_version == 1
+        assert stub.Hello(pb.HelloRequest(), timeout=10.0).bulk_port
 
 
 def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_client(
