@@ -30,7 +30,7 @@ class Blocked:
     def __init__(self, node: Node, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running = threading.Semaphore(0)
         self.go_on = threading.Event()
-        answer = {"flush": pb.FlushReply(), "scrub": pb.ScrubReply(), "recover": pb.RecoverReply()}.get(op)
+        answer = pb.PinReply(pinned=[True]) if op == "pin" else None
 
         def wait(*_: Any) -> Any:
             self.running.release()
