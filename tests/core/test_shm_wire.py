@@ -1,6 +1,7 @@
 """The shared-memory wire against a node that answers wrongly, dies or comes back: an error of ours each
 time, never a byte outside the map, and never another node's memory."""
 
+import errno
 import fcntl
 import gc
 import logging
@@ -22,7 +23,7 @@ from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
-from kvstore.wires.unix_sockets import DescriptorSocket
+from kvstore.wires.unix_sockets import DescriptorSocket, Peer
 
 ARENA = 1 << 20
 PAGE = 4096
@@ -366,3 +367,23 @@ def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(start: Callable[.
             end.remaining()
             threading.Event().wait(0.03)
         assert held.pages[0] == b"5" * PAGE
+
+
+def test_a_socket_of_another_user_is_trusted_only_where_its_place_was_named(
+    unix_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who could put one where the node's should be would be handed our pages."""
+    monkeypatch.setattr("kvstore.wires.unix_sockets.peer_of", lambda sock: Peer(1, 10001))
+    _, wire = unix_node()
+    with pytest.raises(Unavailable, match="is served by uid 10001; set shm_dir"):
+        wire.connect(Deadline(20))
+    named = ShmWire(wire._path, b"fakenode", ClientConfig(shm_dir=os.path.dirname(wire._path)))
+    named.connect(Deadline(20))
+    named.close()
+    monkeypatch.setattr("kvstore.wires.shm.os.pidfd_open", refuse)
+    with pytest.raises(Unavailable, match="shared memory needs pidfd_open"):
+        ShmWire(wire._path, b"fakenode", ClientConfig(shm_dir=os.path.dirname(wire._path))).connect(Deadline(20))
+
+
+def refuse(pid: int) -> int:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
