@@ -14,6 +14,7 @@ from gpu_agent.config import AgentConfig
 from gpu_agent.options import Identity
 from kvstore.cli.commands import app
 from kvstore.config import ClientConfig, load, parse_nbytes
+from kvstore.errors import ConfigError
 from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
 from node.main import _parser
@@ -62,6 +63,16 @@ def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
     assert config.disk_queue_nbytes == 1 << 30, "a quarter of RAM"
     assert (config.extent_nbytes, config.disk_extent_of_new_dir) == (64 << 20, 64 << 20)
     assert NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20, "the larger of both"
+
+
+def test_every_flag_of_a_node_has_its_variable() -> None:
+    for name, field in FIELDS.items():
+        variable = "KVSTORE_NODE" + name[1:].replace("-", "_").upper()
+        if isinstance(field.default, str) and not field.metadata["choices"]:
+            assert getattr(load(NodeConfig, "KVSTORE_NODE", {}, {variable: "/there"}), field.name) == "/there"
+        else:
+            with pytest.raises(ConfigError, match=f"{variable}|{field.name}"):
+                load(NodeConfig, "KVSTORE_NODE", {}, {variable: "nonsense"})
 
 
 def test_dockers_variables_are_those_of_the_compose_file() -> None:
