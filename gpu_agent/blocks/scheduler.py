@@ -94,7 +94,7 @@ class _Request:
     due_tokens: int = 0
     present: Answer = ()
     offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
-    loading: bool = False
+    loading: int = 0  # ranks that have not ended its load
     polled: bool = False  # the engine asked for the answer at least once
     load_began_at: float = 0.0
     slow: bool = False  # loading would take longer than computing
@@ -213,7 +213,7 @@ class BlockScheduler:
             keys = [group.key(request.block_hashes, self._hash_tokens, i) for i in wanted]
             parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts, self._sync))
-        state.loading, state.load_began_at = not self._sync, time.monotonic()
+        state.loading, state.load_began_at = 0 if self._sync else self._plan.ranks, time.monotonic()
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
@@ -261,9 +261,9 @@ class BlockScheduler:
             self._worth.ended(report.step, now)
         for request_id in report.finished.keys() & self._requests.keys():
             state = self._requests[request_id]
-            if self._worth and state.loading and request_id not in report.failed:
+            loading, state.loading = state.loading, max(0, state.loading - report.finished[request_id])
+            if self._worth and loading and not state.loading and not state.refused:
                 self._worth.loaded(state.offered[1] - state.offered[0], now - state.load_began_at)
-            state.loading = False
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
         for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():

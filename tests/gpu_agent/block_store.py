@@ -55,8 +55,8 @@ class Store:
         self.rank = BlockRank(home, writes=options.pop("writes", True))
         self.lookups = Lookups(ThreadAsker(client), 5.0)
         self.scarce = False
-        blocks_max = options.pop("blocks_max", 16)
-        plan = SavePlan(1, blocks_max, 4, self.pins.extend, self._unpin, scarce=lambda: self.scarce)
+        ranks, blocks_max = options.pop("ranks", 1), options.pop("blocks_max", 16)
+        plan = SavePlan(ranks, blocks_max, 4, self.pins.extend, self._unpin, scarce=lambda: self.scarce)
         self.scheduler = BlockScheduler(
             [BlockGroup(BLOCK)], [[self.namespace]], BLOCK, BLOCK, self.lookups, plan, **options
         )

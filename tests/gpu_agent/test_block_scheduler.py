@@ -80,6 +80,29 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     assert store.rank.take_counts().loads_failed == 1
 
 
+def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(stores: Any) -> None:
+    """An engine hears of a load's failure when all ranks have ended it. A request that is aborted before that counts
+    its tokens as computed, and its blocks hold anything."""
+    store, table = stores(), [1, 2, 3, 4, 5]
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [table], 0)
+    store.step((request, 70, table))
+    store.settle()
+    two_ranks = stores(ranks=2)
+    aborted = FakeRequest("s", TOKENS)
+    two_ranks.scheduler.ask(aborted)
+    assert two_ranks.matched(aborted) == 64
+    two_ranks.scheduler.allocated(aborted, [[11, 12, 13, 14, 15]], 64)
+    step = two_ranks.scheduler.step({}, dict).step
+    aborted.num_computed_tokens = 64  # as vLLM says of a load when it is ordered
+    two_ranks.scheduler.ran(Report(step, finished={"s": 1}, failed={"s"}))
+    two_ranks.scheduler.finished(aborted, [[11, 12, 13, 14]])
+    assert two_ranks.pins == []
+    assert two_ranks.scheduler.step({}, dict).saves == []
+
+
 def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: Any) -> None:
     """The poisoning rule: what a step computed over a failed load is not stored, nor what others compute
     from it until it is right again."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
+from gpu_agent.blocks.ranks import LoadsEnded
 from kvstore.measure.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -153,6 +154,29 @@ def test_a_request_aborted_while_it_loads_frees_its_blocks(make: Engines) -> Non
     engine.run()
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
     holds_what_an_undisturbed_engine_holds(make, P)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_request_aborted_while_one_of_two_ranks_still_loads_stores_nothing_wrong(
+    make: Engines, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """The other rank's load has failed. vLLM hears of that when both have ended, and until then its request counts as
+    computed what was ordered."""
+    prompt, arguments = tokens(7, 200), {"window": window, "blocks": 128, "ranks": 2}
+    make.save(prompt, **arguments)
+    engine = make(**arguments)
+    engine.forget_when_loading(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.ranks[1].connector._rank, "loads_ended", LoadsEnded)  # still loading
+        engine.add("r", prompt)
+        engine.run(until=lambda: bool(engine.stats.data.get("loads_failed")))
+        engine.abort("r")
+        for _ in range(50):
+            engine.step()
+    engine.run()
+    assert engine.pool.get_num_free_blocks() == engine.free_blocks
+    again = make(**arguments)
+    assert again.generate(prompt) == answer(prompt, 8)
 
 
 def test_a_request_aborted_while_it_computes_stores_what_is_right(make: Engines) -> None:
