@@ -6,12 +6,14 @@ For engines that schedule requests with block tables and hash their blocks thems
 here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made here.
 """
 
+import heapq
+import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
@@ -29,6 +31,8 @@ REFRESH_S = 2.0  # how long an answer is believed while a request waits
 STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
 SILENCE_S = 10.0  # after a line of the log, for the same reason
 NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
+
+_Unsaved: TypeAlias = tuple[int, int, int]  # where a block ends, its group, its index
 
 
 class EngineRequest(Protocol):
@@ -240,7 +244,8 @@ class BlockScheduler:
             computed = state.request.num_computed_tokens + tokens
             if tokens >= PROMPT_TOKENS_MIN:
                 prompts.append((computed - tokens, tokens))
-            if computed >= (state.next_tokens if scarce else state.due_tokens):
+            due = computed >= (state.next_tokens if scarce else state.due_tokens)
+            if due and self._plan.room:
                 self._stage(state, computed, table_of(request_id))
         if self._worth:
             self._worth.begins(self._step, time.monotonic(), prompts)
@@ -283,7 +288,7 @@ class BlockScheduler:
         self._lookups.drop(request.request_id)
         if state is None or state.loading:
             return
-        self._drop(self._stage(state, request.num_computed_tokens, tables))
+        self._drop(sum(1 for _ in self._stage(state, request.num_computed_tokens, tables)))
         if not state.barred:
             self._lookups.touch(self._question(request))
 
@@ -335,40 +340,47 @@ class BlockScheduler:
     def _ask(self, request: EngineRequest) -> None:
         self._lookups.ask(request.request_id, self._question(request))
 
-    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> int:
-        """How many blocks there was no room for; they are tried again as long as the request lives."""
+    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> Iterator[_Unsaved]:
+        """Returns those for which there was no room; they are tried again as long as the request lives. Looks at no
+        more than there is room for: with a store that is slow they wait in every step."""
         if state.barred or state.loading:
-            return 0
+            return iter(())
         request = state.request
         tokens = min(computed_tokens, len(request.block_hashes) * self._hash_tokens)  # no drafts, no placeholders
-        found: list[tuple[int, int, int]] = []  # where a block ends, its group, its index
-        for number, group in enumerate(self._groups):
-            full = min(tokens // group.block_tokens, len(tables[number]))
-            present = state.present[number] if state.present else ()
-            for i in range(state.planned[number], full):
-                if tables[number][i] != NULL_BLOCK and not (i < len(present) and present[i]):
-                    found.append(((i + 1) * group.block_tokens, number, i))
-            state.planned[number] = max(state.planned[number], full)
-        ends = [(blocks + 1) * group.block_tokens for blocks, group in zip(state.planned, self._groups, strict=True)]
-        state.next_tokens = min(ends)
-        state.due_tokens = min(
-            self._due(blocks, group.block_tokens, request.num_tokens)
-            for blocks, group in zip(state.planned, self._groups, strict=True)
-        )
-        if not found:
-            return 0
-        found.sort()  # if there is no room for all, then for all groups' blocks of a shorter prefix
-        room = self._plan.room
-        for _, number, i in reversed(found[room:]):
-            state.planned[number], state.next_tokens, state.due_tokens = i, 0, 0
+        full = [
+            min(tokens // group.block_tokens, len(table)) for group, table in zip(self._groups, tables, strict=True)
+        ]
+        # If there is no room for all, then for all groups' blocks of a shorter prefix.
+        unsaved = heapq.merge(*(self._unsaved(state, number, full[number], tables) for number in range(len(full))))
+        found = list(itertools.islice(unsaved, self._plan.room))
+        left = next(unsaved, None)
+        if left is None:
+            state.planned = list(map(max, state.planned, full))
+            groups = list(zip(state.planned, self._groups, strict=True))
+            state.next_tokens = min((blocks + 1) * group.block_tokens for blocks, group in groups)
+            state.due_tokens = min(
+                self._due(blocks, group.block_tokens, request.num_tokens) for blocks, group in groups
+            )
+        else:
+            for _, number, i in found:
+                state.planned[number] = i + 1
+            state.next_tokens = state.due_tokens = 0
         blocks: list[Block] = []
-        for _, number, i in found[:room]:
+        for _, number, i in found:
             key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
             blocks.append((number, key, tables[number][i]))
-            if self._describe:
+            if self._describe and not self._plan.knows(number, key):
                 self._stored.note(number, key, self._describe(request, number, i))
         self._plan.stage(request.request_id, blocks)
-        return len(found[room:])
+        return unsaved if left is None else itertools.chain((left,), unsaved)
+
+    def _unsaved(self, state: _Request, number: int, full: int, tables: Sequence[Sequence[int]]) -> Iterator[_Unsaved]:
+        """Of one group, ascending."""
+        table, tokens = tables[number], self._groups[number].block_tokens
+        present = state.present[number] if state.present else ()
+        for i in range(state.planned[number], full):
+            if table[i] != NULL_BLOCK and not (i < len(present) and present[i]):
+                yield (i + 1) * tokens, number, i
 
     def _due(self, planned: int, block_tokens: int, known_tokens: int) -> int:
         """With so many tokens computed there is more to save: a block of a prompt, some of an answer."""

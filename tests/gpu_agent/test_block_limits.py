@@ -55,3 +55,36 @@ def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: An
     assert store.matched(again) == len(tokens)
     store.scheduler.allocated(again, [list(range(11, 31))], len(tokens))
     assert store.loaded().failed == set()
+
+
+def test_blocks_that_wait_for_room_cost_a_step_nothing(stores: Any) -> None:
+    """With a store that is slow there is no room most of the time, and thousands of blocks wait."""
+    store = stores(blocks_max=4, ranks=2)  # the other rank never acknowledges
+    table = Watched(range(1, 31))
+    request = FakeRequest("r", list(range(BLOCK * 30)))
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [table], 0)
+    store.scheduler.step({"r": BLOCK * 30}, lambda _: [table])
+    request.num_computed_tokens = BLOCK * 30
+    assert store.pins == [1, 2, 3, 4]
+    assert table.reads < 10  # as many as there was room for
+    before = table.reads
+    for _ in range(20):
+        store.scheduler.step({"r": 1}, lambda _: [table])
+        request.num_computed_tokens += 1
+    assert table.reads == before
+    assert store.pins == [1, 2, 3, 4]
+    store.scheduler.finished(request, [table])
+    assert store.scheduler.take_counts().pages_dropped == 26
+    store.scheduler.reset()
+
+
+class Watched(list[int]):
+    """Counts how often somebody looks at a block."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)

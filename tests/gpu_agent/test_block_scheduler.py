@@ -323,6 +323,21 @@ def test_blocks_are_announced_when_they_are_stored_and_not_when_they_are_dropped
     assert store.scheduler.take_stored() == []
 
 
+def test_a_block_that_is_being_stored_is_described_once(stores: Any) -> None:
+    """Requests with one prefix stage the same blocks. What is kept of one that is not stored again was never let go
+    while an engine was busy."""
+    described = []
+    store = stores(describe=lambda request, group, block: described.append(block) or block, ranks=2, writes=False)
+    for name in ("r", "s", "t"):
+        request = FakeRequest(name, TOKENS)
+        store.scheduler.ask(request)
+        store.matched(request)
+        store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
+        store.step((request, 70, [1, 2, 3, 4, 5]))
+    assert described == [0, 1, 2, 3]
+    store.scheduler.reset()
+
+
 def test_reports_of_ranks_add_up() -> None:
     one, two = Report(5), Report(4)
     one.acknowledged[7] = 1
