@@ -10,7 +10,6 @@ Pure: tables, hashes and answers in, numbers out.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,11 @@ class BlockGroup:
     block_tokens: int
     window_tokens: int = 0
     chunk_tokens: int = 0
+
+    @property
+    def forgets(self) -> bool:
+        """Whether its layers need only the last blocks of a prefix."""
+        return bool(self.window_tokens or self.chunk_tokens)
 
     def first_block(self, end_tokens: int) -> int:
         """The first block that a request needs whose first `end_tokens` tokens are computed."""
@@ -59,26 +63,35 @@ def longest_prefix(
     """
     if local_tokens % step_tokens:
         return local_tokens
-    if not any(group.window_tokens or group.chunk_tokens for group in groups):  # each needs all its blocks
-        ends = [_run_end(group, blocks, local_tokens) for group, blocks in zip(groups, present, strict=True)]
-        return max(local_tokens, min([limit_tokens, *ends]) // step_tokens * step_tokens)
-    missing = [list(accumulate((not there for there in blocks), initial=0)) for blocks in present]
-    ends = [len(blocks) * group.block_tokens for group, blocks in zip(groups, present, strict=True)]
+    ends = [_run_end(group, blocks, local_tokens) for group, blocks in zip(groups, present, strict=True)]
     end = min([limit_tokens, *ends]) // step_tokens * step_tokens
+    there = [bytes(blocks) if group.forgets else b"" for group, blocks in zip(groups, present, strict=True)]
     while end > local_tokens:
-        if all(
-            gaps[end // group.block_tokens] == gaps[_first(group, local_tokens, end)]
-            for group, gaps in zip(groups, missing, strict=True)
-        ):
+        shorter = min(_shorter(group, some, local_tokens, end) for group, some in zip(groups, there, strict=True))
+        if shorter == end:
             return end
-        end -= step_tokens
+        end = shorter // step_tokens * step_tokens
     return local_tokens
 
 
 def _run_end(group: BlockGroup, blocks: Sequence[bool], local_tokens: int) -> int:
-    """The end of the run of blocks that are there, from the first one that the engine lacks on."""
-    first = local_tokens // group.block_tokens
+    """Where a prefix ends at the latest: for layers that need all blocks the end of the run of those that are
+    there, from the first one that the engine lacks on."""
+    first = len(blocks) if group.forgets else local_tokens // group.block_tokens
     return group.block_tokens * (blocks.index(False, first) if False in blocks[first:] else len(blocks))
+
+
+def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int) -> int:
+    """`end_tokens` if the group has what a prefix needs that ends there, else where one ends at the latest. A prompt
+    has thousands of blocks: nothing here goes through them one by one."""
+    blocks = end_tokens // group.block_tokens
+    gap = there.rfind(0, _first(group, local_tokens, end_tokens), blocks) if group.forgets else -1
+    if gap < 0:
+        return end_tokens
+    shorter = (there.rfind(1, 0, gap) + 1) * group.block_tokens  # each that is longer ends in a block that is missing
+    if group.chunk_tokens:  # but one that ends with a chunk needs no block of it
+        shorter = max(shorter, (end_tokens - 1) // group.chunk_tokens * group.chunk_tokens)
+    return shorter
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:
