@@ -16,6 +16,10 @@ class Deadline:
         """The deadline of a part of the call: `seconds` from now, or this one if it comes first."""
         return Deadline(min(seconds, self.remaining()))
 
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
     def remaining(self) -> float:
         """Seconds left, more than zero. Raises DeadlineExceeded if there are none."""
         left = self._end - time.monotonic()

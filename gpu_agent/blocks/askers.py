@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from kvstore.client import Client
 from kvstore.deadline import Deadline
-from kvstore.errors import KVStoreError
+from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
@@ -52,19 +52,20 @@ class ThreadAsker:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._executor = concurrent.futures.ThreadPoolExecutor(THREADS, "kvstore-lookup")
+        self._lookups = concurrent.futures.ThreadPoolExecutor(THREADS, "kvstore-lookup")
+        self._touches = concurrent.futures.ThreadPoolExecutor(1, "kvstore-touch")  # for which no request waits
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         deadline = Deadline(timeout_s)
-        return self._executor.submit(_errors_of_ours(lambda: found_everywhere(self._client, question, deadline)))
+        return _submitted(self._lookups, lambda: found_everywhere(self._client, question, deadline))
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         deadline = Deadline(timeout_s)
-        return self._executor.submit(_errors_of_ours(lambda: touched(self._client, question, deadline)))
+        return _submitted(self._touches, lambda: touched(self._client, question, deadline))
 
     def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
         deadline = Deadline(timeout_s)
-        return self._executor.submit(_errors_of_ours(lambda: opened(self._client, namespaces, deadline)))
+        return _submitted(self._lookups, lambda: opened(self._client, namespaces, deadline))
 
     def poll(self) -> None:
         """The threads do it."""
@@ -73,12 +74,15 @@ class ThreadAsker:
         time.sleep(min(timeout_s, _PAUSE_S))
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        for executor in (self._touches, self._lookups):
+            executor.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 
 
 def found_everywhere(client: Client, question: Question, deadline: Deadline) -> Answer:
-    """Which pages all shards have."""
+    """Which pages all shards have. Raises Exhausted if its turn came too late, which says nothing about the node."""
+    if deadline.passed:
+        raise Exhausted(f"too many lookups at a time: one had no thread in {deadline.seconds:g} s")
     answer = []
     for namespaces, keys in question:
         there = (True,) * len(keys)
@@ -90,6 +94,9 @@ def found_everywhere(client: Client, question: Question, deadline: Deadline) -> 
 
 
 def touched(client: Client, question: Question, deadline: Deadline) -> None:
+    """Not if its turn came too late: nobody waits for it."""
+    if deadline.passed:
+        return
     for namespaces, keys in question:
         for namespace in namespaces if keys else ():
             client.lookup(namespace, keys, touch=True, timeout_s=deadline.remaining())
@@ -100,7 +107,9 @@ def opened(client: Client, namespaces: Sequence[Namespace], deadline: Deadline) 
         client.open(namespace, deadline.remaining())
 
 
-def _errors_of_ours(call: Callable[[], Result]) -> Callable[[], Result]:
+def _submitted(
+    executor: concurrent.futures.Executor, call: Callable[[], Result]
+) -> "concurrent.futures.Future[Result]":
     def run() -> Result:
         try:
             return call()
@@ -110,4 +119,9 @@ def _errors_of_ours(call: Callable[[], Result]) -> Callable[[], Result]:
             log.exception("a lookup broke")
             raise KVStoreError(repr(error)) from error
 
-    return run
+    try:
+        return executor.submit(run)
+    except RuntimeError as error:  # no thread can be had, or the interpreter ends
+        failed: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        failed.set_exception(Unavailable(str(error)))
+        return failed

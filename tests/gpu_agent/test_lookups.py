@@ -27,13 +27,15 @@ class FakeClient:
         self.stored = stored
         self.gate = threading.Event()
         self.gate.set()
+        self.touch_gate = threading.Event()
+        self.touch_gate.set()
         self.calls: list[tuple[str, bool]] = []
         self.error: Exception | None = None
 
     def lookup(self, namespace: Namespace, keys: Any, touch: bool = False, timeout_s: float = 0) -> LookupResult:
         self.calls.append((namespace.model, touch))
         assert timeout_s > 0
-        self.gate.wait(10)
+        (self.touch_gate if touch else self.gate).wait(10)
         if self.error:
             raise self.error
         return LookupResult(0, tuple(key in self.stored[namespace.model] for key in keys))
@@ -99,7 +101,7 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     fake.gate.set()
     lookups.touch([([namespace("a")], KEYS)])  # fails, so that the outage is known
     end = time.monotonic() + 10
-    while not lookups._outage:
+    while not lookups._outage.error:
         assert time.monotonic() < end
         time.sleep(0.001)
     fake.gate.clear()
@@ -108,6 +110,35 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     assert answered(lookups, "s") == ((False,) * 4,)
     assert OUTAGE_WAIT_S <= time.monotonic() - began < 0.29
     fake.gate.set()
+    lookups.close()
+
+
+def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeClient) -> None:
+    """A batch of requests ends together, and each chain is touched."""
+    fake.touch_gate.clear()
+    lookups = Lookups(ThreadAsker(fake), 9.0)  # type: ignore[arg-type]
+    for _ in range(20):
+        lookups.touch([([namespace("a")], KEYS)])
+    lookups.ask("r", [([namespace("a")], KEYS)])
+    assert answered(lookups, "r") == ((True, True, True, False),)
+    fake.touch_gate.set()
+    lookups.close()
+
+
+def test_questions_that_waited_for_each_other_are_no_outage(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Their deadline passed before the store was asked: those behind them still wait for its answer."""
+    fake.gate.clear()
+    lookups = Lookups(ThreadAsker(fake), 0.2)  # type: ignore[arg-type]
+    for number in range(10):
+        lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
+    assert answered(lookups, "r9") == ((False,) * 4,)
+    fake.gate.set()
+    end = time.monotonic() + 10
+    while lookups._running:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert "the store failed" not in caplog.text
+    assert lookups.take_counts().lookups_failed == 6
     lookups.close()
 
 
