@@ -61,6 +61,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: EngineEnd | None = None  # None: nothing is said any more
         self._started_at = 0.0
+        self._overdue_since: float | None = None  # of what was seen
         self._deaths = 0
         self._restart_at = 0.0
         self._closed = False
@@ -93,6 +94,7 @@ class Child:
         finally:
             theirs.close()
         self._channel, self.ready, self._started_at = EngineEnd(ours), False, time.monotonic()
+        self._overdue_since = None
         self.tell(frames.facts_frame(Kind.SETUP, facts))
 
     def give(self, frame: bytes) -> None:
@@ -126,7 +128,7 @@ class Child:
             return
         if self._channel is not None:
             self._listen(self._channel)
-        if self._channel is not None and (self._owner.overdue(now) or self._too_slow(now)):
+        if self._channel is not None and self._stands_still(now):
             self._end("it stands still")
         if self._channel is None and self._process.poll() is not None:
             self._bury()
@@ -167,8 +169,17 @@ class Child:
         except (OSError, ProtocolError) as error:
             self._end(str(error))
 
-    def _too_slow(self, now: float) -> bool:
-        return not self.ready and now > self._started_at + START_S
+    def _stands_still(self, now: float) -> bool:
+        """It is no fault of its own that it had to start first, or that the engine stood still and did not listen: when
+        it is seen that something is overdue, there is some time left for that to end."""
+        if not self.ready:
+            return now > self._started_at + START_S
+        if not self._owner.overdue(now):
+            self._overdue_since = None
+            return False
+        if self._overdue_since is None:
+            self._overdue_since = now
+        return now > self._overdue_since + GRACE_S
 
     def _restart(self) -> None:
         try:

@@ -186,6 +186,54 @@ def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: Any
     until(lambda: home._child.ready and home._child.pid != first, home)
 
 
+SLOW = """
+import os, sys, time
+while os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+from gpu_agent.process.task import main
+main(int(sys.argv[2]))
+"""
+
+
+def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
+    homes: Any, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be started again, be given more, and be ended again."""
+    monkeypatch.setattr(child_module, "GRACE_S", WAIT_S)
+    gate = tmp_path / "gate"
+    gate.touch()
+    home, _ = homes(shared_node.address, [sys.executable, "-c", SLOW, str(gate)], save_timeout_s=0.1)
+    (agent,) = home.agents(None)
+    first = home._child.pid
+    save = agent.save(keys(2), [1, 2])
+    overdue_at = time.monotonic() + 0.1 + 3 * 0.2
+    until(lambda: time.monotonic() > overdue_at, home)
+    assert home._child.pid == first
+    gate.unlink()
+    until(save.done.done, home)
+    assert home._child.ready
+    assert home._child.pid == first
+
+
+def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
+    homes: Any, shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that took long, a container that was paused: what is overdue then is answered a moment later."""
+    monkeypatch.setattr(child_module, "GRACE_S", WAIT_S)
+    gate = tmp_path / "gate"
+    gate.touch()
+    home, _ = homes(shared_node.address, [sys.executable, "-c", GATED, str(gate)], save_timeout_s=0.1)
+    (agent,) = home.agents(None)
+    until(lambda: home._child.ready, home)
+    first, save = home._child.pid, agent.save(keys(2), [1, 2])
+    home.poll()
+    time.sleep(0.1 + 3 * 0.2)
+    home.poll()
+    gate.unlink()
+    until(save.done.done, home)
+    assert home._child.pid == first
+
+
 def test_orders_that_nobody_takes_never_hold_the_engine_up(homes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket holds, to a process that reads nothing: kept up to a limit, then dropped."""
     monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 1 << 20)
