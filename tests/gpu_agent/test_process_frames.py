@@ -1,8 +1,10 @@
 """What is said between an engine's process and the agents': whole frames, in any pieces, and nothing else."""
 
 import contextlib
+import fcntl
 import os
 import random
+import resource
 import socket
 import threading
 
@@ -117,6 +119,24 @@ def test_the_engines_end_keeps_what_the_socket_does_not_take(monkeypatch: pytest
     assert heard == [(Kind.SAVE, body_of(order))] * count
     engine.close()
     theirs.close()
+
+
+def test_an_engine_with_many_descriptors_can_wait() -> None:
+    """`select` takes none from 1024 on."""
+    ours, theirs = socket.socketpair()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    try:
+        engine = EngineEnd(socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1500)))
+        engine.wait(0.001)
+        theirs.send(frames.frame(Kind.READY))
+        engine.wait(10.0)
+        assert [kind for kind, _ in engine.received()] == [Kind.READY]
+        engine.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        ours.close()
+        theirs.close()
 
 
 def test_memory_that_is_not_there_is_not_mapped() -> None:
