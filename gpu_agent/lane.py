@@ -47,8 +47,7 @@ class Lane(Generic[Result]):
         with self._lock:
             reason = self._refusal(nbytes)
             if not reason:
-                self._active[done] = nbytes
-                self._executor.submit(self._run, done, work, failed)
+                reason = self._begun(done, nbytes, work, failed)
         if reason:
             done.set_result(failed(reason))
         return done
@@ -61,6 +60,23 @@ class Lane(Generic[Result]):
             return f"{pending} bytes are pending and {nbytes} more exceed pending_nbytes_max={self._pending_nbytes_max}"
         return ""
 
+    def _begun(
+        self,
+        done: concurrent.futures.Future[Result],
+        nbytes: int,
+        work: Callable[[torch.Tensor], Result],
+        failed: Callable[[str], Result],
+    ) -> str:
+        """Why it was not, if it was not: no thread can be had, or the interpreter ends. Python has put the job in the
+        queue then, where `_run` finds that nobody waits for it."""
+        self._active[done] = nbytes
+        try:
+            self._executor.submit(self._run, done, work, failed)
+        except RuntimeError as error:
+            del self._active[done]
+            return str(error)
+        return ""
+
     def _run(
         self,
         done: concurrent.futures.Future[Result],
@@ -68,6 +84,8 @@ class Lane(Generic[Result]):
         failed: Callable[[str], Result],
     ) -> None:
         with self._lock:
+            if done not in self._active:
+                return
             self._running += 1
             buffer = self._buffers.get_nowait()
         try:

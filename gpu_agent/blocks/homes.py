@@ -4,6 +4,7 @@ BlockRank --- Home --- agents of the groups --- saves and loads
 """
 
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from kvstore.client import Client
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,11 @@ class InProcess:
     def retire(self, agents: Sequence[BlockAgent | None]) -> None:
         gone = [agent for agent in self._live if agent in agents]
         self._live = [agent for agent in self._live if agent not in gone]
-        threading.Thread(target=_close, args=(gone,), name="kvstore-close", daemon=True).start()
+        try:
+            threading.Thread(target=_close, args=(gone,), name="kvstore-close", daemon=True).start()
+        except RuntimeError as error:  # no thread can be had
+            log.warning("agents that are not used any more stay until the end: %s", error)
+            self._live += gone
 
     def close(self) -> None:
         _close(self._live)

@@ -1,0 +1,59 @@
+"""A process that can start no more threads (`ulimit -u`, a container's limit of processes): its engine goes on, and
+what would have needed a thread is a miss."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_agent.blocks.askers import ThreadAsker
+from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.lane import Lane
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.keys import prefix_hashes
+from kvstore.layout import opaque_layout
+from kvstore.measure.node_process import NodeProcess
+
+WAIT_S = 20.0
+
+
+def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane: Lane[str] = Lane("load", 1, (1, 64), 1 << 20)
+    ran = []
+
+    def work(name: str) -> Any:
+        def run(_: torch.Tensor) -> str:
+            ran.append(name)
+            return name
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        refused = lane.submit(16, work("first"), lambda reason: f"failed: {reason}")
+        assert refused.result(0) == "failed: can't start new thread"
+    assert lane.pending_nbytes == 0
+    assert lane.submit(16, work("second"), str).result(WAIT_S) == "second"
+    lane.close(WAIT_S)
+    assert ran == ["second"]  # the engine has long given the first one's slots to others
+    assert lane.check() == []
+
+
+def test_a_lookup_for_which_there_is_no_thread_is_a_miss(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace, keys = Namespace("no threads", opaque_layout(4096)), prefix_hashes(range(32), 16)
+    lookups = Lookups(ThreadAsker(Client(ClientConfig(address=shared_node.address))), 5.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        lookups.open([namespace])
+        lookups.ask("r", [([namespace], keys)])
+        lookups.touch([([namespace], keys)])
+        assert lookups.answer("r") == ((False, False),)
+    assert lookups.check() == []
+    lookups.close()
+
+
+def _refuse(_: object) -> None:
+    raise RuntimeError("can't start new thread")
