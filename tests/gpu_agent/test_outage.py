@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from gpu_agent.outage import Outage
+from gpu_agent.outage import OUTAGES_S, Outage
 from kvstore import DeadlineExceeded, InvalidRequest, Unavailable
 
 
@@ -18,6 +18,28 @@ def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
         "the store answers again",
     ]
     assert outage.error is None
+
+
+def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    outage = Outage(lambda: now[0])
+    with caplog.at_level(logging.INFO):
+        for _ in range(50):
+            outage.report(Unavailable("down"))
+            assert outage.error is not None
+            outage.report(None)
+            assert outage.error is None
+            now[0] += 0.1
+        outage.report(Unavailable("down"))
+        now[0] += OUTAGES_S
+        outage.report(Unavailable("still down"))  # one that began in silence and lasts
+        outage.report(None)
+    assert [record.message for record in caplog.records] == [
+        "the store failed, the engine recomputes until it is back: down",
+        "the store answers again",
+        "the store failed, the engine recomputes until it is back (49 more since the last such line): still down",
+        "the store answers again",
+    ]
 
 
 def test_a_refusal_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
