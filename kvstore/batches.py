@@ -1,5 +1,6 @@
 """A call's keys in batches: the node's limits, and what must hold across them."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from kvstore.checksum import key_seed
 from kvstore.config import GET_PIECES_MAX
 from kvstore.deadline import Deadline
-from kvstore.errors import InvalidRequest, ProtocolError
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.link import Link
 from kvstore.pb import kvstore_pb2 as pb
@@ -27,11 +28,24 @@ def look_up(
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
-        present = link.wire.call("lookup", request, deadline).present[:]
+        with too_many(len(found) * step, deadline):
+            present = link.wire.call("lookup", request, deadline).present[:]
         if len(present) != len(hashes):
             raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
         found.append(present)
     return list(itertools.chain.from_iterable(reversed(found)))
+
+
+@contextlib.contextmanager
+def too_many(answered: int, deadline: Deadline) -> Iterator[None]:
+    """Around each batch of a call that has answers for so many keys. If its time ends, so many keys were too many for
+    it: Exhausted, which is no failure of a node that answers."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        if not answered:
+            raise
+        raise Exhausted(f"only {answered} keys were answered in {deadline.seconds:g} s") from error
 
 
 def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep, deadline: Deadline) -> pb.PutRequest:

@@ -24,6 +24,7 @@ from kvstore.batches import (
     per_key,
     put_outcomes,
     put_request,
+    too_many,
     wait_ms,
 )
 from kvstore.buffers import byte_views
@@ -380,8 +381,12 @@ class Client:
         def run(link: Link, deadline: Deadline) -> list[Any]:
             step = batch_pages_max(namespace.layout.page_nbytes if op == "verify" else 0, link.limits)
             batches = [prefix_hashes[start : start + step] for start in range(0, len(prefix_hashes), step)]
-            requests = [message(namespace=namespace.digest, prefix_hashes=batch) for batch in batches]
-            return [link.wire.call(op, request, deadline) for request in requests]
+            replies: list[Any] = []
+            for batch in batches:
+                with too_many(len(replies) * step, deadline):
+                    request = message(namespace=namespace.digest, prefix_hashes=batch)
+                    replies.append(link.wire.call(op, request, deadline))
+            return replies
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=op != "stat")
         return self._run(run, namespace, timeout_s)

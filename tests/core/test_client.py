@@ -14,6 +14,7 @@ import torch
 from kvstore import (
     Client,
     ClientConfig,
+    Exhausted,
     InvalidRequest,
     LayerGroup,
     LayoutMismatch,
@@ -189,6 +190,18 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
     assert [page.present for page in narrow.stat(namespace, keys)] == [True] * 40
     assert [page.prefix_hash for page in narrow.list_pages(namespace)] == keys
     assert narrow.remove(namespace, keys) == [True] * 40
+
+
+@pytest.mark.parametrize("ask", ["lookup", "pin"])
+def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
+    narrow: Client, namespace: Namespace, ask: str
+) -> None:
+    """Others go on asking it: a prompt of a million tokens must not take the store away from them."""
+    narrow.open(namespace)
+    many = [number.to_bytes(16, "big") for number in range(500_000)]
+    with pytest.raises(Exhausted, match="keys were answered in 1 s"):
+        narrow.lookup(namespace, many, timeout_s=1.0) if ask == "lookup" else narrow.pin(namespace, many, 1.0, 1.0)
+    assert narrow.lookup(namespace, many[:3]).present == (False,) * 3
 
 
 def test_ranges_of_more_pieces_than_a_node_takes_are_split(client: Client, namespace: Namespace) -> None:
