@@ -7,6 +7,7 @@ queue ---> worker + buffer ---> result          stopped: what is queued ends wit
 
 import concurrent.futures
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Lane(Generic[Result]):
         self._active: dict[concurrent.futures.Future[Result], int] = {}  # future -> page bytes of its job
         self._running = 0
         self._closed = False
+        self._pid = os.getpid()
         self.stopping = threading.Event()  # set: jobs end at their next chunk
 
     def submit(
@@ -55,6 +57,8 @@ class Lane(Generic[Result]):
     def _refusal(self, nbytes: int) -> str:
         if self._closed:
             return "the agent is closed"
+        if os.getpid() != self._pid:  # where its threads are not
+            return "the agent was made before a fork; make one in each process"
         pending = sum(self._active.values())
         if pending + nbytes > self._pending_nbytes_max:
             return f"{pending} bytes are pending and {nbytes} more exceed pending_nbytes_max={self._pending_nbytes_max}"

@@ -1,6 +1,7 @@
 """A process that can start no more threads (`ulimit -u`, a container's limit of processes): its engine goes on, and
 what would have needed a thread is a miss."""
 
+import os
 import threading
 from typing import Any
 
@@ -38,6 +39,16 @@ def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(monkeypatc
     lane.close(WAIT_S)
     assert ran == ["second"]  # the engine has long given the first one's slots to others
     assert lane.check() == []
+
+
+def test_a_job_given_in_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads are its parent's: its result would never come."""
+    lane: Lane[str] = Lane("save", 1, (1, 64), 1 << 20)
+    assert lane.submit(16, lambda _: "done", str).result(WAIT_S) == "done"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)
+        assert "before a fork" in lane.submit(16, lambda _: "done", str).result(0)
+    lane.close(WAIT_S)
 
 
 def test_a_lookup_for_which_there_is_no_thread_is_a_miss(
