@@ -7,9 +7,11 @@ The orders come from `scheduler.py`; its `Report` goes back to it.
 """
 
 import logging
+import queue
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gpu_agent.blocks.homes import BlockAgent, Home
 from gpu_agent.blocks.save_plan import Part, SaveOrder
@@ -94,6 +96,7 @@ class BlockRank:
         self._loads: list[_Load] = []
         self._saves: dict[int, _Save] = {}  # whose blocks are still being read
         self._storing: dict[int, _Save] = {}  # that are not done
+        self._moved: queue.SimpleQueue[int] = queue.SimpleQueue()  # saves of which a part was read or is done
         self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
         self._reported = Report(0)
 
@@ -129,6 +132,11 @@ class BlockRank:
                 jobs.append(job)
                 self._outcomes.append((agent, job))
             self._saves[order.job] = self._storing[order.job] = _Save(jobs, refused)
+            moved = partial(self._save_moved, order.job)
+            for job in jobs:
+                job.gathered.add_done_callback(moved)
+                job.done.add_done_callback(moved)
+            moved(None)
 
     def loads_ended(self) -> LoadsEnded:
         """What the engine has to know; each load once."""
@@ -153,12 +161,13 @@ class BlockRank:
 
     def report(self) -> Report:
         """For the scheduler's side, about everything since the last report."""
-        for number in [number for number, save in self._saves.items() if save.read]:
-            del self._saves[number]
-            self._reported.acknowledged[number] = 1
-        for number in [number for number, save in self._storing.items() if save.done]:
-            self._reported.ended[number] = 1
-            self._reported.kept[number] = int(self._storing.pop(number).kept)
+        for number in {self._moved.get_nowait() for _ in range(self._moved.qsize())}:  # of thousands under way a few
+            if number in self._saves and self._saves[number].read:
+                del self._saves[number]
+                self._reported.acknowledged[number] = 1
+            if number in self._storing and self._storing[number].done:
+                self._reported.ended[number] = 1
+                self._reported.kept[number] = int(self._storing.pop(number).kept)
         report, self._reported = self._reported, Report(0)
         report.step = self._step
         return report
@@ -193,6 +202,10 @@ class BlockRank:
         return self._home.check()
 
     # ---- in detail --------------------------------------------------------------------------
+
+    def _save_moved(self, number: int, _: object) -> None:
+        """Called by any thread."""
+        self._moved.put(number)
 
     def _start_load(self, part: Part) -> LoadJob | None:
         agent = self._agents[part.group]
