@@ -118,6 +118,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[LoadJob]]] = {}
         self._offloads = concurrent.futures.ThreadPoolExecutor(1, "kvstore-offload")
+        self._offloads.submit(lambda: None)  # has its thread start now: later, if none can be had, that would raise
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect
             self._client.open(namespace, 2.0)

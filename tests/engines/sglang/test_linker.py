@@ -254,6 +254,21 @@ def test_offloads_end_in_their_order(linker: Make) -> None:
     assert one.num_completed_offloads() == 0
 
 
+def test_an_offload_needs_no_thread_that_might_not_be_had(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it raised ended the engine's scheduler."""
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    subject = linker(mha())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert subject.offload(transfer(SOURCE))
+        while not subject.num_completed_offloads():
+            pass
+    assert not subject.pop_completed_offload()
+
+
 def test_after_a_reset_nothing_is_under_way(linker: Make) -> None:
     one = linker(mha())
     offloaded(one)
