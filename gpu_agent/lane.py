@@ -15,7 +15,10 @@ from typing import Generic, TypeVar
 
 import torch
 
+from kvstore.log_rate import LogRate
+
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 Result = TypeVar("Result")
 
 

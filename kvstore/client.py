@@ -34,6 +34,7 @@ from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.link import Link, NodeLink
+from kvstore.log_rate import LogRate
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.placement import SingleNode
@@ -43,6 +44,7 @@ from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
 from kvstore.wires.shm import ShmWire
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 

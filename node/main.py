@@ -9,9 +9,9 @@ import sys
 import kvstore
 from kvstore.config import load
 from kvstore.errors import ConfigError
+from kvstore.log_rate import LogRate
 from node.config import NodeConfig
 from node.garbage import SeldomCollections
-from node.log_rate import LogRate
 from node.server import Node
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli/",),
     ),
     "node": (
-        ("__init__.py", "config.py", "garbage.py", "log_rate.py", "slots.py"),
+        ("__init__.py", "config.py", "garbage.py", "slots.py"),
         ("ram/",),
         ("disk/",),
         ("serve/",),

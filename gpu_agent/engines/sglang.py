@@ -42,8 +42,10 @@ from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
+from kvstore.log_rate import LogRate
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 Result = TypeVar("Result")
 
 # The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, query and reads together, and 10 s for

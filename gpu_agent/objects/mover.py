@@ -15,10 +15,12 @@ from kvstore.buffers import byte_view, copy
 from kvstore.checksum import checksum, key_seed
 from kvstore.client import Client
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.log_rate import LogRate
 from kvstore.results import PutOutcome
 from kvstore.wires.grpc_wire import GrpcWire
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 
 # Received at once into a buffer: what stays in a core's cache until it is copied.
 RECEIVED_NBYTES = 4 << 20

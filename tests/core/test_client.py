@@ -25,6 +25,7 @@ from kvstore import (
     opaque_layout,
     prefix_hashes,
 )
+from kvstore.log_rate import LINES
 from kvstore.measure.content import page_content
 from kvstore.measure.node_process import NodeProcess
 
@@ -287,6 +288,18 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 0
     assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.get(namespace, keys_of(1), buffers[:1]) == [True]
+
+
+def test_a_way_that_damages_every_page_does_not_fill_the_log(
+    shared_node: NodeProcess, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node's copy is intact and stays; each get is a miss."""
+    monkeypatch.setattr("kvstore.wires.bulk._recv_page", lambda sock, buffer, seed: sock.recv_into(buffer) or b"c" * 16)
+    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as client:
+        put(client, namespace, keys_of(1))
+        for _ in range(4 * LINES):
+            assert client.get(namespace, keys_of(1), [bytearray(PAGE)]) == [False]
+    assert 0 < len(caplog.records) <= 2 * LINES
 
 
 def test_pages_of_another_layout_are_refused(client: Client, namespace: Namespace) -> None:

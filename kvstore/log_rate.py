@@ -1,4 +1,5 @@
-"""So many log lines of a kind: what a stranger makes a node say must not fill its disk."""
+"""So many log lines of a kind: what a stranger makes a node say must not fill its disk, nor what a damaged node makes
+an engine say the engine's."""
 
 import logging
 import time
@@ -9,7 +10,7 @@ WINDOW_S = 10.0  # in so long
 
 
 class LogRate(logging.Filter):
-    """For a handler. Lines beyond are counted, and the next one that is let through tells how many."""
+    """For a handler, or a logger. Lines beyond are counted, and the next one that is let through tells how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
