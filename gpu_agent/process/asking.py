@@ -20,6 +20,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 
 NAMESPACES_MAX = 1 << 16  # named to one process: a shard of each group, again after each change of the epoch
+NAMED = 64  # to a new process at its start, the last ones; others when they are asked about
 
 
 class AskProcess:
@@ -104,6 +105,8 @@ class AskProcess:
     # ---- Owner -----------------------------------------------------------------------------
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
+        self._namespaces = self._namespaces[-NAMED:]
+        self._numbers = {namespace.digest: number for number, namespace in enumerate(self._namespaces)}
         known = [_hex(namespace) for namespace in self._namespaces]
         return {"task": self.name, "client": asdict(self._client), "namespaces": known}, ()
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from gpu_agent.process import frames
 from gpu_agent.process.channel import EngineEnd
 from gpu_agent.process.frames import Kind
-from kvstore.errors import ConfigError, Exhausted, ProtocolError
+from kvstore.errors import ConfigError, Exhausted, InvalidRequest, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,10 @@ class Child:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Raises ConfigError or OSError."""
+        """Raises ConfigError, OSError, or InvalidRequest for a setup that is too long."""
         facts, inherited = self._owner.setup()
         facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
+        setup = frames.facts_frame(Kind.SETUP, facts)
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -95,7 +96,7 @@ class Child:
             theirs.close()
         self._channel, self.ready, self._started_at = EngineEnd(ours), False, time.monotonic()
         self._overdue_since = None
-        self.tell(frames.facts_frame(Kind.SETUP, facts))
+        self.tell(setup)
 
     def give(self, frame: bytes) -> None:
         """Sent by the next `poll`, with others. Raises Exhausted: it is not."""
@@ -184,7 +185,7 @@ class Child:
     def _restart(self) -> None:
         try:
             self.start()
-        except (ConfigError, OSError) as error:
+        except (ConfigError, InvalidRequest, OSError) as error:
             log.warning("the process of the %s can not be started: %s", self._owner.name, error)
             self._died()
 

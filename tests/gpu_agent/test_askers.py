@@ -1,5 +1,6 @@
 """Questions of a scheduler, asked by threads or by a process of their own: the same answers."""
 
+import dataclasses
 import inspect
 import os
 import secrets
@@ -13,7 +14,7 @@ import pytest
 
 from gpu_agent.blocks.askers import Asker, ThreadAsker
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.process import child
+from gpu_agent.process import asking, child, frames
 from gpu_agent.process.asking import AskProcess
 from gpu_agent.process.home import AgentProcess
 from kvstore import Client, ClientConfig, Namespace
@@ -102,6 +103,41 @@ def test_many_questions_have_each_their_own_answer(asker: Asker, store: Client) 
 def test_the_usual_command_is_that_of_the_agents_process() -> None:
     usual = [inspect.signature(kind).parameters["command"].default for kind in (AskProcess, AgentProcess)]
     assert usual == [child.COMMAND] * 2
+
+
+def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose weights change every minute. What does not fit into the setup was raised into its scheduler."""
+    monkeypatch.setattr(child, "RESTART_S", 0.05)
+    monkeypatch.setattr(frames, "BODY_NBYTES_MAX", 1 << 20)
+    asker = AskProcess(ClientConfig(address="127.0.0.1:1"), COMMAND)
+    until(asker, lambda: asker._child.ready)
+    for epoch in range(1000):
+        asker.open([dataclasses.replace(namespace(epoch), salt="s" * 1000)], 5.0)
+    pid = asker._child.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(asker, lambda: asker._child.ready and asker._child.pid != pid)
+    asker.close()
+
+
+def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
+    shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "RESTART_S", 0.05)
+    monkeypatch.setattr(asking, "NAMED", 2)
+    names = [namespace(epoch) for epoch in range(5)]
+    for count, name in enumerate(names[1:], 1):
+        store.put(name, KEYS[:count], [bytes(4096)] * count)
+    asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
+    asker.open(names, 5.0)
+    until(asker, lambda: asker._child.ready)
+    pid = asker._child.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(asker, lambda: asker._child.ready and asker._child.pid != pid)
+    answer = ended(asker, asker.look_up([([name], KEYS) for name in reversed(names)], 20.0))
+    assert [sum(there) for there in answer] == [4, 3, 2, 1, 0]
+    asker.close()
 
 
 def test_its_death_is_a_miss_and_then_there_is_another(
