@@ -28,7 +28,7 @@ def look_up(
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
-        with too_many(len(found) * step, deadline):
+        with _too_many(len(found) * step, deadline):
             present = link.wire.call("lookup", request, deadline).present[:]
         if len(present) != len(hashes):
             raise ProtocolError(f"the node answered a lookup of {len(hashes)} keys for {len(present)}")
@@ -36,8 +36,21 @@ def look_up(
     return list(itertools.chain.from_iterable(reversed(found)))
 
 
+def keyed_replies(
+    link: Link, op: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
+) -> list[Any]:
+    """Replies of a request per key, one for each batch. `message`: makes the request."""
+    step = batch_pages_max(namespace.layout.page_nbytes if op == "verify" else 0, link.limits)
+    replies: list[Any] = []
+    for start in range(0, len(prefix_hashes), step):
+        request = message(namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step])
+        with _too_many(start, deadline):
+            replies.append(link.wire.call(op, request, deadline))
+    return replies
+
+
 @contextlib.contextmanager
-def too_many(answered: int, deadline: Deadline) -> Iterator[None]:
+def _too_many(answered: int, deadline: Deadline) -> Iterator[None]:
     """Around each batch of a call that has answers for so many keys. If its time ends, so many keys were too many for
     it: Exhausted, which is no failure of a node that answers."""
     try:

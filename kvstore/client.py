@@ -19,12 +19,12 @@ from kvstore.batches import (
     check_goes_on,
     check_lengths,
     key_seeds,
+    keyed_replies,
     leading,
     look_up,
     per_key,
     put_outcomes,
     put_request,
-    too_many,
     wait_ms,
 )
 from kvstore.buffers import byte_views
@@ -379,19 +379,12 @@ class Client:
         self, op: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None
     ) -> list[Any]:
         """Replies of a request per key, in as many batches as the node's limit asks for."""
-
-        def run(link: Link, deadline: Deadline) -> list[Any]:
-            step = batch_pages_max(namespace.layout.page_nbytes if op == "verify" else 0, link.limits)
-            batches = [prefix_hashes[start : start + step] for start in range(0, len(prefix_hashes), step)]
-            replies: list[Any] = []
-            for batch in batches:
-                with too_many(len(replies) * step, deadline):
-                    request = message(namespace=namespace.digest, prefix_hashes=batch)
-                    replies.append(link.wire.call(op, request, deadline))
-            return replies
-
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=op != "stat")
-        return self._run(run, namespace, timeout_s)
+        return self._run(
+            lambda link, deadline: keyed_replies(link, op, message, namespace, prefix_hashes, deadline),
+            namespace,
+            timeout_s,
+        )
 
     def _call(self, op: str, request: Any, namespace: Namespace | None, timeout_s: float | None) -> Any:
         return self._run(lambda link, deadline: link.wire.call(op, request, deadline), namespace, timeout_s)

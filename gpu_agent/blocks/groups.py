@@ -8,8 +8,13 @@
 Pure: tables, hashes and answers in, numbers out.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
+Unsaved: TypeAlias = tuple[int, int, int]  # where a block ends, its group, its index
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,25 @@ def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int
     if group.chunk_tokens:  # but one that ends with a chunk needs no block of it
         shorter = max(shorter, (end_tokens - 1) // group.chunk_tokens * group.chunk_tokens)
     return shorter
+
+
+def unsaved_blocks(
+    groups: Sequence[BlockGroup],
+    tables: Sequence[Sequence[int]],
+    present: Sequence[Sequence[bool]],
+    planned: Sequence[int],
+    full: Sequence[int],
+) -> Iterator[Unsaved]:
+    """Blocks from `planned[group]` on and up to `full[group]` that a table has and the store has not, in the order in
+    which they end: if there is no room for all, then for those of a shorter prefix. None is looked at too early."""
+
+    def of(number: int, first: int) -> Iterator[Unsaved]:
+        table, there = tables[number], present[number] if present else ()
+        for block in range(first, full[number]):
+            if table[block] != NULL_BLOCK and not (block < len(there) and there[block]):
+                yield (block + 1) * groups[number].block_tokens, number, block
+
+    return heapq.merge(*(of(number, first) for number, first in enumerate(planned)))
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:

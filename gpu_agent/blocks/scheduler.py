@@ -6,17 +6,16 @@ For engines that schedule requests with block tables and hash their blocks thems
 here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made here.
 """
 
-import heapq
 import itertools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from gpu_agent.blocks.askers import Answer
-from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
+from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, Unsaved, loaded_blocks, longest_prefix, unsaved_blocks
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.save_plan import Block, Part, SaveOrder, SavePlan
 from gpu_agent.blocks.stored import StoredBlocks
@@ -30,9 +29,6 @@ IDLE_WAIT_S = 0.005
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
 STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
 SILENCE_S = 10.0  # after a line of the log, for the same reason
-NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
-
-_Unsaved: TypeAlias = tuple[int, int, int]  # where a block ends, its group, its index
 
 
 class EngineRequest(Protocol):
@@ -340,7 +336,7 @@ class BlockScheduler:
     def _ask(self, request: EngineRequest) -> None:
         self._lookups.ask(request.request_id, self._question(request))
 
-    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> Iterator[_Unsaved]:
+    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> Iterator[Unsaved]:
         """Returns those for which there was no room; they are tried again as long as the request lives. Looks at no
         more than there is room for: with a store that is slow they wait in every step."""
         if state.barred or state.loading:
@@ -350,8 +346,7 @@ class BlockScheduler:
         full = [
             min(tokens // group.block_tokens, len(table)) for group, table in zip(self._groups, tables, strict=True)
         ]
-        # If there is no room for all, then for all groups' blocks of a shorter prefix.
-        unsaved = heapq.merge(*(self._unsaved(state, number, full[number], tables) for number in range(len(full))))
+        unsaved = unsaved_blocks(self._groups, tables, state.present, state.planned, full)
         found = list(itertools.islice(unsaved, self._plan.room))
         left = next(unsaved, None)
         if left is None:
@@ -373,14 +368,6 @@ class BlockScheduler:
                 self._stored.note(number, key, self._describe(request, number, i))
         self._plan.stage(request.request_id, blocks)
         return unsaved if left is None else itertools.chain((left,), unsaved)
-
-    def _unsaved(self, state: _Request, number: int, full: int, tables: Sequence[Sequence[int]]) -> Iterator[_Unsaved]:
-        """Of one group, ascending."""
-        table, tokens = tables[number], self._groups[number].block_tokens
-        present = state.present[number] if state.present else ()
-        for i in range(state.planned[number], full):
-            if table[i] != NULL_BLOCK and not (i < len(present) and present[i]):
-                yield (i + 1) * tokens, number, i
 
     def _due(self, planned: int, block_tokens: int, known_tokens: int) -> int:
         """With so many tokens computed there is more to save: a block of a prompt, some of an answer."""

@@ -294,9 +294,9 @@ def test_a_way_that_damages_every_page_does_not_fill_the_log(
     shared_node: NodeProcess, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The node's copy is intact and stays; each get is a miss."""
-    monkeypatch.setattr("kvstore.wires.bulk._recv_page", lambda sock, buffer, seed: sock.recv_into(buffer) or b"c" * 16)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as client:
         put(client, namespace, keys_of(1))
+        monkeypatch.setattr("kvstore.wires.bulk.root", lambda leaves, seed: b"c" * 16)
         for _ in range(4 * LINES):
             assert client.get(namespace, keys_of(1), [bytearray(PAGE)]) == [False]
     assert 0 < len(caplog.records) <= 2 * LINES
