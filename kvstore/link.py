@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvstore.breaker import CircuitBreaker
-from kvstore.config import ClientConfig
+from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
 from kvstore.keys import Namespace
@@ -30,6 +30,7 @@ BETTER_RETRY_S = 30.0
 # A call that had less time than this and got no answer says little about the node: it must not
 # make the breaker refuse the calls of other threads.
 EVIDENCE_S = 0.1
+LIVES_S = 1.0  # in which a node that lives says so
 
 
 class Link:
@@ -93,7 +94,7 @@ class NodeLink:
         self._lock = threading.Lock()  # held for moments
         self._link: Link | None = None
         self._closed = False
-        self._bettering = False
+        self._running: set[str] = set()  # what is done beside the calls
         self.connect_count = 0
         self.failure_count = 0
 
@@ -114,6 +115,8 @@ class NodeLink:
             self.failure_count += 1
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
                 self._breaker.failure(error, self._clock() - began)
+                if isinstance(error, DeadlineExceeded):
+                    self._beside("kvstore-lives", self._look_whether_it_lives)
             raise
         except KVStoreError as error:
             if error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
@@ -211,15 +214,41 @@ class NodeLink:
 
     def _try_better(self, link: Link) -> None:
         """In a thread of its own: no call waits for what may hang."""
+        link.retry_at = self._clock() + BETTER_RETRY_S
+        self._beside("kvstore-better-wire", lambda: self._better(link))
+
+    def _beside(self, name: str, work: Callable[[], None]) -> None:
+        """Once at a time."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._running.discard(name)
+
         with self._lock:
-            if self._bettering or self._closed:
+            if name in self._running or self._closed:
                 return
-            self._bettering = True
+            self._running.add(name)
         try:
-            threading.Thread(target=self._better, args=(link,), name="kvstore-better-wire", daemon=True).start()
+            threading.Thread(target=run, name=name, daemon=True).start()
         except RuntimeError as error:  # no more threads can be had
-            log.warning("%s: a better wire could not be tried: %s", self._address, error)
-            self._tried(link)
+            self._running.discard(name)
+            log.warning("%s: no thread for %s: %s", self._address, name, error)
+
+    def _look_whether_it_lives(self) -> None:
+        """A call that was not answered in time says little of a node that answers others at once: its disk may hang,
+        and what is in RAM is there."""
+        link = self._link
+        if link is None or not link.enter():
+            return
+        try:
+            link.wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(LIVES_S))
+            self._breaker.success()
+        except KVStoreError as error:
+            log.info("%s: it does not say that it lives: %s", self._address, error)
+        finally:
+            link.leave()
 
     def _better(self, link: Link) -> None:
         try:
@@ -231,11 +260,7 @@ class NodeLink:
         except KVStoreError as error:  # calls go on over the link that is there, and notice if that fails too
             log.info("%s: no better wire: %s", self._address, error)
         finally:
-            self._tried(link)
-
-    def _tried(self, link: Link) -> None:
-        link.retry_at = self._clock() + BETTER_RETRY_S
-        self._bettering = False
+            link.retry_at = self._clock() + BETTER_RETRY_S
 
     def close(self) -> None:
         """Closes idle connections now and those in use when their call ends."""

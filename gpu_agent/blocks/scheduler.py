@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # An engine that computes nothing else waits so long for an answer, once, which takes less than its next step.
 IDLE_WAIT_S = 0.005
+ALONE_MAX = 16  # requests at hand: of so many, one is being computed
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
 STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
 SILENCE_S = 10.0  # after a line of the log, for the same reason
@@ -325,7 +326,8 @@ class BlockScheduler:
 
     def _alone(self, state: _Request) -> bool:
         """Whether the engine has no other request to compute."""
-        return all(other is state or other.loading for other in self._requests.values())
+        requests = self._requests.values()
+        return len(requests) <= ALONE_MAX and all(other is state or other.loading for other in requests)
 
     def _question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
         return [

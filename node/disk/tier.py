@@ -8,7 +8,6 @@ to another page, in the same batch. An error of the disk poisons the tier: nothi
 written any more, RAM serves on, and the node says why, until `recover` or a restart.
 """
 
-import contextlib
 import logging
 import mmap
 import threading
@@ -21,6 +20,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import slot_nbytes
 from node.disk.directory import Directory
 from node.disk.index import AGAIN, Borrowed, DiskIndex
+from node.disk.reads import Reads
 from node.disk.records import Records
 from node.disk.rows import PageRow, hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
@@ -53,6 +53,7 @@ class DiskTier:
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
         self._shortages = Shortages()
+        self._reads = Reads(self.end_read)
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -79,14 +80,18 @@ class DiskTier:
 
     # ---- find ----------------------------------------------------------------------------
 
+    @property
+    def _shut(self) -> bool:
+        return bool(self.poisoned) or self._reads.hang
+
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            if self.poisoned:
+            if self._shut:
                 return [False] * len(prefix_hashes)
             return self._index.present(digest, prefix_hashes, self._clock_s())
 
     def _find(self, digest: bytes, prefix_hash: bytes) -> int:
-        return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
+        return 0 if self._shut else self._index.find(digest, prefix_hash, self._clock_s())
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Which of the pages are on disk and survive power loss."""
@@ -144,7 +149,7 @@ class DiskTier:
         """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
         are not what was written, the page is gone."""
         index = page.namespace
-        with self._used(record):
+        with self._reads.of(record):
             slot = self._view(page.offset, index.slot_nbytes)
             with self._lock:
                 offset, expected = self.records.offset(record), self.records.checksum(record)
@@ -163,14 +168,6 @@ class DiskTier:
                 else:
                     self._quarantine(record, index.digest, page.prefix_hash)
             return intact
-
-    @contextlib.contextmanager
-    def _used(self, record: int) -> Iterator[None]:
-        """Ends the use of a record, whatever happens."""
-        try:
-            yield
-        finally:
-            self.end_read(record)
 
     def _read_leaves(self, offset: int, slot: memoryview, page_nbytes: int) -> bytes:
         """Of the page that is read into `slot`; none if it can not be there."""
@@ -372,7 +369,7 @@ class DiskTier:
         """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
         record, space, prefix_hash, offset, expected = borrowed
         page_nbytes = space.layout.page_nbytes
-        with self._used(record), mmap.mmap(-1, slot_nbytes(page_nbytes)) as memory, memoryview(memory) as slot:
+        with self._reads.of(record), mmap.mmap(-1, slot_nbytes(page_nbytes)) as memory, memoryview(memory) as slot:
             try:
                 found = self._read_leaves(offset, slot, page_nbytes)
             except OSError as error:

@@ -108,6 +108,9 @@ def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
 def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(fake_node: Any, clock: Clock) -> None:
     link = NodeLink(fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock)
 
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    fake_node.version += 1  # nor does it say that it lives
+
     def hang(link: Any, deadline: Deadline) -> Any:
         clock.now += 2
         raise DeadlineExceeded("hangs")

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import GET_PIECES_MAX
+from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
-from node.log_rate import LINES, WINDOW_S
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
 from node.serve import grpc, limits
 from node.serve.connections import DESCRIPTORS_LEFT_MIN
