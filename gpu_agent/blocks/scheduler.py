@@ -230,7 +230,7 @@ class BlockScheduler:
         loads, self._loads = self._loads, []
         if self._sync and loads:
             self._sync_loads[self._step] = {load.request_id for load in loads}
-        prompts: list[tuple[int, int]] = []
+        prompts, short = list[tuple[int, int]](), False
         scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
@@ -241,11 +241,13 @@ class BlockScheduler:
             computed = state.request.num_computed_tokens + tokens
             if tokens >= PROMPT_TOKENS_MIN:
                 prompts.append((computed - tokens, tokens))
+            elif tokens > 1:
+                short = True
             due = computed >= (state.next_tokens if scarce else state.due_tokens)
             if due and self._plan.room:
                 self._stage(state, computed, table_of(request_id))
         if self._worth:
-            self._worth.begins(self._step, time.monotonic(), prompts)
+            self._worth.begins(self._step, time.monotonic(), prompts, short)
         return StepOrders(self._step, self._epoch, loads, saves)
 
     def ran(self, report: Report) -> None:

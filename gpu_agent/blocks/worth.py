@@ -1,6 +1,6 @@
 """Whether a hit is worth its load: what computing costs the engine and what a load takes, learned while both happen.
 
-    a step     seconds above a step without prompts = a x tokens + b x sum of their places in their prompts
+    a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their prompts
     a load     seconds from order to end = c + d x tokens
 
 Both are least squares in which what is old fades. A hit that would be slower than computing is none (R16): without this
@@ -14,6 +14,8 @@ SAMPLES_MIN = 8  # of both kinds; before that every hit is taken
 PROMPT_TOKENS_MIN = 64  # of one request in one step: less tells of answers, not of prompts
 PROBED = 32  # one in so many of the hits that seem slow is taken, for the world changes
 ALIKE = 0.02  # samples whose lengths differ by less than a seventh tell nothing about other lengths
+FADES = 0.9  # of what is usual, at each new sample
+STEP_S_MAX = 0.1  # a step without a prompt that took longer was disturbed
 OUTLIER = 3.0  # times what was expected counts as that: another load of the machine, a compiler
 
 
@@ -51,9 +53,20 @@ class Line:
         return p * u + q * v, p * u + q * v
 
 
+class Usual:
+    """What something takes lately."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def learn(self, seconds: float) -> None:
+        self.seconds = FADES * self.seconds + (1 - FADES) * seconds if self.seconds else seconds
+
+
 @dataclass(frozen=True)
 class _Step:
     began_at: float
+    short: bool  # a few tokens of a prompt, as after a hit
     tokens: int  # of prompts
     places: float  # of these tokens in their prompts, summed
 
@@ -63,18 +76,18 @@ class Worth:
 
     def __init__(self) -> None:
         self._computing, self._loading = Line(), Line()
-        self._small_s = 0.0  # of a step without prompts
+        self._answering, self._short = Usual(), Usual()  # steps without a prompt, and with a few tokens of one
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
         self._beside = 0  # tokens of prompts in the newest step
         self._slow = 0  # hits that seemed slow
 
-    def begins(self, step: int, now: float, parts: list[tuple[int, int]]) -> None:
+    def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how many are computed
-        already, and how many more in this step."""
+        already, and how many more in this step. `short`: another has more than one, and fewer."""
         self._beside = sum(count for _, count in parts)
         places = sum(count * (start + count / 2) for start, count in parts)
-        self._steps[step] = _Step(now, self._beside, places)
+        self._steps[step] = _Step(now, short, self._beside, places)
 
     def ended(self, step: int, now: float) -> None:
         """The engine has the results of a step, and of all before it."""
@@ -85,9 +98,12 @@ class Worth:
             return
         seconds = now - max(since, ours.began_at)
         if ours.tokens:
-            self._computing.learn(ours.tokens, ours.places, max(0.0, seconds - self._small_s))
+            # A hit ends with a short step, which no graph may have been made for: it costs what most of a short
+            # prompt does.
+            fixed_s = self._short.seconds or self._answering.seconds
+            self._computing.learn(ours.tokens, ours.places, max(0.0, seconds - fixed_s))
         else:
-            self._small_s = seconds if not self._small_s else 0.9 * self._small_s + 0.1 * min(seconds, 0.1)
+            (self._short if ours.short else self._answering).learn(min(seconds, STEP_S_MAX))
 
     def loaded(self, tokens: int, seconds: float) -> None:
         self._loading.learn(1.0, tokens, seconds)

@@ -195,7 +195,7 @@ class Told(Worth):
         super().__init__()
         self.verdict, self.asked, self.prompts, self.loads = True, 0, list[Any](), list[Any]()
 
-    def begins(self, step: int, now: float, parts: list[tuple[int, int]]) -> None:
+    def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         self.prompts += parts
 
     def loaded(self, tokens: int, seconds: float) -> None:
