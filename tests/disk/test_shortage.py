@@ -168,7 +168,10 @@ def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_pat
     pages = make_pages("large", 64 << 10)
     sizes = ("--ram-bytes", "8MiB", "--extent-bytes", "64KiB", "--disk-bytes", "4MiB", "--disk-extent-bytes", "64KiB")
     idle: list[socket.socket] = []
-    with NodeProcess(*sizes, "--data-dir", str(tmp_path)) as node, Client(ClientConfig(node.address)) as client:
+    with (
+        NodeProcess(*sizes, "--data-dir", str(tmp_path)) as node,
+        Client(ClientConfig(node.address, timeout_s=20.0, connect_timeout_s=10.0)) as client,
+    ):
         pages.put(client, pages.keys(0), durable=True)
         wanted = len(os.listdir(f"/proc/{node.pid}/fd")) + 20
         limits = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)

@@ -135,13 +135,13 @@ def cpu_s(pid: int) -> float:
 
 def test_a_node_without_descriptors_sheds_connections_and_serves(starved: NodeProcess, dial: Any, pages: Any) -> None:
     """It did not even refuse: connections waited, the acceptors spun, metrics and health did not answer."""
-    with Client(ClientConfig(address=starved.address, wire="bulk")) as known:
+    with Client(ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)) as known:
         assert pages.put(known, pages.keys(1))
         host, _, port = starved.address.rpartition(":")
         for where in [starved.bulk_port, int(port)] * 100:
             dial(where)
         before, began = cpu_s(starved.pid), time.monotonic()
-        status = known.node_status(timeout_s=10.0)
+        status = known.node_status()
         assert status.state == "SERVING"
         assert pages.get(known, pages.keys(1)) == [True]
         assert scrape(status.metrics_port)[0] == 200
@@ -166,7 +166,7 @@ def test_silent_connections_leave_descriptors_to_others(starved: NodeProcess, di
     (_, allowed), end = resource.prlimit(starved.pid, resource.RLIMIT_NOFILE), time.monotonic() + 0.8 * REQUEST_S_MAX
     for _ in range(100):
         dial(starved.bulk_port)
-    with Client(ClientConfig(address=starved.address, wire="bulk")) as late:
+    with Client(ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)) as late:
         assert late.node_status().session_count
     while allowed - len(os.listdir(f"/proc/{starved.pid}/fd")) < DESCRIPTORS_LEFT_MIN // 2:
         assert time.monotonic() < end, "all descriptors are taken"
