@@ -178,8 +178,10 @@ class ArenaCarrier:
         chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
         table = chunk.table.select(slice(len(pages)))
         self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, summed=leaves.extend)
-        damaged = (page for page, of_leaves in enumerate(leaves) if not fetched.intact(page, of_leaves))
-        return next(damaged, len(pages))
+        for page, of_leaves in enumerate(leaves):
+            if not fetched.intact(page, of_leaves):
+                return page
+        return len(leaves)  # a page that nobody looked at is none
 
     def _scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         """Pages in the slots, up to the first damaged one. Whole pages travel while later ones are still

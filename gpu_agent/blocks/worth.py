@@ -9,6 +9,7 @@ a small model on a fast GPU waits longer for its KV than for itself.
 
 from dataclasses import dataclass
 
+STEPS_MAX = 64  # whose end is awaited
 KEPT = 0.97  # of what was learned, at each new sample: the last thirty or so count
 SAMPLES_MIN = 8  # of both kinds; before that every hit is taken
 PROMPT_TOKENS_MIN = 64  # of one request in one step: less tells of answers, not of prompts
@@ -88,6 +89,7 @@ class Worth:
         self._beside = sum(count for _, count in parts)
         places = sum(count * (start + count / 2) for start, count in parts)
         self._steps[step] = _Step(now, short, self._beside, places)
+        self._steps.pop(step - STEPS_MAX, None)  # nobody told of its end
 
     def ended(self, step: int, now: float) -> None:
         """The engine has the results of a step, and of all before it."""

@@ -72,6 +72,7 @@ class _Sums:
         self._page_nbytes = page_nbytes
         self._parts = len(cuts(page_nbytes))
         self._out = device.host_memory(page_count * self._parts * LEAF_SUM_NBYTES)
+        ctypes.memset(self._out.data_ptr(), 0, self._out.nbytes)  # it may hold those of the job before
 
     def make(self, chunk: Chunk, table: int, base: int, stride: int, stream: Any) -> None:
         """Of the chunk's pages: each where the table in GPU memory says, or, without one, `stride` from the last."""

@@ -240,3 +240,30 @@ def test_a_load_ends_before_a_damaged_page_though_later_parts_are_on_their_way(
     assert torch.equal(pages_at(token_pool, TARGET)[:bad], pages_at(token_pool, SOURCE)[:bad])
     (stat,) = client.stat(agent.namespace, hashes()[-1:])
     assert stat.holds == 0  # nothing is read any more
+
+
+@pytest.mark.parametrize("made", [0, 2])
+def test_a_page_whose_leaves_nobody_made_is_not_loaded(
+    agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, made: int
+) -> None:
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    scatter = agent._transfer.scatter
+
+    def forgetful(*arguments: Any, summed: Any, **named: Any) -> None:
+        scatter(*arguments, summed=lambda leaves: summed(leaves[:made]) if made else None, **named)
+
+    monkeypatch.setattr(agent._transfer, "scatter", forgetful)
+    assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == made
+
+
+def test_leaves_of_the_job_before_do_not_pass_for_those_of_this_one(
+    agent: Agent, device: Damaging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is used again holds the right ones, of the same pages, though the kernel does not run."""
+    memory = torch.empty(1 << 12, dtype=torch.uint8)
+    monkeypatch.setattr(device, "host_memory", lambda nbytes: memory[:nbytes])
+    agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
+    launch = device.launch
+    monkeypatch.setattr(device, "launch", lambda kernel, *rest: kernel == "leaves" or launch(kernel, *rest))
+    assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == 0

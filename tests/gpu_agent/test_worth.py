@@ -169,3 +169,10 @@ def test_a_line_is_found_and_never_falls() -> None:
     for v in range(1, 60):
         falling.learn(1.0, v, 100.0 - v)
     assert falling.at(1, 1000) >= falling.at(1, 1) >= (0, 0)
+
+
+def test_steps_whose_end_nobody_tells_are_forgotten() -> None:
+    worth = Worth()
+    for step in range(1000):
+        worth.begins(step, float(step), [(0, 100)], False)
+    assert len(worth._steps) <= 64
