@@ -25,9 +25,11 @@ from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError
 from kvstore.keys import Namespace
+from kvstore.log_rate import LogRate
 from kvstore.wires.arena_map import ArenaMap
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 
 # Hashed by one task: a job is cut into as many as keep all threads busy, but less than this costs more than
 # it spreads, and more than that ends late (H200).

@@ -32,7 +32,11 @@ class ArenaLock:
             self._wanted = memory
             if self._thread is None and memory is not self._locked and memory is not self._failed:
                 self._thread = threading.Thread(target=self._run, name="kvstore-page-lock", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # no thread to be had: tried again at the next use
+                    self._thread = None
+                    log.warning("no thread to page-lock the node's memory, copies are slow: %s", error)
             return memory is self._locked
 
     def wait(self, timeout_s: float) -> bool:

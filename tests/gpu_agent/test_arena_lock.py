@@ -44,6 +44,22 @@ def test_use_returns_at_once_and_says_when_it_is_done() -> None:
     assert device.registered == [(address_of(arena), 8192)]
 
 
+def test_without_a_thread_copies_are_slow_and_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each save would wait for a page-lock that nobody makes."""
+
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    transfer, arena = StagedTransfer(SimulatedDevice(1)), memory()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        assert not transfer.host_memory(arena)
+    assert transfer.await_host_memory(0.0)
+    transfer.host_memory(arena)
+    assert transfer.await_host_memory(20.0)
+    assert transfer.host_memory(arena)
+
+
 def test_another_arena_replaces_the_first_when_no_copy_is_under_way() -> None:
     device = SimulatedDevice(2)
     idle: list[list[tuple[int, int]]] = []
