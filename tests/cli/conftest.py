@@ -50,13 +50,14 @@ def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
 def kvstore(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Kvstore:
     """Runs a command whose address is that of the shared node unless it names another."""
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
+    monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
     return run_kvstore
 
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
     """To prepare and inspect what commands work on; one wire is enough for that."""
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0)) as client:
         yield client
 
 

@@ -119,7 +119,8 @@ class Nodes:
 
     def connect(self, node: Node, wire: str = "bulk", **settings: Any) -> Client:
         address = f"127.0.0.1:{node.grpc.port}"
-        client = Client(ClientConfig(**{"address": address, "wire": wire, "timeout_s": 20.0, **settings}))
+        patience = {"timeout_s": 20.0, "connect_timeout_s": min(5.0, settings.get("timeout_s", 5.0))}
+        client = Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings}))
         self._clients.append(client)
         return client
 

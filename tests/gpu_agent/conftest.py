@@ -67,7 +67,7 @@ def mixed_pool() -> KVPool:
 def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes `Store`s of one namespace, a test's own."""
     made: list[Store] = []
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0)) as client:
 
         def make(**options: Any) -> Store:
             made.append(Store(client, f"scheduler {request.node.name}", **options))

@@ -136,7 +136,8 @@ def connect() -> Iterator[Callable[..., Client]]:
 
     def to(node: Node, wire: str = "bulk", **settings: Any) -> Client:
         address = f"127.0.0.1:{node.grpc.port}"
-        client = Client(ClientConfig(**{"address": address, "wire": wire, **settings}))
+        connect_s = min(5.0, settings.get("timeout_s", 5.0))  # a starved machine needs more than two
+        client = Client(ClientConfig(**{"address": address, "wire": wire, "connect_timeout_s": connect_s, **settings}))
         clients.append(client)
         return client
 

@@ -49,7 +49,10 @@ def connect() -> Iterator[Callable[..., Client]]:
 
     def to(where: Any, wire: str = "bulk", **settings: Any) -> Client:
         address = f"127.0.0.1:{where.grpc.port}" if isinstance(where, Node) else where
-        clients.append(Client(ClientConfig(**{"address": address, "wire": wire, **settings})))
+        connect_s = min(5.0, settings.get("timeout_s", 5.0))  # a starved machine needs more than two
+        clients.append(
+            Client(ClientConfig(**{"address": address, "wire": wire, "connect_timeout_s": connect_s, **settings}))
+        )
         return clients[-1]
 
     yield to
