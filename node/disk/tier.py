@@ -80,18 +80,18 @@ class DiskTier:
 
     # ---- find ----------------------------------------------------------------------------
 
-    @property
-    def _shut(self) -> bool:
-        return bool(self.poisoned) or self._reads.hang
-
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
+        """Which of the pages can be had: of those on disk none while a read hangs."""
+        return [False] * len(prefix_hashes) if self._reads.hang else self._on_disk(digest, prefix_hashes)
+
+    def _on_disk(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            if self._shut:
+            if self.poisoned:
                 return [False] * len(prefix_hashes)
             return self._index.present(digest, prefix_hashes, self._clock_s())
 
     def _find(self, digest: bytes, prefix_hash: bytes) -> int:
-        return 0 if self._shut else self._index.find(digest, prefix_hash, self._clock_s())
+        return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Which of the pages are on disk and survive power loss."""
@@ -118,7 +118,7 @@ class DiskTier:
         if not number or self.poisoned:
             return
         for prefix_hash in hashes_of(self._pages(page_key(number, max(key_prefix, after))), number, key_prefix, after):
-            if self.present(digest, [prefix_hash])[0]:
+            if self._on_disk(digest, [prefix_hash])[0]:
                 yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -134,6 +134,8 @@ class DiskTier:
 
     def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
         """A record whose slot stays as it is until `read` is done; 0 for a miss."""
+        if self._reads.hang:
+            return 0
         with self._lock:
             record = self._find(digest, prefix_hash)
             if record:

@@ -53,6 +53,9 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
     time.sleep(0.25)
     assert client.lookup(pages.namespace, [*on_disk, *in_ram]).present == (False, False, True)
     assert pages.get(client, [on_disk[1], *in_ram]) == [False, True]
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted([*on_disk, *in_ram])
+    assert [stat.on_disk for stat in client.stat(pages.namespace, on_disk)] == [True, True]
+    assert node.disk.safe(pages.digest, on_disk) == [True, True]  # a durable put of theirs has nothing to wait for
     layer.reading.set()
     first.join(10.0)
     assert pages.get(client, on_disk) == [True, True]
