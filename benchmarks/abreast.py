@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     options.add_argument("--lanes", type=int, default=0, help="connections; 0: what the wire chooses here")
     options.add_argument("--rounds", type=int, default=12)
     args = options.parse_args(argv)
-    lanes = args.lanes or abreast.lane_count(PAGE_NBYTES * PAGES, PAGES)
+    lanes = args.lanes or abreast.lane_count(PAGES, PAGE_NBYTES)
     abreast.CORES_EACH = 1 if args.lanes else abreast.CORES_EACH
     abreast.LANES_MAX = lanes
     namespace = Namespace(model="benchmark", layout=opaque_layout(PAGE_NBYTES))

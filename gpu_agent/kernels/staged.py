@@ -212,8 +212,7 @@ class StagedTransfer:
 
     def makes_leaves(self, pool: KVPool) -> bool:
         """Where no page is cut into chunks, and words can be read."""
-        with self._device.active():
-            plan = self._tables_of(pool).plan
+        plan = self._tables_of(pool).plan
         run, nbytes = self._run(plan), pool.layout.page_nbytes
         in_words = not any(number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ())))
         return in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= self._buffer_nbytes
@@ -327,7 +326,8 @@ class StagedTransfer:
         with self._lock:
             tables = self._tables.get(pool)
             if tables is None:
-                tables = self._tables[pool] = _tables(self._device, pool, self._buffer_nbytes)
+                with self._device.active():
+                    tables = self._tables[pool] = _tables(self._device, pool, self._buffer_nbytes)
             return tables
 
     def _check_device(self, pool: KVPool) -> None:

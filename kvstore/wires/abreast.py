@@ -18,10 +18,10 @@ LANES_MAX = 4
 CORES_EACH = 3  # of this machine's: one here, one at the node if it is the same, one for the engine
 
 
-def lane_count(nbytes: int, pages: int) -> int:
-    """Over how many connections so many pages of so many bytes in all are best sent."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(LANES_MAX, cores // CORES_EACH, nbytes // LANE_NBYTES_MIN, pages))
+def lane_count(pages: int, page_nbytes: int) -> int:
+    """Over how many connections so many pages are best sent."""
+    wanted = min(LANES_MAX, pages * page_nbytes // LANE_NBYTES_MIN, pages)
+    return max(1, min(wanted, len(os.sched_getaffinity(0)) // CORES_EACH)) if wanted > 1 else 1
 
 
 def shares(count: int, lanes: int) -> list[slice]:

@@ -2,7 +2,7 @@
 caller's buffers and the socket."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from kvstore.wires.connections import ConnectionPool, exchange, greeting
 from kvstore.wires.frames import FrameSocket
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
+Result = TypeVar("Result")
 
 
 class BulkWire:
@@ -42,21 +43,14 @@ class BulkWire:
             return exchange(connection, op, request)[0]
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
-        lanes = lane_count(sum(map(len, pages)), len(pages))
-        if lanes == 1:
-            return self._put(request, pages, deadline)
-        self._pool.check_process()
-        some = shares(len(pages), lanes)
-        requests = [_share(request, part) for part in some]
-        calls = [partial(self._put, one, pages[part], deadline) for one, part in zip(requests, some, strict=True)]
-        found = self._abreast.run(calls)
-        failed = [error for error in found if isinstance(error, KVStoreError)]
+        found = self._shared(request, pages, lambda one, part: self._put(one, pages[part], deadline))
+        failed = [error for _, error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
-        if worse or len(failed) == lanes or (failed and request.durable):
+        if worse or len(failed) == len(found) or (failed and request.durable):
             raise (worse or failed)[0]
         verdicts: list[int] = []
-        for one, said in zip(requests, found, strict=True):  # a share without room is no failure of the others
-            verdicts += [pb.FULL] * len(one.prefix_hashes) if isinstance(said, KVStoreError) else said
+        for part, said in found:  # a share without room is no failure of the others
+            verdicts += [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
         return verdicts
 
     def _put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
@@ -77,21 +71,25 @@ class BulkWire:
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
-        lanes = lane_count(sum(map(len, buffers)), len(buffers))
-        if lanes == 1:
-            return self._get(request, buffers, seeds, deadline)
-        self._pool.check_process()
-        some = shares(len(buffers), lanes)
-        found = self._abreast.run(
-            [partial(self._get, _share(request, part), buffers[part], seeds[part], deadline) for part in some]
-        )
+        found = self._shared(request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline))
         hits, corrupt = list[bool](), list[int]()
-        for part, said in zip(some, found, strict=True):
+        for part, said in found:
             if isinstance(said, KVStoreError):
                 raise said
             hits += said[0]
             corrupt += [part.start + i for i in said[1]]
         return hits, corrupt
+
+    def _shared(
+        self, request: Request, views: Sequence[memoryview], call: Callable[[Request, slice], Result]
+    ) -> list[tuple[slice, Result | KVStoreError]]:
+        """What `call` returned or raised for each share of the request's keys, over a connection each."""
+        self._pool.check_process()
+        parts = shares(len(views), lane_count(len(views), len(views[0]) if views else 0))
+        if len(parts) == 1:
+            return [(parts[0], call(request, parts[0]))]
+        said = self._abreast.run([partial(call, _share(request, part), part) for part in parts])
+        return list(zip(parts, said, strict=True))
 
     def _get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline

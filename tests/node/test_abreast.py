@@ -26,7 +26,7 @@ def node(start_node: Callable[..., Node]) -> Node:
 
 @pytest.fixture
 def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
-    monkeypatch.setattr("kvstore.wires.bulk.lane_count", lambda nbytes, pages: min(LANES, pages))
+    monkeypatch.setattr("kvstore.wires.bulk.lane_count", lambda pages, _: min(LANES, pages))
     return connect(node, "bulk")
 
 
@@ -166,7 +166,7 @@ def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> Non
 )
 def test_how_many(cores: int, mib: int, pages: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(abreast.os, "sched_getaffinity", lambda _: range(cores))
-    assert lane_count(mib << 20, pages) == lanes
+    assert lane_count(pages, (mib << 20) // pages) == lanes
 
 
 def test_shares_are_all_of_it_in_order() -> None:
