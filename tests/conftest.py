@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable
+from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.measure.node_process import NodeProcess
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
@@ -55,6 +55,16 @@ def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator
     config = ClientConfig(address=shared_node.address, wire=request.param, connect_timeout_s=CONNECT_S)
     with Client(config) as client:
         yield client
+
+
+@pytest.fixture
+def small_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages of a few KiB have several leaves."""
+    monkeypatch.setattr(checksum, "LEAF_NBYTES", 256)
+    checksum.cuts.cache_clear()
+    yield
+    monkeypatch.undo()
+    checksum.cuts.cache_clear()
 
 
 @pytest.fixture

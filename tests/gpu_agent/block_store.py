@@ -98,6 +98,14 @@ class Store:
             time.sleep(0.001)
         concurrent.futures.wait([job.done for _, job in self.rank._outcomes], 10)  # read before; stored now
 
+    def save(self, request: FakeRequest, blocks: list[int]) -> None:
+        """Computes a request that hits nothing, and returns when its blocks are stored."""
+        self.scheduler.ask(request)
+        assert self.matched(request) == 0
+        self.scheduler.allocated(request, [blocks], 0)
+        self.step((request, request.num_tokens, blocks))
+        self.settle()
+
     def loaded(self) -> Any:
         """Steps until a load ends."""
         end = time.monotonic() + 10

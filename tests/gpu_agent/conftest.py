@@ -64,6 +64,12 @@ def mixed_pool() -> KVPool:
 
 
 @pytest.fixture
+def shm_client(shared_node: NodeProcess) -> Iterator[Client]:
+    with Client(ClientConfig(address=shared_node.address, wire="shm", connect_timeout_s=5.0)) as client:
+        yield client
+
+
+@pytest.fixture
 def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes `Store`s of one namespace, a test's own."""
     made: list[Store] = []

@@ -59,11 +59,7 @@ def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: Any) -> None:
 def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: Any) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    store.step((request, 70, [1, 2, 3, 4, 5]))
-    store.settle()
+    store.save(request, [1, 2, 3, 4, 5])
     again = FakeRequest("s", TOKENS)
     store.scheduler.ask(again)
     assert store.matched(again) == 64
@@ -85,11 +81,7 @@ def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(sto
     its tokens as computed, and its blocks hold anything."""
     store, table = stores(), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [table], 0)
-    store.step((request, 70, table))
-    store.settle()
+    store.save(request, table)
     two_ranks = stores(ranks=2)
     aborted = FakeRequest("s", TOKENS)
     two_ranks.scheduler.ask(aborted)
@@ -108,11 +100,7 @@ def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: 
     from it until it is right again."""
     store = stores(sync=True)
     table, request = [1, 2, 3, 4, 5], FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [table], 0)
-    store.step((request, 70, table))
-    store.settle()
+    store.save(request, table)
     longer = FakeRequest("s", TOKENS[:64] + list(range(500, 550)))
     store.scheduler.ask(longer)
     assert store.matched(longer) == 64
@@ -154,11 +142,7 @@ def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
 def test_a_rank_that_does_not_write_acknowledges_at_once(stores: Any) -> None:
     store = stores(writes=False)
     request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    store.step((request, 70, [1, 2, 3, 4, 5]))
-    store.settle()
+    store.save(request, [1, 2, 3, 4, 5])
     assert store.lookups._asker._client.lookup(store.namespace, request.block_hashes).prefix_pages == 0
 
 
@@ -176,11 +160,7 @@ def test_the_null_block_is_neither_saved_nor_loaded(stores: Any) -> None:
 def test_a_hit_shorter_than_asked_for_is_none(stores: Any) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    store.step((request, 70, [1, 2, 3, 4, 5]))
-    store.settle()
+    store.save(request, [1, 2, 3, 4, 5])
     for minimum, tokens in ((64, 64), (65, 0)):
         other = stores(min_tokens=minimum)
         again = FakeRequest("s", TOKENS)
@@ -210,11 +190,7 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     worth = Told()
     store, table = stores(worth=worth), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [table], 0)
-    store.step((request, 70, table))
-    store.settle()
+    store.save(request, table)
     assert (worth.asked, worth.prompts) == (0, [(0, 70)])  # there was no hit to be judged
 
     hit = FakeRequest("s", TOKENS)
@@ -240,11 +216,7 @@ def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
     """R2: the ranks learn of it with their next orders, and a load ordered before brings nothing."""
     store = stores()
     request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    store.step((request, 70, [1, 2, 3, 4, 5]))
-    store.settle()
+    store.save(request, [1, 2, 3, 4, 5])
     again = FakeRequest("s", TOKENS)
     store.scheduler.ask(again)
     assert store.matched(again) == 64

@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from page_pools import PAGES, SOURCE, TARGET, WAIT_S, damage, hashes, pages_at
 
 import gpu_agent.carriers
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
-from kvstore import Client, ClientConfig, Namespace, prefix_hashes
+from kvstore import Client, ClientConfig, Namespace
 from kvstore.measure.node_process import NodeProcess
-
-WAIT_S = 20.0
-PAGES = 6
-SOURCE, TARGET = torch.arange(48), torch.arange(48, 96)
-
-
-@pytest.fixture
-def client(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
-        yield client
 
 
 @pytest.fixture
@@ -30,21 +21,10 @@ def namespace(token_pool: KVPool) -> Namespace:
 
 
 @pytest.fixture
-def agent(client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[Agent]:
-    with Agent(client, namespace, token_pool, AgentConfig(workers=2, staging_nbytes=4096)) as agent:
+def agent(shm_client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[Agent]:
+    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=2, staging_nbytes=4096)) as agent:
         yield agent
         assert agent.check() == []
-
-
-def hashes(count: int = PAGES) -> list[bytes]:
-    return prefix_hashes(list(range(8 * count)), 8)
-
-
-def pages_at(pool: KVPool, units: torch.Tensor) -> torch.Tensor:
-    count = len(units) // pool.layout.page_tokens
-    pages = torch.empty((count, pool.layout.page_nbytes), dtype=torch.uint8)
-    TorchTransfer().gather(pool, pool.unit_table(units, count), list(pages), None)
-    return pages
 
 
 def save(agent: Agent) -> None:
@@ -52,21 +32,14 @@ def save(agent: Agent) -> None:
     assert (result.stored, result.reason) == (PAGES, None)
 
 
-def damage(client: Client, namespace: Namespace, page: int) -> None:
-    """As a broken DIMM would: the node's own memory changes behind its back."""
-    with client.open_get(namespace, hashes()) as slots:
-        offset = slots.offsets[page] + 3
-        slots.arena.memory[offset] ^= 1
-
-
 def test_pages_travel_without_a_buffer(
-    agent: Agent, client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a copy through a buffer")
 
-    monkeypatch.setattr(client, "put", refuse)
-    monkeypatch.setattr(client, "get", refuse)
+    monkeypatch.setattr(shm_client, "put", refuse)
+    monkeypatch.setattr(shm_client, "get", refuse)
     save(agent)
     loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
     assert (loaded.pages, loaded.error) == (PAGES, None)
@@ -95,11 +68,11 @@ def test_what_is_stored_in_place_is_what_other_wires_read(
 @pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
-    agent: Agent, client: Client, namespace: Namespace, token_pool: KVPool, bad: int, by_layer: bool
+    agent: Agent, shm_client: Client, namespace: Namespace, token_pool: KVPool, bad: int, by_layer: bool
 ) -> None:
     save(agent)
     before, expected = pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE)
-    damage(client, namespace, bad)
+    damage(shm_client, namespace, bad)
     layers: list[int] = []
     placed = (lambda layer, event: layers.append(layer)) if by_layer else None
     loaded = agent.load(hashes(), TARGET, placed=placed).done.result(WAIT_S)
@@ -107,7 +80,7 @@ def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
     found = pages_at(token_pool, TARGET)
     assert torch.equal(found[:bad], expected[:bad])
     assert torch.equal(found[bad:], before[bad:]), "slots behind the damaged page are untouched"
-    assert client.lookup(namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
+    assert shm_client.lookup(namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
 
 
 def test_layers_are_told_in_order_when_they_are_in_place(agent: Agent, token_pool: KVPool) -> None:
@@ -121,7 +94,7 @@ def test_layers_are_told_in_order_when_they_are_in_place(agent: Agent, token_poo
 
 @pytest.mark.parametrize("move", ["gather", "scatter"])
 def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
-    client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
+    shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:
     class Broken(TorchTransfer):
         broken = False
@@ -137,14 +110,14 @@ def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
             super().scatter(*arguments, **named)
 
     transfer = Broken()
-    with Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
         if move == "scatter":
             save(agent)
         transfer.broken = True
         job = agent.save(hashes(), SOURCE) if move == "gather" else agent.load(hashes(), TARGET)
         result = job.done.result(WAIT_S)
         assert "illegal memory access" in str(getattr(result, "reason", None) or getattr(result, "error", None))
-        ram = client.node_status().ram
+        ram = shm_client.node_status().ram
         assert (ram.writing_count, ram.held_count) == (0, 0)
         transfer.broken = False
         assert agent.save(hashes(), SOURCE).done.result(WAIT_S).dropped == 0
@@ -164,7 +137,7 @@ def test_a_chain_longer_than_a_batch_travels_in_several(
 
 
 def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
-    client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+    shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, the link would be idle while the store is asked and pages are verified."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
@@ -188,18 +161,18 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
 
     monkeypatch.setattr(gpu_agent.carriers.ArenaCarrier, "fetch", told)
     transfer = Waiting()
-    with Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
         save(agent)
         assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     assert transfer.parts == 4  # 1, 2, 2 and 1 pages
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
-    ram = client.node_status().ram
+    ram = shm_client.node_status().ram
     assert (ram.writing_count, ram.held_count) == (0, 0)
 
 
 @pytest.mark.parametrize("move", ["save", "load"])
 def test_nothing_moves_while_the_nodes_memory_is_being_locked(
-    client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
+    shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, move: str
 ) -> None:
     """A GPU's driver would hold it up for as long as that takes, past every deadline; a terabyte takes minutes."""
     monkeypatch.setattr("gpu_agent.carriers.SAVE_WAIT_S", 0.01)
@@ -215,14 +188,14 @@ def test_nothing_moves_while_the_nodes_memory_is_being_locked(
             return not self.locking
 
     transfer = Locking()
-    with Agent(client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
         if move == "load":
             save(agent)
         transfer.locking = True
         job = agent.save(hashes(), SOURCE) if move == "save" else agent.load(hashes(), TARGET)
         result: Any = job.done.result(WAIT_S)
         assert "still being page-locked" in (result.reason if move == "save" else result.error)
-        ram = client.node_status().ram
+        ram = shm_client.node_status().ram
         assert (ram.writing_count, ram.held_count) == (0, 0)
         transfer.locking = False
         assert agent.save(hashes(), SOURCE).done.result(WAIT_S).dropped == 0

@@ -2,32 +2,18 @@
 
 import pytest
 import torch
+from page_pools import BLOCKS, blocks_at, packed_pool
 
-from gpu_agent import KVPool, TorchTransfer
+from gpu_agent import KVPool
 from gpu_agent.kernels import staged
 from gpu_agent.kernels.plan import run_of
 from gpu_agent.kernels.simulated import SimulatedDevice
 from gpu_agent.kernels.staged import StagedTransfer
-from gpu_agent.layouts.vllm import table_pool
-
-BLOCKS, TOKENS = 24, 16
 
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
-
-
-def packed_pool(layers: int = 3, cell: int = 24) -> KVPool:
-    """vLLM's `BLHNC`: all layers of a block together, and something of another's behind them."""
-    memory = torch.randint(0, 256, (BLOCKS, layers + 1, 2, TOKENS, cell), dtype=torch.uint8)
-    return table_pool({f"layers.{i}": memory[:, i] for i in range(layers)}, BLOCKS, TOKENS)
-
-
-def pages_of(pool: KVPool, blocks: torch.Tensor) -> torch.Tensor:
-    pages = torch.empty((len(blocks), pool.layout.page_nbytes), dtype=torch.uint8)
-    TorchTransfer().gather(pool, pool.unit_table(blocks, len(blocks)), list(pages), None)
-    return pages
 
 
 @pytest.mark.parametrize("chunk_nbytes", [4096, 9000, 1 << 20])  # a page is 2304 bytes: cut, or several together
@@ -39,7 +25,7 @@ def test_blocks_are_copied_as_they_lie(
     pool, device = packed_pool(), SimulatedDevice(seed)
     transfer = StagedTransfer(device, 4096)
     source, target = torch.randperm(BLOCKS)[: 2 * count].split(count)
-    expected, others = pages_of(pool, source), pages_of(pool, torch.arange(BLOCKS))
+    expected, others = blocks_at(pool, source), blocks_at(pool, torch.arange(BLOCKS))
     pages = torch.full((count, pool.layout.page_nbytes), 0x5A, dtype=torch.uint8)
     landed: list[int] = []
     told: list[bool] = []
@@ -56,7 +42,7 @@ def test_blocks_are_copied_as_they_lie(
     transfer.scatter(pool, pool.unit_table(target, count), list(pages), None, ready=ready.extend)
     assert ready == list(range(count))
     others[target] = expected
-    assert torch.equal(pages_of(pool, torch.arange(BLOCKS)), others)
+    assert torch.equal(blocks_at(pool, torch.arange(BLOCKS)), others)
     assert device.launches == 0
 
 
@@ -64,12 +50,12 @@ def test_a_page_larger_than_a_chunk_is_copied_in_pieces(seed: int, monkeypatch: 
     monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", 4096)
     pool, device = packed_pool(layers=6, cell=64), SimulatedDevice(seed)  # 12 KiB
     transfer = StagedTransfer(device, 4096)
-    expected = pages_of(pool, torch.tensor([5, 3]))
+    expected = blocks_at(pool, torch.tensor([5, 3]))
     pages = torch.zeros((2, pool.layout.page_nbytes), dtype=torch.uint8)
     transfer.gather(pool, pool.unit_table(torch.tensor([5, 3]), 2), list(pages), None)
     assert torch.equal(pages, expected)
     transfer.scatter(pool, pool.unit_table(torch.tensor([7, 8]), 2), list(pages), None)
-    assert torch.equal(pages_of(pool, torch.tensor([7, 8])), expected)
+    assert torch.equal(blocks_at(pool, torch.tensor([7, 8])), expected)
     assert (device.launches, device.copies > 4) == (0, True)
 
 
@@ -92,7 +78,7 @@ def test_small_pages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert run_of(pool) is not None
     pages = torch.zeros((2, pool.layout.page_nbytes), dtype=torch.uint8)
     StagedTransfer(device, 4096).gather(pool, pool.unit_table(torch.tensor([5, 3]), 2), list(pages), None)
-    assert torch.equal(pages, pages_of(pool, torch.tensor([5, 3])))
+    assert torch.equal(pages, blocks_at(pool, torch.tensor([5, 3])))
     assert device.launches > 0
 
 
@@ -102,5 +88,5 @@ def test_layers_one_by_one_are_copied_too(seed: int) -> None:
     layers: list[int] = []
     table = pool.unit_table(torch.tensor([2, 9, 4]), 3)
     StagedTransfer(device, 4096).scatter(pool, table, list(pages), None, placed=lambda layer, _: layers.append(layer))
-    assert torch.equal(pages_of(pool, torch.tensor([2, 9, 4])), pages)
+    assert torch.equal(blocks_at(pool, torch.tensor([2, 9, 4])), pages)
     assert layers == [0, 1, 2]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_carriers import SOURCE, TARGET, WAIT_S, damage, hashes, pages_at
-from test_kernels_runs import packed_pool, pages_of
+from page_pools import PAGES, SOURCE, TARGET, WAIT_S, blocks_at, damage, hashes, packed_pool, pages_at
 
 from gpu_agent import Agent, AgentConfig, KVPool
 from gpu_agent.kernels import staged
@@ -23,18 +22,6 @@ from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, ClientConfig, Namespace
 from kvstore import checksum as checksums
 from kvstore.measure.node_process import NodeProcess
-
-PAGES = 6
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pages of a few KiB have several parts."""
-    monkeypatch.setattr(checksums, "LEAF_NBYTES", 512)
-    checksums.cuts.cache_clear()
-    yield
-    monkeypatch.undo()
-    checksums.cuts.cache_clear()
 
 
 class Damaging(SimulatedDevice):
@@ -63,7 +50,7 @@ def of(pages: torch.Tensor) -> list[bytes]:
 
 @pytest.mark.parametrize("as_runs", [True, False])
 @pytest.mark.parametrize("buffer_nbytes", [4096, 64 << 10])
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_leaves")
 def test_they_are_those_of_the_bytes(
     as_runs: bool, buffer_nbytes: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +59,7 @@ def test_they_are_those_of_the_bytes(
     pool, transfer = packed_pool(), StagedTransfer(SimulatedDevice(seed), buffer_nbytes)
     assert transfer.makes_leaves(pool)
     source, target = torch.randperm(24)[:22].split(11)
-    expected = pages_of(pool, source)
+    expected = blocks_at(pool, source)
     pages = torch.full_like(expected, 0x5A)
     out, in_ = list[bytes](), list[bytes]()
     transfer.gather(pool, pool.unit_table(source, 11), list(pages), None, summed=out.extend)
@@ -80,7 +67,7 @@ def test_they_are_those_of_the_bytes(
     assert out == of(expected)
     transfer.scatter(pool, pool.unit_table(target, 11), list(pages), None, summed=in_.extend)
     assert in_ == out
-    assert torch.equal(pages_of(pool, target), expected)
+    assert torch.equal(blocks_at(pool, target), expected)
 
 
 def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(token_pool: KVPool, seed: int) -> None:
@@ -119,21 +106,15 @@ def test_not_of_pages_that_are_no_words() -> None:
 
 
 @pytest.fixture
-def client(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
-        yield client
-
-
-@pytest.fixture
 def device(seed: int) -> Damaging:
     return Damaging(seed)
 
 
 @pytest.fixture
-def agent(client: Client, token_pool: KVPool, device: Damaging) -> Iterator[Agent]:
+def agent(shm_client: Client, token_pool: KVPool, device: Damaging) -> Iterator[Agent]:
     namespace = Namespace(model=f"leaves-test-{uuid.uuid4()}", layout=token_pool.layout)
     config = AgentConfig(workers=1, staging_nbytes=4096)
-    with Agent(client, namespace, token_pool, config, StagedTransfer(device, 4096)) as agent:
+    with Agent(shm_client, namespace, token_pool, config, StagedTransfer(device, 4096)) as agent:
         yield agent
         assert agent.check() == []
 
@@ -180,7 +161,7 @@ def test_a_bit_that_flips_on_the_way_to_the_node_is_found_by_every_reader(
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
-    agent: Agent, client: Client, device: Damaging, token_pool: KVPool, at: int
+    agent: Agent, shm_client: Client, device: Damaging, token_pool: KVPool, at: int
 ) -> None:
     """The node's copy is good and stays: the next load has it."""
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
@@ -189,7 +170,7 @@ def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
     assert loaded.pages < PAGES
     assert loaded.error is None
     assert torch.equal(pages_at(token_pool, TARGET)[: loaded.pages], pages_at(token_pool, SOURCE)[: loaded.pages])
-    assert client.lookup(agent.namespace, hashes()).prefix_pages == PAGES
+    assert shm_client.lookup(agent.namespace, hashes()).prefix_pages == PAGES
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
 
@@ -197,19 +178,19 @@ def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
 @pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
-    agent: Agent, client: Client, token_pool: KVPool, bad: int, by_layer: bool
+    agent: Agent, shm_client: Client, token_pool: KVPool, bad: int, by_layer: bool
 ) -> None:
     """Layer by layer, nothing is written before all is known to be intact."""
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     before = pages_at(token_pool, TARGET)
-    damage(client, agent.namespace, bad)
+    damage(shm_client, agent.namespace, bad)
     placed = (lambda *_: None) if by_layer else None
     assert agent.load(hashes(), TARGET, placed=placed).done.result(WAIT_S).pages == bad
     found = pages_at(token_pool, TARGET)
     assert torch.equal(found[:bad], pages_at(token_pool, SOURCE)[:bad])
     if by_layer:
         assert torch.equal(found[bad:], before[bad:])
-    assert client.lookup(agent.namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
+    assert shm_client.lookup(agent.namespace, hashes()).present == tuple(page != bad for page in range(PAGES))
 
 
 def test_parts_of_a_load_travel_side_by_side(agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,15 +211,15 @@ def test_parts_of_a_load_travel_side_by_side(agent: Agent, token_pool: KVPool, m
 
 @pytest.mark.parametrize("bad", range(PAGES))
 def test_a_load_ends_before_a_damaged_page_though_later_parts_are_on_their_way(
-    agent: Agent, client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, bad: int
+    agent: Agent, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", token_pool.layout.page_nbytes)
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
-    damage(client, agent.namespace, bad)
+    damage(shm_client, agent.namespace, bad)
     loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
     assert (loaded.pages, loaded.error) == (bad, None)
     assert torch.equal(pages_at(token_pool, TARGET)[:bad], pages_at(token_pool, SOURCE)[:bad])
-    (stat,) = client.stat(agent.namespace, hashes()[-1:])
+    (stat,) = shm_client.stat(agent.namespace, hashes()[-1:])
     assert stat.holds == 0  # nothing is read any more
 
 

@@ -1,11 +1,10 @@
 """The kernel in leaves.cu against the xxHash library, on fresh random bytes, into poisoned memory."""
 
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import torch
-from test_carriers import WAIT_S
+from page_pools import WAIT_S
 
 from gpu_agent import Agent, AgentConfig, KVPool
 from gpu_agent.kernels import staged
@@ -80,28 +79,22 @@ def test_a_flipped_bit_anywhere_is_another_leaf(transfer: "cuda.CudaTransfer") -
         assert changed == [int(place >= MIB)]
 
 
-@pytest.fixture
-def client(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
-        yield client
-
-
 @pytest.mark.parametrize("nbytes", [4096, 3 * MIB])
 @pytest.mark.parametrize("bad", [None, 0, 3])
 def test_an_agent_finds_a_page_that_was_damaged_in_the_node(
-    client: Client, shared_node: NodeProcess, transfer: "cuda.CudaTransfer", nbytes: int, bad: int | None
+    shm_client: Client, shared_node: NodeProcess, transfer: "cuda.CudaTransfer", nbytes: int, bad: int | None
 ) -> None:
     pool, hashes = pool_of(nbytes), prefix_hashes(list(range(4)), 1)
     namespace = Namespace(model=f"leaves-{uuid.uuid4()}", layout=pool.layout)
     expected = pool.planes[0].bits[:4].clone()
-    with Agent(client, namespace, pool, AgentConfig(workers=1), transfer) as agent:
+    with Agent(shm_client, namespace, pool, AgentConfig(workers=1), transfer) as agent:
         assert agent.save(hashes, torch.arange(4)).done.result(WAIT_S).stored == 4
         with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
             pages = torch.empty((4, nbytes), dtype=torch.uint8)
             assert other.get(namespace, hashes, list(pages)) == [True] * 4
         assert torch.equal(pages, expected.cpu())
         if bad is not None:
-            with client.open_get(namespace, hashes) as slots:
+            with shm_client.open_get(namespace, hashes) as slots:
                 slots.arena.memory[slots.offsets[bad] + nbytes - 3] ^= 1
         loaded = agent.load(hashes, torch.arange(4, 8)).done.result(WAIT_S)
         count = 4 if bad is None else bad

@@ -1,13 +1,12 @@
 """R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored anew."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvstore import ByteRange
-from kvstore import checksum as checksums
 from node.ram.page import Page
 from node.server import Node
 
@@ -101,16 +100,6 @@ def test_r05_a_prefix_ends_at_a_damaged_page(node: Node, connect: Any, chain: An
     assert chain.get(client, keys, prefix=True) == [True, False, False, False]
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A page has several parts, each with a leaf of its own."""
-    monkeypatch.setattr(checksums, "LEAF_NBYTES", 256)
-    checksums.cuts.cache_clear()
-    yield
-    monkeypatch.undo()
-    checksums.cuts.cache_clear()
-
-
 def ranged(client: Any, chain: Any, keys: list[bytes], offset: int) -> list[bool]:
     """Asks for some bytes of each page, and compares those of the hits."""
     buffers = [bytearray(100) for _ in keys]
@@ -120,7 +109,7 @@ def ranged(client: Any, chain: Any, keys: list[bytes], offset: int) -> list[bool
     return hits
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_leaves")
 def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, connect: Any, chain: Any, wire: str) -> None:
     client, keys = connect(node, wire), chain.keys(*range(4))
     chain.put(client, keys)
@@ -131,7 +120,7 @@ def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, connect
     assert client.lookup(chain.namespace, keys).present == (True, False, True, True)
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_leaves")
 def test_r05_leaves_of_another_page_are_noticed(node: Node, connect: Any, chain: Any, wire: str) -> None:
     client, keys = connect(node, wire), chain.keys(*range(4))
     chain.put(client, keys)
