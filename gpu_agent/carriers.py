@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,6 +27,7 @@ from kvstore.errors import Exhausted, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.log_rate import LogRate
 from kvstore.wires.arena_map import ArenaMap
+from kvstore.wires.mapped_slots import AcquiredSlots
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -73,18 +74,19 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True)
 class Fetched:
-    """A chunk on its way to the slots; `close` gives back what it holds, placed or not. `hashes`: of the pages in
-    the node's memory; begun, unless the GPU is going to make leaves of what arrives there."""
+    """A chunk on its way to the slots; `close` gives back what it holds, placed or not. `slots`: the node's, whose
+    leading hits the pages are. `hashes`: theirs, unless the GPU is going to make leaves of what arrives there."""
 
     chunk: Chunk
     held: contextlib.ExitStack
     pages: Sequence[torch.Tensor] = ()
+    slots: AcquiredSlots | None = None
     hashes: "_Hashes | None" = None
-    checksums: list[bytes] = field(default_factory=list)
 
     def intact(self, page: int, of_leaves: bytes) -> bool:
+        assert self.slots is not None
         seed = key_seed(self.chunk.namespace.digest, self.chunk.prefix_hashes[page])
-        return root(of_leaves, seed) == self.checksums[page]
+        return root(of_leaves, seed) == self.slots.checksums[page]
 
     def close(self) -> None:
         self.held.close()
@@ -159,10 +161,13 @@ class ArenaCarrier:
             slots = held.enter_context(opened)
             run = [*slots.hits, False].index(False)
             pages = self._mapped(slots.arena, slots.offsets[:run], chunk, LOAD_WAIT_S)
-            hashes = held.enter_context(_Hashes(self._hashers, slots.pages[:run]))
-            if not self._transfer.makes_leaves(chunk.pool):
-                hashes.begin(range(run))
-            return Fetched(chunk, held.pop_all(), pages, hashes, slots.checksums)
+            hashes = None if self._transfer.makes_leaves(chunk.pool) else self._hashed(held, slots, run)
+            return Fetched(chunk, held.pop_all(), pages, slots, hashes)
+
+    def _hashed(self, held: contextlib.ExitStack, slots: AcquiredSlots, run: int) -> "_Hashes":
+        hashes = held.enter_context(_Hashes(self._hashers, slots.pages[:run]))
+        hashes.begin(range(run))
+        return hashes
 
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         with fetched.held:
@@ -188,11 +193,9 @@ class ArenaCarrier:
     def _scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         """Pages in the slots, up to the first damaged one. Whole pages travel while later ones are still
         hashed; layer by layer, all must be known to be intact before the first layer is."""
-        chunk, pages, hashes = fetched.chunk, fetched.pages, fetched.hashes
-        assert hashes is not None
-        run = len(pages)
-        if not hashes.begun:
-            hashes.begin(range(run))
+        chunk, pages, run = fetched.chunk, fetched.pages, len(fetched.pages)
+        assert fetched.slots is not None
+        hashes = fetched.hashes or self._hashed(fetched.held, fetched.slots, run)
 
         def ready(some: range) -> None:
             for page in some:
@@ -252,10 +255,6 @@ class _Hashes:
         self._step = max(1, wanted * len(pages) * len(self._cuts) // nbytes) if nbytes else 1  # parts of a task
         # page -> for each of its parts the task that hashes it, and which of the task's it is
         self._found: dict[int, list[tuple[concurrent.futures.Future[list[bytes]], int]]] = {}
-
-    @property
-    def begun(self) -> bool:
-        return bool(self._found)
 
     def begin(self, pages: range) -> None:
         """These pages are complete in memory."""
