@@ -38,6 +38,7 @@ class Lane(Generic[Result]):
         self._executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=f"kvstore-{name}")
         self._lock = threading.Lock()
         self._active: dict[concurrent.futures.Future[Result], int] = {}  # future -> page bytes of its job
+        self._pending_nbytes = 0  # their sum: there may be thousands
         self._running = 0
         self._closed = False
         self._pid = os.getpid()
@@ -62,7 +63,7 @@ class Lane(Generic[Result]):
             return "the agent is closed"
         if os.getpid() != self._pid:  # where its threads are not
             return "the agent was made before a fork; make one in each process"
-        pending = sum(self._active.values())
+        pending = self._pending_nbytes
         if pending + nbytes > self._pending_nbytes_max:
             return f"{pending} bytes are pending and {nbytes} more exceed pending_nbytes_max={self._pending_nbytes_max}"
         return ""
@@ -77,10 +78,11 @@ class Lane(Generic[Result]):
         """Why it was not, if it was not: no thread can be had, or the interpreter ends. Python has put the job in the
         queue then, where `_run` finds that nobody waits for it."""
         self._active[done] = nbytes
+        self._pending_nbytes += nbytes
         try:
             self._executor.submit(self._run, done, work, failed)
         except RuntimeError as error:
-            del self._active[done]
+            self._pending_nbytes -= self._active.pop(done)
             return str(error)
         return ""
 
@@ -103,7 +105,7 @@ class Lane(Generic[Result]):
         with self._lock:
             self._buffers.put(buffer)
             self._running -= 1
-            del self._active[done]
+            self._pending_nbytes -= self._active.pop(done)
         done.set_result(result)
 
     def close(self, timeout_s: float) -> None:
@@ -120,13 +122,15 @@ class Lane(Generic[Result]):
     def pending_nbytes(self) -> int:
         """Page bytes of jobs that are accepted and not done."""
         with self._lock:
-            return sum(self._active.values())
+            return self._pending_nbytes
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
         with self._lock:
             found = []
-            free, pending = self._buffers.qsize(), sum(self._active.values())
+            free, pending = self._buffers.qsize(), self._pending_nbytes
+            if pending != sum(self._active.values()):
+                found.append(f"{self._name}: {pending} bytes pending, but {sum(self._active.values())} of known jobs")
             if free + self._running != self._workers:
                 found.append(
                     f"{self._name}: {free} free and {self._running} used buffers, expected {self._workers} in all"

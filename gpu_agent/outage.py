@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class Outage:
             return
         if error is not None and not isinstance(error, Unavailable | DeadlineExceeded | ProtocolError):
             self._refused(error)
+            if isinstance(error, Exhausted):  # of the node's or our own limits: no word about an outage
+                return
             error = None
         with self._lock:
             self._outages += error is not None and self._error is None

@@ -9,6 +9,7 @@ Pure: tables, hashes and answers in, numbers out.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -116,6 +117,18 @@ def unsaved_blocks(
                 yield (block + 1) * groups[number].block_tokens, number, block
 
     return heapq.merge(*(of(number, first) for number, first in enumerate(planned)))
+
+
+def unsaved_count(
+    tables: Sequence[Sequence[int]], present: Sequence[Sequence[bool]], planned: Sequence[int], full: Sequence[int]
+) -> int:
+    """How many `unsaved_blocks` finds, sooner: a prompt has thousands."""
+    found = 0
+    for number, (first, end) in enumerate(zip(planned, full, strict=True)):
+        there = present[number][first:end] if present else ()
+        found += max(0, end - first) - tables[number][first:end].count(NULL_BLOCK) - there.count(True)
+        found += sum(block == NULL_BLOCK for block in itertools.compress(tables[number][first:end], there))
+    return found
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:

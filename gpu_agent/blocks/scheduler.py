@@ -10,19 +10,30 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from gpu_agent.blocks.askers import Answer
-from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, Unsaved, loaded_blocks, longest_prefix, unsaved_blocks
+from gpu_agent.blocks.groups import (
+    NULL_BLOCK,
+    BlockGroup,
+    loaded_blocks,
+    longest_prefix,
+    unsaved_blocks,
+    unsaved_count,
+)
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.save_plan import Block, Part, SaveOrder, SavePlan
 from gpu_agent.blocks.stored import StoredBlocks
 from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
+from kvstore.breaker import CircuitBreaker
+from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.keys import Namespace
+from kvstore.log_rate import LogRate
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 
 # An engine that computes nothing else waits so long for an answer, once, which takes less than its next step.
 IDLE_WAIT_S = 0.005
@@ -30,6 +41,10 @@ ALONE_MAX = 16  # requests at hand: of so many, one is being computed
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
 STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
 SILENCE_S = 10.0  # after a line of the log, for the same reason
+# Where lookups are answered and loads are not, each request would wait for one. A load that fails sooner met a page
+# that is gone.
+HUNG_S = 1.0
+HUNG_PAUSE_S_MAX = 60.0
 
 
 class EngineRequest(Protocol):
@@ -98,7 +113,7 @@ class _Request:
     loading: int = 0  # ranks that have not ended its load
     polled: bool = False  # the engine asked for the answer at least once
     load_began_at: float = 0.0
-    slow: bool = False  # loading would take longer than computing
+    declined: bool | None = None  # whether its hit is none; None: not decided
     refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
     barred: bool = False  # its KV may not be stored
 
@@ -150,6 +165,8 @@ class BlockScheduler:
         self._sync = sync
         self._min_tokens = max(1, min_tokens)
         self._worth = worth
+        self._hangs = CircuitBreaker("loads", HUNG_PAUSE_S_MAX)
+        self._strangers = False  # in the newest step: requests that never asked
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadOrder] = []
         self._sync_loads: dict[int, set[str]] = {}  # step -> requests
@@ -191,7 +208,7 @@ class BlockScheduler:
         # An async load may claim the last token too: the engine computes it again.
         limit = request.num_tokens - self._sync
         end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens) if answer else local_tokens
-        if end - local_tokens < self._min_tokens or self._slow(state, local_tokens, end):
+        if end - local_tokens < self._min_tokens or self._declines(state, local_tokens, end):
             end = local_tokens
         state.present, state.offered = answer, (local_tokens, end)
         return end - local_tokens
@@ -231,10 +248,12 @@ class BlockScheduler:
         if self._sync and loads:
             self._sync_loads[self._step] = {load.request_id for load in loads}
         prompts, short = list[tuple[int, int]](), False
+        self._strangers = False
         scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
+                self._strangers = True
                 continue
             if self._recovering and request_id not in self._recovering:
                 state.barred = True  # it may read blocks that are being computed again
@@ -255,19 +274,27 @@ class BlockScheduler:
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
         self._stored.ended(report.ended, report.kept)
+        now = time.monotonic()
         for request_id in report.failed & self._requests.keys():
             state = self._requests[request_id]
+            if not state.refused:
+                self._failed(now - state.load_began_at)
             state.refused = True
             state.present = ()
             state.plan_anew()  # what is gone or damaged is saved again
-        now = time.monotonic()
         if self._worth:
             self._worth.ended(report.step, now)
+        loads: list[_Request] = []
         for request_id in report.finished.keys() & self._requests.keys():
             state = self._requests[request_id]
             loading, state.loading = state.loading, max(0, state.loading - report.finished[request_id])
-            if self._worth and loading and not state.loading and not state.refused:
-                self._worth.loaded(state.offered[1] - state.offered[0], now - state.load_began_at)
+            if loading and not state.loading and not state.refused:
+                loads.append(state)
+        if loads:
+            self._hangs.success()
+        if self._worth and loads:
+            tokens = sum(state.offered[1] - state.offered[0] for state in loads)
+            self._worth.loaded(len(loads), tokens, min(state.load_began_at for state in loads), now)
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
         for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
@@ -287,7 +314,9 @@ class BlockScheduler:
         self._lookups.drop(request.request_id)
         if state is None or state.loading:
             return
-        self._drop(sum(1 for _ in self._stage(state, request.num_computed_tokens, tables)))
+        full = self._full(state, request.num_computed_tokens, tables)
+        if self._stage(state, request.num_computed_tokens, tables):
+            self._drop(unsaved_count(tables, state.present, state.planned, full))
         if not state.barred:
             self._lookups.touch(self._question(request))
 
@@ -319,17 +348,37 @@ class BlockScheduler:
 
     # ---- in detail --------------------------------------------------------------------------
 
-    def _slow(self, state: _Request, start: int, end: int) -> bool:
-        """Whether computing these tokens would be faster than loading them; decided once for a request."""
-        if self._worth and not state.slow and not self._worth.takes(start, end, self._alone(state)):
-            state.slow = True
-            self._counts.hits_declined += 1
-        return state.slow
+    def _declines(self, state: _Request, start: int, end: int) -> bool:
+        """Whether computing these tokens would be faster than loading them, as far as is known, or loads hang; what is
+        declined stays so."""
+        if not state.declined:
+            slow = self._worth is not None and not self._worth.takes(start, end, self._alone(state))
+            state.declined = slow or (state.declined is None and not self._loads_end())
+            self._counts.hits_declined += state.declined
+        return state.declined
+
+    def _loads_end(self) -> bool:
+        """Whether the last load did not hang; now and then one request tries."""
+        try:
+            self._hangs.enter()
+        except Unavailable:
+            return False
+        return True
+
+    def _failed(self, seconds: float) -> None:
+        """A load brought less than ordered, after so long."""
+        if seconds >= HUNG_S:
+            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), seconds)
+            log.warning("a load was given up after %.1f s; while loads hang, hits are computed", seconds)
 
     def _alone(self, state: _Request) -> bool:
         """Whether the engine has no other request to compute."""
         requests = self._requests.values()
-        return len(requests) <= ALONE_MAX and all(other is state or other.loading for other in requests)
+        return (
+            not self._strangers
+            and len(requests) <= ALONE_MAX
+            and all(other is state or other.loading for other in requests)
+        )
 
     def _question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
         return [
@@ -340,16 +389,20 @@ class BlockScheduler:
     def _ask(self, request: EngineRequest) -> None:
         self._lookups.ask(request.request_id, self._question(request))
 
-    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> Iterator[Unsaved]:
-        """Returns those for which there was no room; they are tried again as long as the request lives. Looks at no
-        more than there is room for: with a store that is slow they wait in every step."""
-        if state.barred or state.loading:
-            return iter(())
-        request = state.request
-        tokens = min(computed_tokens, len(request.block_hashes) * self._hash_tokens)  # no drafts, no placeholders
-        full = [
+    def _full(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Of each group, the leading blocks whose tokens are computed and known: no drafts, no placeholders."""
+        tokens = min(computed_tokens, len(state.request.block_hashes) * self._hash_tokens)
+        return [
             min(tokens // group.block_tokens, len(table)) for group, table in zip(self._groups, tables, strict=True)
         ]
+
+    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether there was no room for some; they are tried again as long as the request lives. Looks at no
+        more than there is room for: with a store that is slow they wait in every step."""
+        if state.barred or state.loading:
+            return False
+        request = state.request
+        full = self._full(state, computed_tokens, tables)
         unsaved = unsaved_blocks(self._groups, tables, state.present, state.planned, full)
         found = list(itertools.islice(unsaved, self._plan.room))
         left = next(unsaved, None)
@@ -371,7 +424,7 @@ class BlockScheduler:
             if self._describe and not self._plan.knows(number, key):
                 self._stored.note(number, key, self._describe(request, number, i))
         self._plan.stage(request.request_id, blocks)
-        return unsaved if left is None else itertools.chain((left,), unsaved)
+        return left is not None
 
     def _due(self, planned: int, block_tokens: int, known_tokens: int) -> int:
         """With so many tokens computed there is more to save: a block of a prompt, some of an answer."""

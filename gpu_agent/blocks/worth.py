@@ -1,10 +1,14 @@
 """Whether a hit is worth its load: what computing costs the engine and what a load takes, learned while both happen.
 
     a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their prompts
-    a load     seconds from order to end = c + d x tokens
+    loads      seconds from order to end = c x loads + d x tokens
 
 Both are least squares in which what is old fades. A hit that would be slower than computing is none (R16): without this
 a small model on a fast GPU waits longer for its KV than for itself.
+
+That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about them. So a load
+that waited for another one counts from that one's end, one whose end was seen behind somebody's prompt does not
+count, and one that is much faster than expected outweighs what was learned before.
 """
 
 from dataclasses import dataclass
@@ -18,6 +22,10 @@ ALIKE = 0.02  # samples whose lengths differ by less than a seventh tell nothing
 FADES = 0.9  # of what is usual, at each new sample
 STEP_S_MAX = 0.1  # a step without a prompt that took longer was disturbed
 OUTLIER = 3.0  # times what was expected counts as that: another load of the machine, a compiler
+OUTLIER_S_MIN = 0.01  # less is no outlier: nothing was expected where the first samples were disturbed
+SURPRISE = 0.5  # of what was expected: so much less says that the world has changed, or was never such
+KEPT_SURPRISED = 0.25  # of what was learned, then
+PROBED_SOON = 2  # after a surprise one in so many is taken
 
 
 class Line:
@@ -28,22 +36,22 @@ class Line:
         self.samples = 0
         self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
 
-    def learn(self, u: float, v: float, y: float) -> None:
+    def learn(self, u: float, v: float, y: float, kept: float = KEPT) -> None:
         if self.samples >= SAMPLES_MIN:
-            y = min(y, OUTLIER * self.at(u, v)[1])
+            y = min(y, max(OUTLIER * self.at(u, v)[1], OUTLIER_S_MIN))
         self.samples += 1
-        self._uu = KEPT * self._uu + u * u
-        self._uv = KEPT * self._uv + u * v
-        self._vv = KEPT * self._vv + v * v
-        self._uy = KEPT * self._uy + u * y
-        self._vy = KEPT * self._vy + v * y
+        self._uu = kept * self._uu + u * u
+        self._uv = kept * self._uv + u * v
+        self._vv = kept * self._vv + v * v
+        self._uy = kept * self._uy + u * y
+        self._vy = kept * self._vy + v * y
 
     def at(self, u: float, v: float) -> tuple[float, float]:
         """The least and the greatest that y may be there."""
         by_u = u * self._uy / self._uu if self._uu else 0.0
         by_v = v * self._vy / self._vv if self._vv else 0.0
         determinant = self._uu * self._vv - self._uv**2
-        if determinant < ALIKE * self._uu * self._vv:
+        if determinant <= ALIKE * self._uu * self._vv:
             return min(by_u, by_v), max(by_u, by_v)
         p = (self._uy * self._vv - self._vy * self._uv) / determinant
         q = (self._vy * self._uu - self._uy * self._uv) / determinant
@@ -55,13 +63,14 @@ class Line:
 
 
 class Usual:
-    """What something takes lately."""
+    """What something takes lately. One that took long is soon forgotten."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def learn(self, seconds: float) -> None:
-        self.seconds = FADES * self.seconds + (1 - FADES) * seconds if self.seconds else seconds
+        fades = FADES if seconds > SURPRISE * self.seconds else SURPRISE
+        self.seconds = fades * self.seconds + (1 - fades) * seconds if self.seconds else seconds
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,10 @@ class Worth:
         self._answering, self._short = Usual(), Usual()  # steps without a prompt, and with a few tokens of one
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
+        self._prompts_at = 0.0  # when the newest step with a prompt in it ended
+        self._loaded_at = 0.0  # when the newest load did
         self._beside = 0  # tokens of prompts in the newest step
-        self._slow = 0  # hits that seemed slow
+        self._slow = 0  # hits that seemed slow since one of them was taken
 
     def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         """A step is scheduled: for each request with PROMPT_TOKENS_MIN tokens or more in it, how many are computed
@@ -100,6 +111,7 @@ class Worth:
             return
         seconds = now - max(since, ours.began_at)
         if ours.tokens:
+            self._prompts_at = now
             # A hit ends with a short step, which no graph may have been made for: it costs what most of a short
             # prompt does.
             fixed_s = self._short.seconds or self._answering.seconds
@@ -107,8 +119,16 @@ class Worth:
         else:
             (self._short if ours.short else self._answering).learn(min(seconds, STEP_S_MAX))
 
-    def loaded(self, tokens: int, seconds: float) -> None:
-        self._loading.learn(1.0, tokens, seconds)
+    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+        """So many ended, which is seen now; the first of them was ordered at `began_at`."""
+        since, self._loaded_at = max(began_at, self._loaded_at), now
+        if self._prompts_at > since:
+            return
+        expected_s, _ = self._loading.at(loads, tokens)
+        surprised = now - since < SURPRISE * expected_s
+        self._loading.learn(loads, tokens, now - since, KEPT_SURPRISED if surprised else KEPT)
+        if surprised:
+            self._slow = PROBED - PROBED_SOON
 
     def takes(self, start: int, end: int, alone: bool) -> bool:
         """Whether to load these tokens of a prompt. They would be computed `alone`, or beside prompts such as are in
@@ -121,5 +141,5 @@ class Worth:
         loaded_s, _ = self._loading.at(1.0, end - start)
         if loaded_s <= computed_s:  # in doubt it is taken, and something is learned
             return True
-        self._slow += 1
-        return self._slow % PROBED == 0
+        self._slow = (self._slow + 1) % PROBED
+        return self._slow == 0

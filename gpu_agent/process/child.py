@@ -10,9 +10,11 @@ memory. For the same reason one that is overdue (stopped, hung) is killed.
 
 import logging
 import os
+import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,11 +22,11 @@ from typing import Any, Protocol
 from gpu_agent.process import frames
 from gpu_agent.process.channel import EngineEnd
 from gpu_agent.process.frames import Kind
-from kvstore.errors import ConfigError, Exhausted, InvalidRequest, ProtocolError
+from kvstore.errors import ConfigError, Exhausted, ProtocolError
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "gpu_agent.process")
+COMMAND = (sys.executable or "", "-m", "gpu_agent.process")
 # What is under way ends by its deadline, but for a call to the node that is under way then.
 GRACE_S = 2.0
 START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
@@ -53,7 +55,7 @@ class Owner(Protocol):
 
 
 class Child:
-    """Not thread-safe. The system kills the process when the thread dies that called `start`."""
+    """Not thread-safe. One that was started by the main thread dies with the engine even while it is stopped."""
 
     def __init__(self, owner: Owner, command: Sequence[str] = COMMAND) -> None:
         self._owner = owner
@@ -78,8 +80,11 @@ class Child:
 
     def start(self) -> None:
         """Raises ConfigError, OSError, or InvalidRequest for a setup that is too long."""
+        if not self._command[0]:
+            raise ConfigError("this interpreter does not know its own file (sys.executable)")
         facts, inherited = self._owner.setup()
         facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
+        facts["outlived"] = threading.current_thread() is threading.main_thread()
         setup = frames.facts_frame(Kind.SETUP, facts)
         ours, theirs = socket.socketpair()
         try:
@@ -88,6 +93,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *inherited),
                 start_new_session=True,  # a Ctrl-C at the terminal is the engine's
+                env=_environment(),
             )
         except BaseException:
             ours.close()
@@ -185,8 +191,8 @@ class Child:
     def _restart(self) -> None:
         try:
             self.start()
-        except (ConfigError, InvalidRequest, OSError) as error:
-            log.warning("the process of the %s can not be started: %s", self._owner.name, error)
+        except Exception as error:  # noqa: BLE001 the edge to an engine's step, which any of them would end
+            log.warning("the process of the %s can not be started: %r", self._owner.name, error)
             self._died()
 
     def _end(self, why: str, level: int = logging.WARNING) -> None:
@@ -215,3 +221,10 @@ class Child:
     def _died(self) -> None:
         self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2**self._deaths)
         self._deaths += 1
+
+
+def _environment() -> dict[str, str]:
+    """Where modules are found as they are by the engine: not first of all in its working directory, unless this package
+    is there."""
+    here = pathlib.Path(__file__).resolve().parents[2]
+    return dict(os.environ) if here == pathlib.Path.cwd() else {**os.environ, "PYTHONSAFEPATH": "1"}

@@ -23,7 +23,7 @@ def asker_of(client: ClientConfig, on_gpu: bool, where: str) -> Asker:
     if where == "process" or (where == "auto" and on_gpu):
         try:
             asker = AskProcess(client)
-        except OSError as error:
+        except (ConfigError, OSError) as error:
             if where == "process":
                 raise
             log.warning("lookups run inside the engine's process and slow it, another can not be started: %s", error)

@@ -31,7 +31,6 @@ _ENDED, _BROKEN = 0, 1
 def main(descriptor: int) -> None:
     """Serves the engine at the other end of the socket `descriptor`. Does not return."""
     engine = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # for an engine that dies while we are stopped
     logging.basicConfig(format="%(levelname)s %(name)s [%(process)d]: %(message)s")
     code = _BROKEN
     try:
@@ -40,6 +39,8 @@ def main(descriptor: int) -> None:
         setup = frames.parse_facts(body)
         if kind is not Kind.SETUP or setup.get("engine") != engine or setup.get("task") not in _TASKS:
             raise ProtocolError("no setup by the process that started this one")
+        if setup.get("outlived"):  # by the thread that started us, until the engine ends
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # for one that dies while we are stopped
         sys.setswitchinterval(SWITCH_S)
         logging.getLogger().setLevel(setup.get("log_level", logging.WARNING))
         file, name = _TASKS[setup["task"]]

@@ -1,16 +1,19 @@
 """The scheduler's side and the ranks' side of the store together, without an engine."""
 
+import random
 import time
 from typing import Any
 
 import pytest
 import torch
-from block_store import TOKENS, FakeRequest
+from block_store import BLOCK, TOKENS, FakeRequest
 
 from gpu_agent.blocks import scheduler
-from gpu_agent.blocks.scheduler import Report
+from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, unsaved_blocks, unsaved_count
+from gpu_agent.blocks.scheduler import HUNG_PAUSE_S_MAX, Report
 from gpu_agent.blocks.worth import Worth
 from gpu_agent.layouts.vllm import table_pool
+from kvstore.breaker import CircuitBreaker
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
 
@@ -178,8 +181,8 @@ class Told(Worth):
     def begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         self.prompts += parts
 
-    def loaded(self, tokens: int, seconds: float) -> None:
-        self.loads.append((tokens, seconds > 0))
+    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+        self.loads.append((loads, tokens, began_at < now))
 
     def takes(self, start: int, end: int, alone: bool) -> bool:
         self.asked += 1
@@ -198,7 +201,7 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     assert store.matched(hit) == 64
     store.scheduler.allocated(hit, [[11, 12, 13, 14, 15]], 64)
     store.loaded()
-    assert worth.loads == [(64, True)]
+    assert worth.loads == [(1, 64, True)]
 
     worth.verdict, worth.asked = False, 0
     slow = FakeRequest("t", TOKENS)
@@ -210,6 +213,67 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     assert store.pins == []
     counts = store.scheduler.take_counts()
     assert (counts.hits, counts.hits_declined, counts.hit_tokens) == (1, 1, 64)
+
+
+def hangs(store: Any, name: str) -> list[int]:
+    """What a hit is offered, again and again; a load that is ordered ends unfinished."""
+    request = FakeRequest(name, TOKENS)
+    store.scheduler.ask(request)
+    offered = [store.matched(request) for _ in range(2)]
+    if offered[0]:
+        store.scheduler.allocated(request, [[11, 12, 13, 14, 15]], 64)
+        step = store.scheduler.step({}, dict).step
+        request.num_computed_tokens = 0
+        store.scheduler.ran(Report(step, finished={name: 1}, failed={name}))
+    store.scheduler.finished(request, [[]])
+    return offered
+
+
+def test_where_loads_hang_few_requests_wait_for_one(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that lets lookups pass and no page: each request with a hit waited until its load's deadline."""
+    now = [1000.0]
+    store = stores()
+    store.scheduler._hangs = CircuitBreaker("loads", HUNG_PAUSE_S_MAX, lambda: now[0])
+    store.save(FakeRequest("first", TOKENS), [1, 2, 3, 4, 5])
+    assert [hangs(store, f"gone {i}") for i in range(3)] == [[64, 64]] * 3  # a page that is gone is soon told
+    monkeypatch.setattr("gpu_agent.blocks.scheduler.HUNG_S", 0.0)
+    assert hangs(store, "hangs") == [64, 64]
+    for pause_s in (0.1, 0.2, 0.4):
+        assert [hangs(store, f"waits {pause_s} {i}") for i in range(3)] == [[0, 0]] * 3
+        now[0] += pause_s + 0.01
+        assert hangs(store, f"tries {pause_s}") == [64, 64]
+    assert store.scheduler.take_counts().hits_declined == 9
+    now[0] += HUNG_PAUSE_S_MAX
+    well = FakeRequest("well", TOKENS)
+    store.scheduler.ask(well)
+    assert store.matched(well) == 64
+    store.scheduler.allocated(well, [[11, 12, 13, 14, 15]], 64)
+    assert store.loaded().failed == set()
+    assert hangs(store, "again") == [64, 64]
+
+
+def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: Any) -> None:
+    """Requests that stay out of the store are decoded all the same."""
+    store = stores()
+    store.scheduler.step({"a stranger": 1}, dict)
+    request = FakeRequest("r", TOKENS)
+    store.scheduler.ask(request)
+    assert not store.scheduler._alone(store.scheduler._requests["r"])
+    store.scheduler.step({}, dict)
+    assert store.scheduler._alone(store.scheduler._requests["r"])
+
+
+def test_blocks_that_go_with_their_request_are_counted_without_a_look_at_each() -> None:
+    draw = random.Random(7)
+    groups = [BlockGroup(BLOCK), BlockGroup(2 * BLOCK)]
+    for _ in range(200):
+        tables = [[draw.choice([NULL_BLOCK, 5, 6]) for _ in range(draw.randrange(20))] for _ in groups]
+        present = [tuple(draw.random() < 0.5 for _ in range(draw.randrange(20))) for _ in groups]
+        full = [draw.randrange(len(table) + 1) for table in tables]
+        planned = [draw.randrange(20) for _ in groups]
+        for there in (present, ()):
+            expected = sum(1 for _ in unsaved_blocks(groups, tables, there, planned, full))
+            assert unsaved_count(tables, there, planned, full) == expected
 
 
 def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from gpu_agent.outage import OUTAGES_S, Outage
-from kvstore import DeadlineExceeded, InvalidRequest, Unavailable
+from kvstore import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
 
 
 def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,6 +40,15 @@ def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(caplog: pytes
         "the store failed, the engine recomputes until it is back (49 more since the last such line): still down",
         "the store answers again",
     ]
+
+
+def test_a_lack_of_room_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Our own threads may be busy with waiting for the node: "the store answers again" was said of one that hung."""
+    outage = Outage()
+    for error in (Unavailable("down"), Exhausted("too many lookups"), DeadlineExceeded("late")):
+        outage.report(error)
+        assert outage.error is not None
+    assert "answers again" not in caplog.text
 
 
 def test_a_refusal_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """The agents' process is killed, stopped, or talks nonsense; the engine's dies. The engine's calls return at
 once, its orders end, nothing touches its blocks afterwards, and nothing is left behind."""
 
+import concurrent.futures
 import os
 import pathlib
 import secrets
@@ -21,8 +22,9 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.process import channel
 from gpu_agent.process import child as child_module
 from gpu_agent.process import home as home_module
+from gpu_agent.process.asking import AskProcess
 from gpu_agent.process.home import AgentProcess
-from kvstore import Client, ClientConfig, Namespace
+from kvstore import Client, ClientConfig, ConfigError, Namespace
 from kvstore.keys import prefix_hashes
 from kvstore.measure.node_process import NodeProcess
 
@@ -263,6 +265,59 @@ def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Any
         until(lambda death=death: home._child._deaths == death, home)
         pauses.append(home._child._restart_at - time.monotonic())
     assert pauses[0] < pauses[1] < pauses[2] < 1.0
+
+
+@pytest.mark.parametrize("error", [MemoryError("fork"), RuntimeError("can't fork at interpreter shutdown")])
+def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
+    homes: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(child_module.subprocess, "Popen", failing)
+    until(lambda: home._child._deaths == 3, home)
+
+
+def test_an_interpreter_without_a_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"sys\.executable"):
+        AskProcess(ClientConfig(), ["", "-m", "gpu_agent.process"])
+
+
+def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeProcess) -> None:
+    """An engine in a program that has a thread for each call: the next lookup was answered half a minute later."""
+    made = []
+
+    def start() -> None:
+        made.append(AskProcess(ClientConfig(address=shared_node.address)))
+        assert made[0].await_ready(WAIT_S)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(start).result()
+    (asker,) = made
+    try:
+        for _ in range(3):
+            done = asker.look_up([([place().namespace], keys(2))], WAIT_S)
+            until(lambda done=done: asker.poll() or done.done())
+            assert done.result() == ((False, False),)
+            time.sleep(0.1)
+    finally:
+        asker.close()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older ones always look there first")
+def test_files_where_the_engine_works_are_not_its_modules(
+    shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise ImportError('of the user')")
+    monkeypatch.chdir(tmp_path)
+    asker = AskProcess(ClientConfig(address=shared_node.address))
+    try:
+        until(lambda: asker._child.ready or asker.poll() or asker._child._deaths)
+        assert asker._child.ready
+    finally:
+        asker.close()
 
 
 ENGINE = """
