@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gpu_agent.blocks.homes import BlockAgent, Home
+from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
 from gpu_agent.blocks.save_plan import Part, SaveOrder
-from gpu_agent.blocks.scheduler import LoadOrder, Report, StepOrders
 from gpu_agent.jobs import LoadJob, SaveJob
 from kvstore.errors import InvalidRequest
 

@@ -11,8 +11,8 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import (
@@ -23,17 +23,15 @@ from gpu_agent.blocks.groups import (
     unsaved_blocks,
     unsaved_count,
 )
+from gpu_agent.blocks.hits import Hits
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.save_plan import Block, Part, SaveOrder, SavePlan
+from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
+from gpu_agent.blocks.save_plan import Block, Part, SavePlan
 from gpu_agent.blocks.stored import StoredBlocks
 from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
-from kvstore.breaker import CircuitBreaker
-from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.keys import Namespace
-from kvstore.log_rate import LogRate
 
 log = logging.getLogger(__name__)
-log.addFilter(LogRate())
 
 # An engine that computes nothing else waits so long for an answer, once, which takes less than its next step.
 IDLE_WAIT_S = 0.005
@@ -41,10 +39,6 @@ ALONE_MAX = 16  # requests at hand: of so many, one is being computed
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
 STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
 SILENCE_S = 10.0  # after a line of the log, for the same reason
-# Where lookups are answered and loads are not, each request would wait for one. A load that fails sooner met a page
-# that is gone.
-HUNG_S = 1.0
-HUNG_PAUSE_S_MAX = 60.0
 
 
 class EngineRequest(Protocol):
@@ -54,49 +48,6 @@ class EngineRequest(Protocol):
     block_hashes: list[bytes]  # of all full blocks of known tokens; grows
     num_tokens: int
     num_computed_tokens: int
-
-
-class LoadOrder(NamedTuple):
-    """For every rank: fetch these blocks, and report the request in any case."""
-
-    request_id: str
-    parts: list[Part]
-    sync: bool
-
-
-class StepOrders(NamedTuple):
-    """What the ranks do beside one step of the engine."""
-
-    step: int
-    epoch: int | None
-    loads: list[LoadOrder]
-    saves: list[SaveOrder]
-
-
-@dataclass
-class Report:
-    """What one rank, or several together, did beside a step."""
-
-    step: int
-    acknowledged: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have read its blocks
-    ended: dict[int, int] = field(default_factory=dict)  # save job -> ranks that are done with it
-    kept: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have all its pages in the store
-    finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
-    failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
-
-    def add(self, other: "Report") -> "Report":
-        _count(self.acknowledged, other.acknowledged)
-        _count(self.ended, other.ended)
-        _count(self.kept, other.kept)
-        _count(self.finished, other.finished)
-        self.failed |= other.failed
-        self.step = min(self.step, other.step)
-        return self
-
-
-def _count(counts: dict[Any, int], more: dict[Any, int]) -> None:
-    for name, count in more.items():
-        counts[name] = counts.get(name, 0) + count
 
 
 @dataclass
@@ -165,7 +116,7 @@ class BlockScheduler:
         self._sync = sync
         self._min_tokens = max(1, min_tokens)
         self._worth = worth
-        self._hangs = CircuitBreaker("loads", HUNG_PAUSE_S_MAX)
+        self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadOrder] = []
@@ -278,7 +229,7 @@ class BlockScheduler:
         for request_id in report.failed & self._requests.keys():
             state = self._requests[request_id]
             if not state.refused:
-                self._failed(now - state.load_began_at)
+                self._hits.failed(now - state.load_began_at)
             state.refused = True
             state.present = ()
             state.plan_anew()  # what is gone or damaged is saved again
@@ -291,10 +242,8 @@ class BlockScheduler:
             if loading and not state.loading and not state.refused:
                 loads.append(state)
         if loads:
-            self._hangs.success()
-        if self._worth and loads:
             tokens = sum(state.offered[1] - state.offered[0] for state in loads)
-            self._worth.loaded(len(loads), tokens, min(state.load_began_at for state in loads), now)
+            self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), now)
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
         for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
@@ -352,24 +301,9 @@ class BlockScheduler:
         """Whether computing these tokens would be faster than loading them, as far as is known, or loads hang; what is
         declined stays so."""
         if not state.declined:
-            slow = self._worth is not None and not self._worth.takes(start, end, self._alone(state))
-            state.declined = slow or (state.declined is None and not self._loads_end())
+            state.declined = not self._hits.takes(start, end, self._alone(state), first=state.declined is None)
             self._counts.hits_declined += state.declined
         return state.declined
-
-    def _loads_end(self) -> bool:
-        """Whether the last load did not hang; now and then one request tries."""
-        try:
-            self._hangs.enter()
-        except Unavailable:
-            return False
-        return True
-
-    def _failed(self, seconds: float) -> None:
-        """A load brought less than ordered, after so long."""
-        if seconds >= HUNG_S:
-            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), seconds)
-            log.warning("a load was given up after %.1f s; while loads hang, hits are computed", seconds)
 
     def _alone(self, state: _Request) -> bool:
         """Whether the engine has no other request to compute."""

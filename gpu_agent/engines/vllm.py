@@ -33,9 +33,10 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed, maybe_convert_block_
 
 from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.blocks.orders import Report, StepOrders
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePlan
-from gpu_agent.blocks.scheduler import BlockScheduler, Report, StepOrders
+from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.blocks.worth import Worth
 from gpu_agent.engines.vllm_identity import (
     block_groups,

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_agent.blocks.askers import Answer, Question
 from gpu_agent.process import frames
-from gpu_agent.process.child import COMMAND, GRACE_S, Child
+from gpu_agent.process.child import GRACE_S, Child
 from gpu_agent.process.frames import Kind
 from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable, from_status
@@ -28,7 +28,7 @@ class AskProcess:
 
     name = "lookups"
 
-    def __init__(self, client: ClientConfig, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, client: ClientConfig, command: Sequence[str] = ()) -> None:
         self._client = client
         self._namespaces: list[Namespace] = []
         self._numbers: dict[bytes, int] = {}  # by their digests

@@ -26,7 +26,6 @@ from kvstore.errors import ConfigError, Exhausted, ProtocolError
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable or "", "-m", "gpu_agent.process")
 # What is under way ends by its deadline, but for a call to the node that is under way then.
 GRACE_S = 2.0
 START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
@@ -57,7 +56,7 @@ class Owner(Protocol):
 class Child:
     """Not thread-safe. One that was started by the main thread dies with the engine even while it is stopped."""
 
-    def __init__(self, owner: Owner, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, owner: Owner, command: Sequence[str] = ()) -> None:
         self._owner = owner
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,8 +79,7 @@ class Child:
 
     def start(self) -> None:
         """Raises ConfigError, OSError, or InvalidRequest for a setup that is too long."""
-        if not self._command[0]:
-            raise ConfigError("this interpreter does not know its own file (sys.executable)")
+        command = self._command or _command()
         facts, inherited = self._owner.setup()
         facts |= {"engine": os.getpid(), "log_level": logging.getLogger("gpu_agent").getEffectiveLevel()}
         facts["outlived"] = threading.current_thread() is threading.main_thread()
@@ -89,11 +87,10 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [*self._command, str(theirs.fileno())],
+                [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *inherited),
                 start_new_session=True,  # a Ctrl-C at the terminal is the engine's
-                env=_environment(),
             )
         except BaseException:
             ours.close()
@@ -223,8 +220,10 @@ class Child:
         self._deaths += 1
 
 
-def _environment() -> dict[str, str]:
-    """Where modules are found as they are by the engine: not first of all in its working directory, unless this package
-    is there."""
+def _command() -> list[str]:
+    """Modules are found as the engine finds them: not first of all where it works, unless this package is there."""
+    if not sys.executable:
+        raise ConfigError("this interpreter does not know its own file (sys.executable)")
     here = pathlib.Path(__file__).resolve().parents[2]
-    return dict(os.environ) if here == pathlib.Path.cwd() else {**os.environ, "PYTHONSAFEPATH": "1"}
+    safe = ["-P"] if sys.version_info >= (3, 11) and here != pathlib.Path.cwd() else []
+    return [sys.executable, *safe, "-m", "gpu_agent.process"]

@@ -16,7 +16,7 @@ from gpu_agent.blocks.homes import BlockAgent, Place, check_blocks, config_at
 from gpu_agent.config import AgentConfig
 from gpu_agent.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.process import frames
-from gpu_agent.process.child import COMMAND, GRACE_S, Child
+from gpu_agent.process.child import GRACE_S, Child
 from gpu_agent.process.frames import Kind
 from gpu_agent.process.marks import Marks
 from gpu_agent.process.memory import described_pools
@@ -41,7 +41,7 @@ class AgentProcess:
         places: Sequence[Place | None],
         client: ClientConfig,
         config: AgentConfig,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] = (),
     ) -> None:
         self._places = places
         self._client = client

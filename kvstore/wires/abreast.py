@@ -6,7 +6,7 @@ On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the nod
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from kvstore.errors import KVStoreError
@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 LANE_NBYTES_MIN = 16 << 20  # of page bytes: less is over before another thread has begun
 LANES_MAX = 4
+THREADS_MAX = 8  # of one wire: beside them its callers work for themselves
 CORES_EACH = 3  # of this machine's: one here, one at the node if it is the same, one for the engine
 
 
@@ -31,38 +32,62 @@ def shares(count: int, lanes: int) -> list[slice]:
 
 
 class Abreast:
-    """Threads of a wire, made when they are needed."""
+    """Threads of a wire, made when they are needed. A call waits for none: behind other calls it would miss its
+    deadline."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._busy = 0
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
-        """What each returned or raised, when all have ended: nobody touches a caller's buffer any more. The calling
-        thread makes one of them, and all of them where no threads can be had."""
+        """What each returned or raised, when all have ended: nobody touches a caller's buffer any more, also when this
+        is interrupted. The calling thread makes one of them, and those for which there is no thread."""
         others: dict[int, concurrent.futures.Future[T | KVStoreError]] = {}
         try:
             for number, call in enumerate(calls[1:], 1):
-                try:
-                    others[number] = self._pool().submit(_caught, call)
-                except RuntimeError:  # no thread to be had; or the wire is closed, as the call is going to say
+                begun = self._begun(call)
+                if begun is None:
                     break
+                others[number] = begun
             own = {number: _caught(call) for number, call in enumerate(calls) if number not in others}
         finally:
-            concurrent.futures.wait(others.values())
+            _wait_for(others.values())
         return [own[number] if number in own else others[number].result() for number in range(len(calls))]
 
-    def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
+    def _begun(self, call: Callable[[], T]) -> "concurrent.futures.Future[T | KVStoreError] | None":
+        """None: there is no thread."""
         with self._lock:
+            if self._busy == THREADS_MAX:
+                return None
             if self._threads is None:
-                self._threads = concurrent.futures.ThreadPoolExecutor(2 * LANES_MAX, "kvstore-bulk")
-            return self._threads
+                self._threads = concurrent.futures.ThreadPoolExecutor(THREADS_MAX, "kvstore-bulk")
+            try:
+                begun = self._threads.submit(_caught, call)
+            except RuntimeError:  # none can be started; or the wire is closed, as the call is going to say
+                return None
+            self._busy += 1
+        begun.add_done_callback(self._ended)
+        return begun
+
+    def _ended(self, _: object) -> None:
+        with self._lock:
+            self._busy -= 1
 
     def close(self) -> None:
         """Calls that run end by their deadlines."""
         with self._lock:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
+
+
+def _wait_for(calls: Collection["concurrent.futures.Future[T]"]) -> None:
+    """An interrupt is raised when they have ended, by their deadlines at the latest."""
+    try:
+        concurrent.futures.wait(calls)
+    except BaseException:
+        _wait_for(calls)
+        raise
 
 
 def _caught(call: Callable[[], T]) -> T | KVStoreError:

@@ -1,6 +1,7 @@
 """The bulk TCP wire, client side: protobuf headers, then raw page bytes straight between the
 caller's buffers and the socket."""
 
+import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,8 +26,12 @@ class BulkWire:
 
     name = "bulk"
 
-    def __init__(self, host: str, port: int, config: ClientConfig, found: Sequence[str] = ()) -> None:
-        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address."""
+    def __init__(
+        self, host: str, port: int, config: ClientConfig, found: Sequence[str] = (), instance_id: bytes = b""
+    ) -> None:
+        """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. All
+        connections are to one run of the node, `instance_id` where that is known."""
+        self._instance_id = instance_id
         self._found = found or (host,)
         self._port = port
         self._config = config
@@ -39,11 +44,10 @@ class BulkWire:
             pass
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
-        with self._pool.connection(deadline) as connection:
-            return exchange(connection, op, request)[0]
+        return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
-        found = self._shared(request, pages, lambda one, part: self._put(one, pages[part], deadline))
+        found = self._shared(request, pages, lambda one, part: self._put(one, pages[part], deadline), deadline)
         failed = [error for _, error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
         if worse or len(failed) == len(found) or (failed and request.durable):
@@ -54,7 +58,7 @@ class BulkWire:
         return verdicts
 
     def _put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
-        with self._pool.connection(deadline) as connection:
+        def talk(connection: FrameSocket) -> list[int]:
             verdicts = list(exchange(connection, "put", request)[0].verdicts)
             if len(verdicts) != len(pages):
                 raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
@@ -68,10 +72,14 @@ class BulkWire:
             exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
             return verdicts
 
+        return self._pool.talk(deadline, talk)
+
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
-        found = self._shared(request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline))
+        found = self._shared(
+            request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline), deadline
+        )
         hits, corrupt = list[bool](), list[int]()
         for part, said in found:
             if isinstance(said, KVStoreError):
@@ -81,20 +89,29 @@ class BulkWire:
         return hits, corrupt
 
     def _shared(
-        self, request: Request, views: Sequence[memoryview], call: Callable[[Request, slice], Result]
+        self,
+        request: Request,
+        views: Sequence[memoryview],
+        call: Callable[[Request, slice], Result],
+        deadline: Deadline,
     ) -> list[tuple[slice, Result | KVStoreError]]:
-        """What `call` returned or raised for each share of the request's keys, over a connection each."""
+        """What `call` returned or raised for each share of the request's keys, over a connection each. The share that
+        ended last is the newest then, so the chain is touched as a whole: its end must go before its head."""
         self._pool.check_process()
         parts = shares(len(views), lane_count(len(views), len(views[0]) if views else 0))
         if len(parts) == 1:
             return [(parts[0], call(request, parts[0]))]
         said = self._abreast.run([partial(call, _share(request, part), part) for part in parts])
+        if not any(isinstance(one, KVStoreError) for one in said):
+            touch = pb.LookupRequest(namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True)
+            with contextlib.suppress(KVStoreError):  # the pages are there all the same
+                self.call("lookup", touch, deadline)
         return list(zip(parts, said, strict=True))
 
     def _get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
-        with self._pool.connection(deadline) as connection:
+        def talk(connection: FrameSocket) -> tuple[list[bool], list[int]]:
             reply, payload_nbytes = exchange(connection, "get", request)
             hits = list(reply.hits)
             found = [i for i, hit in enumerate(hits) if hit]
@@ -111,11 +128,15 @@ class BulkWire:
                     corrupt.append(i)
             return hits, corrupt
 
+        return self._pool.talk(deadline, talk)
+
     def _connect(self, deadline: Deadline) -> FrameSocket:
         limit = deadline.sooner(self._config.connect_timeout_s)
         connection = FrameSocket(self._connected(limit))
         with greeting(connection, self._pool.where, limit):
-            exchange(connection, "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION))
+            hello, _ = exchange(connection, "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION))
+            if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
+                raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
         return connection
 
     def _connected(self, limit: Deadline) -> socket.socket:

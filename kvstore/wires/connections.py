@@ -29,6 +29,9 @@ from kvstore.wires.frames import FrameSocket
 Socket = TypeVar("Socket", bound=FrameSocket)
 
 
+Result = TypeVar("Result")
+
+
 class Refused(Exception):
     """The node answered with an error; the stream is in step."""
 
@@ -64,6 +67,19 @@ class ConnectionPool(Generic[Socket]):
         finally:
             lease.end()
 
+    def talk(self, deadline: Deadline, exchanges: Callable[[Socket], Result]) -> Result:
+        """`exchanges` over a connection; over another where the node had let that one go before it heard a word."""
+        while True:
+            lease = self.lease(deadline)
+            try:
+                with lease.talking() as connection:
+                    return exchanges(connection)
+            except Unavailable:
+                if lease.fresh or connection.heard:
+                    raise
+            finally:
+                lease.end()
+
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """A connection until `Lease.end`; armed with the deadline."""
         self.check_process()
@@ -73,8 +89,8 @@ class ConnectionPool(Generic[Socket]):
             )
         connection = None
         try:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
+            connection = self._waiting()
+            fresh = connection is None
             if connection is None:
                 with self.named_errors(deadline):
                     connection = self._connect(deadline)
@@ -84,7 +100,20 @@ class ConnectionPool(Generic[Socket]):
                 connection.close()
             self._turns.release()
             raise
-        return Lease(self, connection, deadline)
+        connection.heard = False
+        return Lease(self, connection, deadline, fresh)
+
+    def _waiting(self) -> Socket | None:
+        """An idle connection that the node has not ended meanwhile: it lets the longest idle go when it is full, which
+        is no failure of a call."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.quiet:
+                return connection
+            connection.close()
 
     def check_process(self) -> None:
         """Raises InvalidRequest after a fork: two processes on one stream would read each other's answers."""
@@ -123,10 +152,11 @@ class ConnectionPool(Generic[Socket]):
 
 
 class Lease(Generic[Socket]):
-    """One connection in the hands of one thread."""
+    """One connection in the hands of one thread; `fresh`: made for it."""
 
-    def __init__(self, pool: ConnectionPool[Socket], connection: Socket, deadline: Deadline) -> None:
+    def __init__(self, pool: ConnectionPool[Socket], connection: Socket, deadline: Deadline, fresh: bool) -> None:
         self._pool = pool
+        self.fresh = fresh
         self.connection = connection
         self._deadline = deadline
         self.in_step = True

@@ -65,6 +65,7 @@ class FrameSocket:
         self._deadline = 0.0
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
         self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
+        self.heard = False  # whether anything came since somebody reset this
         self.torn = False  # the peer got the beginning of something only: what is sent next would be taken for its end
         # Called with the length of a header before it is received; may raise to refuse it.
         self.admit: Callable[[int], None] = lambda header_nbytes: None
@@ -130,6 +131,7 @@ class FrameSocket:
             return False
         if got == 0:
             raise ConnectionResetError("the peer closed the connection")
+        self.heard = True
         self._early = self._ahead[:got]
         return True
 
@@ -168,6 +170,17 @@ class FrameSocket:
         if left_s <= 0:
             raise TimeoutError(f"the deadline passed while trying to {doing}")
         self._set_timeouts(left_s)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the peer has said nothing more, and not hung up."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return not self._early.nbytes
+        except OSError:
+            pass
+        return False
 
     def shutdown(self) -> None:
         """Wakes a thread that is blocked in this socket; it gets ConnectionError."""

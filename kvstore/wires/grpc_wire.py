@@ -1,5 +1,6 @@
 """The gRPC wire, client side: works through proxies and from any language; pages cross in chunks."""
 
+import contextlib
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,13 +74,13 @@ class GrpcWire:
                 yield pb.PutFrame(commit=pb.CommitRequest(leaves=[leaves(pages[i]) for i in chosen]))
 
         try:
-            replies = self._stub.Put(frames(), timeout=deadline.remaining())
-            verdicts = list(next(replies).begin.verdicts)
-            if len(verdicts) != len(pages):
-                raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
-            begun.put([i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE])
-            for _ in replies:
-                pass  # the commit's reply; an error would be raised here
+            with _whole(self._stub.Put(frames(), timeout=deadline.remaining())) as replies:
+                verdicts = list(next(replies).begin.verdicts)
+                if len(verdicts) != len(pages):
+                    raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+                begun.put([i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE])
+                for _ in replies:
+                    pass  # the commit's reply; an error would be raised here
             return verdicts
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
@@ -92,15 +93,15 @@ class GrpcWire:
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
         try:
-            frames = self._stub.Get(request, timeout=deadline.remaining())
-            begin = next(frames).begin
-            hits = list(begin.hits)
-            found = [i for i, hit in enumerate(hits) if hit]
-            if len(hits) != len(buffers) or len(begin.checksums) != len(found):
-                raise ProtocolError("the reply to a get does not fit its request")
-            fill([buffers[i] for i in found], (frame.chunk.data for frame in frames))
-            if next(frames, None) is not None:
-                raise ProtocolError("the node sent more page bytes than it announced")
+            with _whole(self._stub.Get(request, timeout=deadline.remaining())) as frames:
+                begin = next(frames).begin
+                hits = list(begin.hits)
+                found = [i for i, hit in enumerate(hits) if hit]
+                if len(hits) != len(buffers) or len(begin.checksums) != len(found):
+                    raise ProtocolError("the reply to a get does not fit its request")
+                fill([buffers[i] for i in found], (frame.chunk.data for frame in frames))
+                if next(frames, None) is not None:
+                    raise ProtocolError("the node sent more page bytes than it announced")
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
         except (StopIteration, InvalidRequest) as error:
@@ -114,6 +115,17 @@ class GrpcWire:
 
     def close(self) -> None:
         self._channel.close()
+
+
+@contextlib.contextmanager
+def _whole(replies: Any) -> Iterator[Any]:
+    """Around hearing all that a stream answers. Whatever ends that early, an interrupt too, ends the stream: its other
+    half is another thread's, which would read pages that are the caller's again."""
+    try:
+        yield replies
+    except BaseException:
+        replies.cancel()
+        raise
 
 
 def _translated(error: grpc.RpcError | ValueError) -> Exception:

@@ -126,7 +126,8 @@ class Negotiation:
     def _bulk(self, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> Wire:
         if not hello.bulk_port:
             raise Unavailable(f"{self._address} serves no bulk wire")
-        return _tried(BulkWire(self._host, hello.bulk_port, self._config, found), deadline)
+        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id)
+        return _tried(wire, deadline)
 
 
 def _tried(wire: Tried, deadline: Deadline) -> Tried:

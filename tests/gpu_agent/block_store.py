@@ -13,9 +13,10 @@ from gpu_agent.blocks.askers import ThreadAsker
 from gpu_agent.blocks.groups import BlockGroup
 from gpu_agent.blocks.homes import InProcess, Place
 from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.blocks.orders import StepOrders
 from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.blocks.save_plan import SavePlan
-from gpu_agent.blocks.scheduler import BlockScheduler, StepOrders
+from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, Namespace
 from kvstore.keys import prefix_hashes

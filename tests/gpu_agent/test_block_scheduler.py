@@ -10,10 +10,9 @@ from block_store import BLOCK, TOKENS, FakeRequest
 
 from gpu_agent.blocks import scheduler
 from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, unsaved_blocks, unsaved_count
-from gpu_agent.blocks.scheduler import HUNG_PAUSE_S_MAX, Report
+from gpu_agent.blocks.orders import Report
 from gpu_agent.blocks.worth import Worth
 from gpu_agent.layouts.vllm import table_pool
-from kvstore.breaker import CircuitBreaker
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
 
@@ -213,43 +212,6 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     assert store.pins == []
     counts = store.scheduler.take_counts()
     assert (counts.hits, counts.hits_declined, counts.hit_tokens) == (1, 1, 64)
-
-
-def hangs(store: Any, name: str) -> list[int]:
-    """What a hit is offered, again and again; a load that is ordered ends unfinished."""
-    request = FakeRequest(name, TOKENS)
-    store.scheduler.ask(request)
-    offered = [store.matched(request) for _ in range(2)]
-    if offered[0]:
-        store.scheduler.allocated(request, [[11, 12, 13, 14, 15]], 64)
-        step = store.scheduler.step({}, dict).step
-        request.num_computed_tokens = 0
-        store.scheduler.ran(Report(step, finished={name: 1}, failed={name}))
-    store.scheduler.finished(request, [[]])
-    return offered
-
-
-def test_where_loads_hang_few_requests_wait_for_one(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that lets lookups pass and no page: each request with a hit waited until its load's deadline."""
-    now = [1000.0]
-    store = stores()
-    store.scheduler._hangs = CircuitBreaker("loads", HUNG_PAUSE_S_MAX, lambda: now[0])
-    store.save(FakeRequest("first", TOKENS), [1, 2, 3, 4, 5])
-    assert [hangs(store, f"gone {i}") for i in range(3)] == [[64, 64]] * 3  # a page that is gone is soon told
-    monkeypatch.setattr("gpu_agent.blocks.scheduler.HUNG_S", 0.0)
-    assert hangs(store, "hangs") == [64, 64]
-    for pause_s in (0.1, 0.2, 0.4):
-        assert [hangs(store, f"waits {pause_s} {i}") for i in range(3)] == [[0, 0]] * 3
-        now[0] += pause_s + 0.01
-        assert hangs(store, f"tries {pause_s}") == [64, 64]
-    assert store.scheduler.take_counts().hits_declined == 9
-    now[0] += HUNG_PAUSE_S_MAX
-    well = FakeRequest("well", TOKENS)
-    store.scheduler.ask(well)
-    assert store.matched(well) == 64
-    store.scheduler.allocated(well, [[11, 12, 13, 14, 15]], 64)
-    assert store.loaded().failed == set()
-    assert hangs(store, "again") == [64, 64]
 
 
 def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: Any) -> None:

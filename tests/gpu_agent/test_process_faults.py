@@ -280,9 +280,10 @@ def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
     until(lambda: home._child._deaths == 3, home)
 
 
-def test_an_interpreter_without_a_file_is_named() -> None:
+def test_an_interpreter_without_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", None)
     with pytest.raises(ConfigError, match=r"sys\.executable"):
-        AskProcess(ClientConfig(), ["", "-m", "gpu_agent.process"])
+        AskProcess(ClientConfig())
 
 
 def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeProcess) -> None:

@@ -13,7 +13,7 @@ from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidReque
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires import abreast
-from kvstore.wires.abreast import Abreast, lane_count, shares
+from kvstore.wires.abreast import LANES_MAX, THREADS_MAX, Abreast, lane_count, shares
 from kvstore.wires.bulk import BulkWire
 from node.server import Node
 
@@ -164,6 +164,84 @@ def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> Non
             threads.run(calls)
         assert len(ended) == 2
         threads.close()
+
+
+def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the caller's buffers: pages were stored under their old keys with what came into them afterwards."""
+    wait, interrupts, ended = concurrent.futures.wait, iter([KeyboardInterrupt(), KeyboardInterrupt()]), list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        for interrupt in interrupts:
+            raise interrupt
+        return wait(*arguments)
+
+    def slow() -> None:
+        time.sleep(0.2)
+        ended.append(1)
+
+    monkeypatch.setattr(concurrent.futures, "wait", interrupted)
+    threads = Abreast()
+    with pytest.raises(KeyboardInterrupt):
+        threads.run([lambda: None, slow, slow])
+    assert ended == [1, 1]
+    threads.close()
+
+
+def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
+    """One with half a second of time returned when those in front of it gave a hung node up, after fifteen."""
+    threads, go_on = Abreast(), threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(4) as callers:
+        hung = [callers.submit(threads.run, [go_on.wait] * LANES_MAX) for _ in range(4)]
+        try:
+            while threads._busy < THREADS_MAX:
+                time.sleep(0.001)
+            assert threads.run([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
+        finally:
+            go_on.set()
+    assert [one.result() for one in hung] == [[True] * LANES_MAX] * 4
+    assert threads._busy == 0
+    threads.close()
+
+
+@pytest.mark.parametrize("op", ["_put", "_get"])
+def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
+    start_node: Callable[..., Node],
+    connect: Callable[..., Client],
+    make_pages: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    op: str,
+) -> None:
+    monkeypatch.setattr("kvstore.wires.bulk.lane_count", lambda pages, _: min(LANES, pages))
+    client = connect(start_node(ram_nbytes=16 << 20, extent_nbytes=4 << 20), "bulk")
+    pages = make_pages(f"order {op}", 1 << 20)
+    keys, share = pages.keys(*range(6)), getattr(BulkWire, op)
+    if op == "_get":
+        pages.put(client, keys)
+
+    def slow_at_the_end(wire: BulkWire, request: Any, *rest: Any) -> Any:
+        if keys[-1] in request.prefix_hashes:
+            time.sleep(0.1)
+        return share(wire, request, *rest)
+
+    monkeypatch.setattr(BulkWire, op, slow_at_the_end)
+    pages.put(client, keys) if op == "_put" else pages.get(client, keys)
+    monkeypatch.undo()
+    for number in range(100, 113):
+        pages.put(client, pages.keys(number))
+    assert client.lookup(pages.namespace, keys).present == (True, True, True, False, False, False)
+
+
+def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages: Any, node: Node) -> None:
+    keys = pages.keys(*range(9))
+    pages.put(client, keys)
+    connects, known = client._node.connect_count, link_of(client)
+    for _ in range(3):
+        idle = len(known._pool._idle)
+        assert idle
+        while node.bulk._places.drop_idle():
+            pass
+        assert pages.get(client, keys) == [True] * 9
+    assert (link_of(client), client._node.connect_count, client._node.failure_count) == (known, connects, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Which hits are taken: those that are worth their load, and none while loads hang."""
+
+import logging
+
+from gpu_agent.blocks.worth import Worth
+from kvstore.breaker import CircuitBreaker
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.log_rate import LogRate
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+# Where lookups are answered and loads are not, each request would wait for one. A load that fails sooner met a page
+# that is gone.
+HUNG_S = 1.0
+PAUSE_S_MAX = 60.0
+
+
+class Hits:
+    """Not thread-safe. Without `worth` a hit is taken though computing were faster."""
+
+    def __init__(self, worth: Worth | None) -> None:
+        self._worth = worth
+        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX)
+
+    def takes(self, start: int, end: int, alone: bool, first: bool) -> bool:
+        """Whether to load these tokens of a prompt; `first`: asked for this request for the first time."""
+        if self._worth and not self._worth.takes(start, end, alone):
+            return False
+        return not first or self._loads_end()
+
+    def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
+        """So many ended well, which is seen now; the first of them was ordered at `began_at`."""
+        self._hangs.success()
+        if self._worth:
+            self._worth.loaded(loads, tokens, began_at, now)
+
+    def failed(self, seconds: float) -> None:
+        """A load brought less than ordered, after so long."""
+        if seconds >= HUNG_S:
+            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), seconds)
+            log.warning("a load was given up after %.1f s; while loads hang, hits are computed", seconds)
+
+    def _loads_end(self) -> bool:
+        """Whether the last load did not hang; now and then one request tries."""
+        try:
+            self._hangs.enter()
+        except Unavailable:
+            return False
+        return True
