@@ -29,7 +29,7 @@ help:
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
-	@echo "make soak         a node's private memory while namespaces come and go (a minute; ARGS=--disk, --evict, --rounds)"
+	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
 	@echo "make bench        all benchmarks; TRACE=path adds the hit rates, DIR=path puts the data on another disk"
 	@echo "                  (13 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"

@@ -3,8 +3,9 @@
     python benchmarks/repeat.py 3 benchmarks/bulk.py
     python benchmarks/repeat.py 5 benchmarks/disk.py --dir /data
 
-A figure of one run says nothing about the next one: what README and RESULTS.md quote comes from here. A cell is
-`median (least–greatest)` where the runs differ; where they agree, and where it is no number, what it was in each.
+A figure of one run says nothing about the next one: what README and RESULTS.md quote as several runs comes from here.
+A cell is `median (least–greatest)` where the runs differ; where they agree, and where it is no number, what it was in
+each.
 """
 
 import argparse

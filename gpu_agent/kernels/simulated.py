@@ -143,7 +143,8 @@ class Memory:
 
 
 class SimulatedDevice:
-    """`gpu_agent.kernels.device.Device` on the CPU. `kernel` replaces the kernels' arithmetic."""
+    """`gpu_agent.kernels.device.Device` on the CPU. `kernel` replaces the kernels' arithmetic; `engine` is the stream
+    that a fence is put on."""
 
     def __init__(self, seed: int, kernel: Callable[[str, Launch | LeavesLaunch], None] = run_kernel) -> None:
         self.device = torch.device("cpu")
@@ -153,6 +154,7 @@ class SimulatedDevice:
         self._draw = random.Random(seed)
         self._streams: list[Stream] = []
         self._lock = threading.RLock()
+        self.engine = self.stream()
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -173,8 +175,8 @@ class SimulatedDevice:
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         return table.clone()
 
-    def fence(self) -> Fence:
-        return None
+    def fence(self) -> Any:
+        return self.mark(self.engine)
 
     def wait(self, fence: Fence) -> None:
         if fence is not None:

@@ -99,6 +99,13 @@ def test_a_range_is_checked_by_the_parts_that_it_lies_in_alone(nbytes: int) -> N
         assert parts_match(memoryview(page), made, ranges)
 
 
+def test_a_range_in_what_the_last_part_has_more_than_the_others_is_checked() -> None:
+    page = bytearray(2 * LEAF_NBYTES + 5000)
+    made = leaves(page)
+    page[-1] ^= 1
+    assert not parts_match(memoryview(page), made, [(2 * LEAF_NBYTES + 100, 4900)])
+
+
 def test_other_threads_run_during_a_large_checksum(others_run: Any) -> None:
     page = memoryview(bytes(16 << 20))
     assert others_run(lambda: checksum(page, SEED))

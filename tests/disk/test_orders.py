@@ -4,11 +4,15 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from node.disk import orders
-from node.disk.orders import Broken, Channel, Kind, Opened, Task
+from node.disk.extent_files import Slot
+from node.disk.keeper import Keeper
+from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
 
 SLOTS = [(4096, 0, 4096), ((1 << 44) - 4096, (1 << 46) - 4096, 4096)]
 PAIRS = [(b"P\0\1" + bytes(8), b"row"), (b"N\0\1", b""), (b"N\0\2", bytes(70_000))]
@@ -75,3 +79,21 @@ def test_a_frame_that_comes_late_is_not_lost_in_between(ends: tuple[socket.socke
     sock.close()
     with pytest.raises(EOFError):
         channel.recv(1.0)
+
+
+@pytest.mark.parametrize(
+    "outside", [(4 << 16, 0, 4096), ((1 << 16) - 4096, 0, 8192), (0, (1 << 20) - 4096, 8192), (0, 1 << 20, 4096)]
+)
+def test_a_slot_outside_of_an_extent_or_of_the_arena_is_not_written(
+    ends: tuple[socket.socket, Channel], outside: Slot
+) -> None:
+    last, written = ((4 << 16) - 4096, (1 << 20) - 4096, 4096), list[Slot]()
+    sizes = {"extent_nbytes": 1 << 16, "extent_count": 4, "arena_nbytes": 1 << 20}
+    directory: Any = SimpleNamespace(**sizes, files=SimpleNamespace(write_all=written.extend), close=lambda: None)
+    node, channel = Channel(ends[0]), ends[1]
+    node.send(1, Kind.WRITE_PAGES, orders.pack_slots([last]))
+    node.send(2, Kind.WRITE_PAGES, orders.pack_slots([last, outside]))
+    node.send(3, Kind.CLOSE)
+    Keeper(directory).serve(channel)
+    assert [node.recv(1.0)[1] for _ in range(3)] == [Outcome.DONE, Outcome.FAILED, Outcome.DONE]
+    assert written == [last]

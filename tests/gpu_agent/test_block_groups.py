@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from gpu_agent.blocks.groups import BlockGroup, loaded_blocks, longest_prefix
+from gpu_agent.blocks.groups import (
+    NULL_BLOCK,
+    BlockGroup,
+    loaded_blocks,
+    longest_prefix,
+    unsaved_blocks,
+    unsaved_count,
+)
 
 
 def test_a_full_group_needs_every_block() -> None:
@@ -70,3 +77,16 @@ def test_random_groups_against_the_definition(seed: int) -> None:
             [end for end in range(local, min(limit, 320) + 1, 32) if end > local and fits(end)], default=local
         )
         assert longest_prefix(groups, present, local, limit, 32) == expected
+
+
+def test_blocks_that_go_with_their_request_are_counted_without_a_look_at_each() -> None:
+    draw = random.Random(7)
+    groups = [BlockGroup(16), BlockGroup(32)]
+    for _ in range(200):
+        tables = [[draw.choice([NULL_BLOCK, 5, 6]) for _ in range(draw.randrange(20))] for _ in groups]
+        present = [tuple(draw.random() < 0.5 for _ in range(draw.randrange(20))) for _ in groups]
+        full = [draw.randrange(len(table) + 1) for table in tables]
+        planned = [draw.randrange(20) for _ in groups]
+        for there in (present, ()):
+            expected = sum(1 for _ in unsaved_blocks(groups, tables, there, planned, full))
+            assert unsaved_count(tables, there, planned, full) == expected

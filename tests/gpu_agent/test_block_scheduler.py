@@ -1,15 +1,15 @@
 """The scheduler's side and the ranks' side of the store together, without an engine."""
 
-import random
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-from block_store import BLOCK, TOKENS, FakeRequest
+from block_store import TOKENS, FakeRequest
 
+from gpu_agent import TorchTransfer
 from gpu_agent.blocks import scheduler
-from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup, unsaved_blocks, unsaved_count
 from gpu_agent.blocks.orders import Report
 from gpu_agent.blocks.worth import Worth
 from gpu_agent.layouts.vllm import table_pool
@@ -56,6 +56,31 @@ def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: Any) -> None:
     store.run(orders)
     store.scheduler.ran(store.rank.report())
     assert [part.blocks for order in store.scheduler.step({}, dict).saves for part in order.parts] == [[1, 2, 3, 4]]
+
+
+def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
+    stores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather, gate = TorchTransfer.gather, threading.Event()
+
+    def gated(*arguments: Any) -> None:
+        assert gate.wait(10.0)
+        gather(*arguments)
+
+    monkeypatch.setattr(TorchTransfer, "gather", gated)
+    store, request, table = stores(), FakeRequest("r", TOKENS), [1, 2, 3, 4, 5]
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [table], 0)
+    store.step((request, 70, table))
+    for _ in range(3):
+        store.step()
+    assert store.pins == [1, 2, 3, 4]
+    threading.Timer(0.2, gate.set).start()
+    store.rank.drain()
+    assert gate.is_set()
+    store.settle()
+    assert store.pins == []
 
 
 def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(stores: Any) -> None:
@@ -223,19 +248,6 @@ def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: 
     assert not store.scheduler._alone(store.scheduler._requests["r"])
     store.scheduler.step({}, dict)
     assert store.scheduler._alone(store.scheduler._requests["r"])
-
-
-def test_blocks_that_go_with_their_request_are_counted_without_a_look_at_each() -> None:
-    draw = random.Random(7)
-    groups = [BlockGroup(BLOCK), BlockGroup(2 * BLOCK)]
-    for _ in range(200):
-        tables = [[draw.choice([NULL_BLOCK, 5, 6]) for _ in range(draw.randrange(20))] for _ in groups]
-        present = [tuple(draw.random() < 0.5 for _ in range(draw.randrange(20))) for _ in groups]
-        full = [draw.randrange(len(table) + 1) for table in tables]
-        planned = [draw.randrange(20) for _ in groups]
-        for there in (present, ()):
-            expected = sum(1 for _ in unsaved_blocks(groups, tables, there, planned, full))
-            assert unsaved_count(tables, there, planned, full) == expected
 
 
 def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:

@@ -1,8 +1,10 @@
 """Pages that travel straight between an engine's slots and the node's mapped memory."""
 
 import threading
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from page_pools import PAGES, SOURCE, TARGET, WAIT_S, damage, hashes, pages_at
 import gpu_agent.carriers
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
 from kvstore import Client, ClientConfig, Namespace
+from kvstore.checksum import leaf
 from kvstore.measure.node_process import NodeProcess
 
 
@@ -63,6 +66,16 @@ def test_what_is_stored_in_place_is_what_other_wires_read(
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
         assert other.get(namespace, hashes(), list(pages)) == [True] * PAGES
     assert torch.equal(pages, pages_at(token_pool, SOURCE))
+
+
+def test_pages_that_are_stored_beside_others_that_were_are_those_of_their_keys(
+    agent: Agent, shm_client: Client, namespace: Namespace, token_pool: KVPool
+) -> None:
+    save(agent)
+    shm_client.remove(namespace, [hashes()[1], hashes()[4]])
+    assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == 2
+    assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
+    assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
 
 
 @pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
@@ -124,6 +137,24 @@ def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
         assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
 
 
+def test_no_page_is_hashed_any_more_when_its_slot_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another page's by then, or the arena not mapped any more."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(part: memoryview) -> bytes:
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+        return leaf(part)
+
+    monkeypatch.setattr(gpu_agent.carriers, "leaf", slow)
+    with ThreadPoolExecutor(1) as hashers:
+        with gpu_agent.carriers._Hashes(hashers, [memoryview(bytes(8))]) as made:
+            made.begin(range(1))
+            assert begun.wait(WAIT_S)
+        assert ended.is_set()
+
+
 def test_a_chain_longer_than_a_batch_travels_in_several(
     agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +165,25 @@ def test_a_chain_longer_than_a_batch_travels_in_several(
     assert loaded.pages == PAGES
     assert layers == list(token_pool.layout.layers), "told once, with the last batch"
     assert torch.equal(pages_at(token_pool, TARGET[8:]), pages_at(token_pool, SOURCE[8:]))
+
+
+def test_the_slots_of_a_save_are_not_given_back_before_its_last_batch_is_read(
+    shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
+    ordered, given_back = threading.Event(), list[bool]()
+
+    class Looking(TorchTransfer):
+        def gather(self, *arguments: Any) -> None:
+            assert ordered.wait(WAIT_S)
+            given_back.append(job.gathered.done())
+            super().gather(*arguments)
+
+    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), Looking()) as agent:
+        job = agent.save(hashes(), SOURCE)
+        ordered.set()
+        assert job.done.result(WAIT_S).stored == PAGES
+    assert given_back == [False] * 3
 
 
 def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(

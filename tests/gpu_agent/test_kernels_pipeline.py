@@ -6,6 +6,7 @@ A wait that is missing is a wrong byte, or a hook that comes too early, for some
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,6 +83,28 @@ def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPoo
     transfer.gather(token_pool, token_pool.unit_table(units, 30), pages, None, gathered, landed)
     assert free
     assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_are_touched_behind_what_the_engine_had_enqueued(seed: int, token_pool: KVPool) -> None:
+    """A save reads what it was still to write, a load leaves it what it was still to read."""
+    device, table = SimulatedDevice(seed), token_pool.unit_table(torch.arange(96), 12)
+    transfer, pages = StagedTransfer(device, 4096), torch.randint(1, 256, (12, 1024), dtype=torch.uint8)
+    read: list[torch.Tensor] = []
+
+    def write(token: int) -> bool:
+        for plane in token_pool.planes:
+            plane.bits[token].fill_(0)
+        return True
+
+    device.engine.steps.extend(partial(write, token) for token in range(96))
+    transfer.gather(token_pool, table, list(pages), transfer.fence(token_pool))
+    assert not pages.any()
+
+    device.engine.steps.append(lambda: read.extend(plane.bits.clone() for plane in token_pool.planes) or True)
+    transfer.scatter(token_pool, table, list(pages + 1), transfer.fence(token_pool))
+    device.engine.synchronize()
+    assert not torch.stack(read).any()
 
 
 @pytest.mark.parametrize("seed", range(20))

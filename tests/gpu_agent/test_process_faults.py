@@ -23,8 +23,11 @@ from gpu_agent.process import channel
 from gpu_agent.process import child as child_module
 from gpu_agent.process import home as home_module
 from gpu_agent.process.asking import AskProcess
+from gpu_agent.process.frames import Loaded
 from gpu_agent.process.home import AgentProcess
+from gpu_agent.process.orders import Orders
 from kvstore import Client, ClientConfig, ConfigError, Namespace
+from kvstore.errors import ProtocolError
 from kvstore.keys import prefix_hashes
 from kvstore.measure.node_process import NodeProcess
 
@@ -171,6 +174,15 @@ def test_nonsense_ends_the_process_and_its_orders(
     load = agent.load(keys(1), [1])  # at once, for nobody is there
     assert (load.done.result(0).pages, load.done.result(0).error) == (0, "the agents' process is not ready")
     assert agent.save(keys(1), [1]).done.result(0).dropped == 1
+
+
+@pytest.mark.parametrize(("pages", "loaded"), [(3, 2), (2, 3), (1, 2)])
+def test_a_load_that_brought_more_than_was_ordered_is_none(pages: int, loaded: int) -> None:
+    orders = Orders()
+    number, job = orders.load(2, WAIT_S)
+    with pytest.raises(ProtocolError, match="a load of 2 pages ended with"):
+        orders.loaded(Loaded(number, pages, loaded, None))
+    assert not job.done.done()
 
 
 def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: Any) -> None:
