@@ -17,6 +17,10 @@ from kvstore.config import ClientConfig, load, parse_nbytes
 from kvstore.errors import ConfigError
 from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
+from node.disk.data_dir import LOCK_WAIT_S
+from node.disk.keeper_process import END_S
+from node.disk.reads import HANGS_S
+from node.disk.shortage import LOG_S
 from node.main import _parser
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +67,20 @@ def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
     assert config.disk_queue_nbytes == 1 << 30, "a quarter of RAM"
     assert (config.extent_nbytes, config.disk_extent_of_new_dir) == (64 << 20, 64 << 20)
     assert NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20, "the larger of both"
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("docs/operations.md", f"when a read has taken {HANGS_S:g} s, what is on disk only is a miss"),
+        ("README.md", f"those on disk are misses when a read has taken {HANGS_S:g} s"),
+        ("docs/operations.md", f"{END_S:g} of them for the keeper, which is killed then"),
+        ("docs/operations.md", f"a warning in the log says so every {LOG_S:g} s"),
+        ("docs/operations.md", f"the next one waits up to {LOCK_WAIT_S:g} s for the old keeper"),
+    ],
+)
+def test_what_is_said_of_a_disk_in_trouble_is_made_from_the_numbers_in_use(document: str, said: str) -> None:
+    assert said in " ".join((ROOT / document).read_text().split())
 
 
 def test_every_flag_of_a_node_has_its_variable() -> None:

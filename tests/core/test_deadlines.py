@@ -21,6 +21,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.frames import FrameSocket, pack_fixed
 from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.negotiation import Negotiation
 from kvstore.wires.shm import ShmWire
 from kvstore.wires.unix_sockets import DescriptorSocket
 
@@ -219,6 +220,19 @@ def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_de
         connection.close()
         assert 0 < len(sent) < large.ByteSize()
         assert sent[-64:] in large.SerializeToString()
+
+
+def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
+    fake_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(_: Negotiation, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> BulkWire:
+        time.sleep(deadline.remaining())
+        raise Unavailable("after all")
+
+    monkeypatch.setattr(Negotiation, "_bulk", hang)
+    with Client(ClientConfig(address=fake_node.address, timeout_s=3.0, connect_timeout_s=3.0)) as client:
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+        assert client.wire_name == "grpc"
 
 
 @pytest.mark.parametrize("stage", ["resolver", "grpc", "bulk"])

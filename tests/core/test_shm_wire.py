@@ -216,6 +216,16 @@ def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, mo
     assert others_run(lambda: _write_page(buffer, page.toreadonly()))
 
 
+def test_other_threads_run_while_an_arena_is_entered(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step here: between two of them others run in any case."""
+    monkeypatch.setattr("kvstore.wires.arena_map._POPULATE_STEP_NBYTES", 1 << 30)
+    fd, stop = arena_fd(64 << 20), threading.Event()
+    stop.set()
+    maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])  # which keeps them: others run while one is unmapped
+    assert others_run(lambda: next(maps).populate(stop))
+    os.close(fd)
+
+
 def test_another_nodes_socket_is_left_alone(fake_node: Any, unix_node: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As on every host of a cluster that has a node of its own at the default path. Nothing is wrong, so
     nothing is said, and nothing is tried again and again."""

@@ -79,6 +79,18 @@ def test_hashes_of_one_batch_that_start_alike_are_all_on_disk_listed_scrubbed_an
     assert pages.get(nodes.connect(node), alike) == [True] * 3 + [False] + [True] * 4
 
 
+def test_alike_hashes_whose_marks_are_equal_are_different_pages(
+    alike: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of very many pages some have equal marks: then only their whole hashes tell them apart."""
+    monkeypatch.setattr("node.disk.records.hash", lambda key: 7, raising=False)
+    records = Records(1 << 20, 1 << 16)
+    stored = [records.reserve(1, key, 4096) for key in alike[:4]]
+    for record in stored:
+        records.publish(record, bytes(16), 5)
+    assert [records.find(1, key) for key in alike] == stored + [0] * 4
+
+
 def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
     """Compared by how many places of the table are looked at for each key, not by time."""
     records = Records(1 << 30, 1 << 22)

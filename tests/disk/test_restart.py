@@ -2,17 +2,36 @@
 
 import errno
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest
+from node.disk.data_dir import DataDir
+from node.disk.extent_files import FileLayer
+from node.ram.arena import Arena
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 
 
 # ---- start and stop ------------------------------------------------------------------------
+
+
+def test_a_new_directory_outlives_power_loss(tmp_path: Path) -> None:
+    """It is an entry of the one above, which is new too, and rows and extents are entries of it."""
+    synced: list[str] = []
+
+    class Listing(FileLayer):
+        def sync_directory(self, path: Path) -> None:
+            synced.append(os.path.relpath(path, tmp_path))
+            super().sync_directory(path)
+
+    arena = Arena(1 << 20)
+    DataDir(tmp_path / "new" / "data", 1 << 20, 1 << 16, arena.fd, layer=Listing()).close()
+    arena.close()
+    assert synced == ["new", ".", "new/data/extents", "new/data"]
 
 
 def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Any, layer: Any, pages: Any) -> None:

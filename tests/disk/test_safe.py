@@ -129,12 +129,24 @@ def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(nodes: Any
     pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
     node = nodes.restart(node)
     client = nodes.connect(node)
+    assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [False, False]
     trail = Trail(layer)
     assert pages.put(client, pages.keys(1), durable=True) == [PutOutcome.EXISTS]
     assert trail.calls == ["sync"]
     trail.calls.clear()
     assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.EXISTS]
     assert trail.calls == [], "once is enough"
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_a_writer_that_is_never_idle_syncs_all_the_same(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.writer.SYNC_PAGES", 4)
+    node = nodes.start()
+    before = layer.calls["sync"]
+    pages.put(nodes.connect(node), pages.keys(*range(10)))
+    wait_until(lambda: layer.calls["sync"] > before)
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
@@ -261,3 +273,26 @@ def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
     client.flush()
     assert len(deleted) == 4, "what is safe is not deleted again"
     assert client.lookup(pages.namespace, keys).present == (False, False, True, True)
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after_a_restart(
+    nodes: Any, layer: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's row may not be deleted once more: it is in its place."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    first, second = make_pages("first"), make_pages("second")
+    first.put(client, first.keys(1), durable=True)
+    client.remove_namespace(first.namespace)
+    layer.fail["sync"] = errno.EIO
+    with monkeypatch.context() as patch:
+        patch.setattr("node.disk.numbers.KEPT", 1)
+        with pytest.raises(Exhausted):
+            second.put(client, second.keys(1), durable=True)
+    layer.heal()
+    assert node.disk._index.spaces.known(second.digest) == 1, "the number is used again"
+    client.recover()
+    client.flush()
+    node = nodes.restart(node)
+    assert second.get(nodes.connect(node), second.keys(1)) == [True]

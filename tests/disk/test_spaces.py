@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
+from node.disk.numbers import NumberedSpaces
 
 
 def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
@@ -60,6 +61,13 @@ def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_t
     client = nodes.connect(node)
     for pages in (first, second, third):
         assert pages.get(client, pages.keys(1)) == [True]
+
+
+def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Any) -> None:
+    spaces = NumberedSpaces()
+    assert spaces.restore(pages.namespace, 1)
+    assert not spaces.restore(pages.namespace, 2)
+    assert (spaces.known(pages.digest), list(spaces.values)) == (1, [1])
 
 
 def listed(client: Any) -> set[bytes]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import Exhausted
+from kvstore import ByteRange, Exhausted
 
 
 def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Any, pages: Any) -> None:
@@ -25,6 +25,21 @@ def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody
     after = client.node_status().totals
     assert (after.pages_evicted, after.pages_got) == (before.pages_evicted, before.pages_got)
     assert {page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram} == in_ram
+
+
+@pytest.mark.usefixtures("small_leaves")
+def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    (key,) = pages.keys(1)
+    pages.put(client, [key], durable=True)
+    pages.drop_from_ram(node)
+    assert pages.get(client, [key]) == [True]
+    with node.tier.inspected(pages.digest, key) as page:
+        node.arena.view(page.offset, pages.nbytes)[-1] ^= 1
+    buffer = bytearray(100)
+    assert client.get_ranges(pages.namespace, [key], [ByteRange(0, 100)], [buffer]) == [True]
+    assert buffer == pages.content(key)[:100]
 
 
 def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(nodes: Any, layer: Any, pages: Any) -> None:

@@ -110,12 +110,16 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
     def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline) -> list[int]:
         if refused & set(request.prefix_hashes):
             raise Exhausted("no slot")
-        return put(wire, request, views, deadline)
+        return [pb.WRITE] * len(views) if request.durable else put(wire, request, views, deadline)
 
     monkeypatch.setattr(BulkWire, "_put", without_room)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
     views = [memoryview(pages.content(key)) for key in keys]
     assert wire.put(request, views, Deadline(10.0)) == [pb.WRITE, pb.WRITE, pb.FULL, pb.FULL, pb.WRITE, pb.WRITE]
+    request.durable = True
+    with pytest.raises(Exhausted):
+        wire.put(request, views, Deadline(10.0))
+    request.durable = False
     refused.update(keys)
     with pytest.raises(Exhausted):
         wire.put(request, views, Deadline(10.0))
@@ -134,12 +138,15 @@ def test_without_threads_one_connection_does_it_all(
     assert wire.put(request, [memoryview(pages.content(key)) for key in keys], Deadline(10.0)) == [pb.WRITE] * 6
 
 
-def test_a_process_that_was_forked_off_is_told_and_does_not_wait(client: Client, pages: Any) -> None:
+def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
+    client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its copies of the threads do not run."""
     keys = pages.keys(*range(6))
     pages.put(client, keys)
     wire = link_of(client)
     wire._pool._pid = os.getpid() + 1  # what a fork looks like from within
+    monkeypatch.setattr(wire._abreast, "run", None)
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
     buffers = [memoryview(bytearray(pages.nbytes)) for _ in keys]
     with pytest.raises(InvalidRequest, match="before a fork"):

@@ -1,6 +1,7 @@
 """Connections, descriptors and slow transfers: whatever one peer does with them, the others are served."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -13,10 +14,14 @@ import pytest
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
+from node.serve.bulk import BulkServer
+from node.serve.limits import peer_of
 from node.server import Node
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PAGE = 1 << 20
+GRPC_VERSION = tuple(map(int, grpc.__version__.split(".")[:2]))
+GRPC_COUNTS = (1, 63)  # from this version on
 # With the answer to the node's own settings: without it the node would hang up after a time in any case.
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 0, 0, 0, 0])
 
@@ -62,6 +67,22 @@ def works(node: Node, pages: Any, wire: str) -> None:
         key = pages.keys(time.monotonic_ns())
         assert pages.put(client, key) == [PutOutcome.STORED]
         assert pages.get(client, key) == [True]
+
+
+@pytest.mark.parametrize(
+    ("host", "peer"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::1:2:3:4", "2001:db8::/64"),
+        ("2001:db8:0:1::1", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("pid 7", "pid 7"),
+    ],
+)
+def test_who_is_one_peer(host: str, peer: str) -> None:
+    assert peer_of(host) == peer
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
@@ -196,6 +217,20 @@ def test_grpc_connections_over_a_peers_share_are_closed(start_node: Callable[...
     works(node, pages, "grpc")
 
 
+@pytest.mark.skipif(GRPC_VERSION < GRPC_COUNTS, reason="gRPC does not count its connections")
+def test_grpc_itself_takes_only_so_many_connections_at_once(
+    start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.serve.grpc.CONNECTIONS_MAX", 3)
+    monkeypatch.setattr("node.serve.grpc_connections.LOOK_S", 60.0)
+    node = start_node(sessions_max=1)
+    many = [dial(node.grpc.port, HTTP2_GREETING) for _ in range(10)]
+    deadline = time.monotonic() + 15.0
+    while sum(there := [not is_closed(sock, 0.1) for sock in many]) > 3:
+        assert time.monotonic() < deadline
+    assert sum(there) == 3
+
+
 def trickle(writer: Any, nbytes: int) -> None:
     """320 KiB a second: more than 256 KiB each second, less than 1 MiB. Then the commit."""
     for _ in range(0, nbytes, 16 << 10):
@@ -275,7 +310,9 @@ def test_large_requests_are_refused_before_they_are_received(
     writers = [raw(node) for _ in range(9)]
     for writer in writers[:8]:
         writer.send(pack_fixed(2 << 20, 0) + b"x")  # and nothing more
+    end = time.monotonic() + 20.0
     while node.service.requests.used < 128 << 20:
+        assert time.monotonic() < end
         threading.Event().wait(0.01)
     writers[8].send(pack_fixed(2 << 20, 0) + b"x")
     reply, _ = writers[8].reply()
@@ -288,3 +325,12 @@ def test_large_requests_are_refused_before_they_are_received(
     settle(node)
     while node.service.requests.used:
         threading.Event().wait(0.01)
+
+
+def test_a_connection_for_which_there_is_no_descriptor_is_hung_up(node: Node, dial: Any) -> None:
+    """Left where it is, `accept` would fail for it again at once."""
+    server = BulkServer("127.0.0.1", 0, node.service, 30.0, 4)
+    waiting = dial(server.port)
+    server._accept_failed(OSError(errno.EMFILE, "no descriptor left"))
+    assert is_closed(waiting, 5.0)
+    server.stop(0.0)

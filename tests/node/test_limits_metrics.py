@@ -1,10 +1,12 @@
 """The metrics server: one thread, few connections, a time for each; and what still works without descriptors."""
 
+import errno
 import http.client
 import os
 import pathlib
 import resource
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -19,7 +21,8 @@ from kvstore import Client, ClientConfig, KVStoreError
 from kvstore.measure.node_process import NodeProcess
 from node.serve.connections import DESCRIPTORS_LEFT_MIN
 from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
-from node.server import Node
+from node.serve.metrics_server import MetricsServer
+from node.server import DESCRIPTORS_OF_SESSION, Node
 
 T = TypeVar("T")
 
@@ -74,7 +77,10 @@ def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatc
         trickle(trickling, b"x", 0.05)
 
 
-def test_a_head_that_is_too_long_or_not_a_get_is_refused(node: Node, dial: Any) -> None:
+def test_a_head_that_is_too_long_or_not_a_get_is_refused(
+    node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.serve.metrics_server.SCRAPE_S_MAX", 60.0)
     long = dial(node.metrics.port)
     with pytest.raises(ConnectionError):
         trickle(long, b"x" * 1000, 0.01)
@@ -116,6 +122,36 @@ def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatc
     while time.monotonic() < began + 0.4:
         assert scrape(node.metrics.port)[2] == b"text\n"
     assert len(made) <= 1 + (time.monotonic() - began) / 1.0
+
+
+def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle(MetricsServer):
+        def _run(self) -> None:
+            """It is told what to do here."""
+
+    failures, accept = [OSError(errno.EMFILE, "no descriptor left")], socket.socket.accept
+
+    def fail_once(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    server = Idle("127.0.0.1", 0, lambda _: ("text/plain", lambda: b"text"))
+    waiting = dial(server.port)
+    waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    server._accept()
+    assert waiting.recv(1 << 16).endswith(b"text")
+    server.stop()
+
+
+def test_a_node_raises_its_own_limit_of_descriptors(tmp_path: pathlib.Path) -> None:
+    limited = tmp_path / "python"
+    limited.write_text(f'#!/bin/sh\nulimit -Sn 64\nexec {sys.executable} "$@"\n')
+    limited.chmod(0o700)
+    with NodeProcess("--ram-bytes", "1MiB", "--sessions-max", "100", python=str(limited)) as process:
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 64 + 100 * DESCRIPTORS_OF_SESSION)
 
 
 @pytest.fixture

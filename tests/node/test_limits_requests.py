@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from node.config import NodeConfig
 from node.serve import limits
 from node.serve.pace import Pace
 from node.serve.service import Caller
-from node.server import Node
+from node.server import Node, _clock_ms
 
 WIRES = ["shm", "bulk", "grpc"]
 PAGE = 1 << 20
@@ -243,6 +244,10 @@ def test_stat_and_list_bear_a_clock_that_was_set_back(
     finally:
         node.disk._clock_s = clock
     assert client.stats.connects == 1
+
+
+def test_a_node_counts_by_a_clock_that_nobody_sets() -> None:
+    assert abs(_clock_ms() - time.monotonic() * 1000) < 5000
 
 
 @pytest.mark.parametrize("op", ["stat", "put", "commit", "get"])

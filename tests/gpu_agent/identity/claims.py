@@ -2,7 +2,8 @@
 
     Claims = adapter -> ingredient -> word of the cell -> ways to change the ingredient
 
-A way is what an adapter's `namespace(tmp_path, way)` takes: its engine's settings that are other than usual.
+A way is what an adapter's `namespace(tmp_path, way)` takes: its engine's settings that are other than usual; or other
+than those of another way, its `unlike`.
 """
 
 import itertools

@@ -31,7 +31,7 @@ ARGUMENTS: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
 }
-SSM = {"text_config": {"linear_num_key_heads": 4}}
+SSM: Way = {"config": {"text_config": {"linear_num_key_heads": 4}}}
 
 
 def lightllm(tmp_path: Path, way: Way) -> Namespace:
@@ -99,7 +99,10 @@ ADAPTERS = {
                 "no": [{"arguments": {"max_req_total_len": 131072}}],
             },
             "ranks": {
-                "namespace": [{"arguments": {"nnodes": 2, "node_rank": rank}} for rank in (0, 1)],
+                "namespace": [
+                    *({"arguments": {"nnodes": 2, "node_rank": rank}} for rank in (0, 1)),
+                    {**SSM, "arguments": {"tp": 4}, "unlike": SSM},
+                ],
                 "no": [{"arguments": {"tp": 4}}],
             },
             "LoRA": {"no": "tests/engines/lightllm/test_arguments.py::test_lightllm_serves_no_lora"},

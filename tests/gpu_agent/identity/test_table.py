@@ -76,6 +76,8 @@ def test_what_a_cell_says_holds(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))  # which holds nothing
     usual = USUAL.get(id(adapter)) or USUAL.setdefault(id(adapter), adapter.namespace(tmp_path, {}).digest)
+    if "unlike" in way:
+        usual = adapter.namespace(tmp_path, way["unlike"]).digest
     if word == "refused":
         with pytest.raises((ConfigError, InvalidRequest)) as refusal:
             adapter.namespace(tmp_path, way)
