@@ -5,17 +5,22 @@ import ctypes
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from gpu_agent.kernels.device import Device
 from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
+_NEVER_UNMAPPED: list[memoryview] = []
 
 
 class ArenaLock:
     """Thread-safe. A node that was restarted has another arena: the old one is unlocked, and with that
-    given back to the system, when no copy can be under way in it: within `idle()` none is."""
+    given back to the system, when no copy can be under way in it: within `idle()` none is.
+
+    Memory that is locked stays mapped. What is mapped later where locked memory was can not be used with CUDA any more
+    ("resource already mapped"), nor can the process, in the end."""
 
     def __init__(self, device: Device, idle: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._device = device
@@ -25,6 +30,8 @@ class ArenaLock:
         self._locked: memoryview | None = None
         self._failed: memoryview | None = None  # not tried again
         self._thread: threading.Thread | None = None
+        self._kept: dict[int, memoryview] = {}  # by address: locked, or thought to be
+        weakref.finalize(self, _unlock_all, device, self._kept).atexit = False  # the system does it, then
 
     def use(self, memory: memoryview) -> bool:
         """Whether `memory` is page-locked; if not, that is begun."""
@@ -60,10 +67,12 @@ class ArenaLock:
 
     def _register(self, memory: memoryview) -> bool:
         began = time.monotonic()
+        self._kept[address_of(memory)] = memory
         try:
             with self._device.active():
                 self._device.register(address_of(memory), memory.nbytes)
         except (ConfigError, RuntimeError) as error:
+            del self._kept[address_of(memory)]
             log.warning("copies to and from the node's memory stay slow, it can not be page-locked: %s", error)
             return False
         log.info("%d bytes of the node's memory are page-locked after %.1f s", memory.nbytes, time.monotonic() - began)
@@ -75,8 +84,20 @@ class ArenaLock:
         try:
             with self._idle(), self._device.active():
                 self._device.unregister(address_of(memory))
+            del self._kept[address_of(memory)]
         except (ConfigError, RuntimeError) as error:
             log.warning("the memory of the node's earlier run can not be given back: %s", error)
+
+
+def _unlock_all(device: Device, kept: dict[int, memoryview]) -> None:
+    """Of a lock that nobody has any more: no copy is under way. What can not be unlocked stays mapped."""
+    for address, memory in kept.items():
+        try:
+            with device.active():
+                device.unregister(address)
+        except (ConfigError, RuntimeError) as error:
+            _NEVER_UNMAPPED.append(memory)
+            log.warning("the node's memory can not be unlocked: %s", error)
 
 
 def address_of(memory: memoryview) -> int:

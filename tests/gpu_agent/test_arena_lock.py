@@ -1,8 +1,10 @@
 """The node's memory is page-locked in the background, and let go when the node has another."""
 
 import contextlib
+import gc
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -108,3 +110,23 @@ def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(caplog
         assert not transfer.host_memory(arena)
         threading.Event().wait(0.01)
     assert device.asked == 1
+
+
+def test_memory_is_unlocked_before_it_is_unmapped_with_the_transfer() -> None:
+    """What came to lie there afterwards, such as torch's pinned memory, was "already mapped" for CUDA."""
+    device, arena = SimulatedDevice(1), memory()
+    unmapped = weakref.ref(arena.obj)
+    transfer = StagedTransfer(device)
+    transfer.host_memory(arena)
+    assert transfer.await_host_memory(20.0)
+    where, told, unregister = address_of(arena), list[bool](), device.unregister
+
+    def asked(address: int) -> None:
+        assert address == where
+        told.append(unmapped() is not None)
+        unregister(address)
+
+    device.unregister = asked  # type: ignore[method-assign]
+    del arena, transfer
+    gc.collect()
+    assert (told, device.registered, unmapped()) == ([True], [], None)
