@@ -107,6 +107,7 @@ class Node:
             config.disk_extent_of_new_dir,
             self.arena.fd,
             keep_own_extents=not config.disk_extent_nbytes,
+            pulse=self._pulse,
         )
         disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes)
         namespaces.below_count = disk.page_count

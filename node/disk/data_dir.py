@@ -72,6 +72,10 @@ class DataDir:
         """What has become of whoever does the work; empty if all is well, as it is here."""
         return ""
 
+    def limited(self) -> contextlib.AbstractContextManager[None]:
+        """A call of the disk ends when it does."""
+        return contextlib.nullcontext()
+
     def revive(self) -> None:
         """Nothing to do."""
 

@@ -5,6 +5,7 @@ and that of tests. Everything raises OSError where the disk fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from node.disk.extent_files import Slot
@@ -56,6 +57,9 @@ class Directory(Protocol):
 
     def trouble(self) -> str:
         """Why nothing can be done any more until `revive`; empty if all is well. Never waits."""
+
+    def limited(self) -> AbstractContextManager[None]:
+        """What takes too long within it raises OSError, if it is done by another process."""
 
     def revive(self) -> None: ...
 

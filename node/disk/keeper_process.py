@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import node
 from kvstore.errors import ConfigError
@@ -19,6 +20,8 @@ from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
 log = logging.getLogger(__name__)
 
 END_S = 10.0  # a node that stops waits so long for its keeper, then kills it
+KILL_S = 3.0  # one that is killed and still there is in a call of the disk
+PULSE_S = 0.2  # between two looks at whether to go on waiting for one that begins
 OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
 
 
@@ -26,10 +29,19 @@ class Silent(Exception):
     """No answer in time: the disk, or the keeper, hangs."""
 
 
-class KeeperProcess:
-    """A running keeper. Raises ConfigError if it can not use its directory, OSError if it can not be started."""
+class Patience(NamedTuple):
+    """With a keeper that begins: so long for each piece that it says. `pulse` is called meanwhile, and may raise to
+    end it."""
 
-    def __init__(self, task: Task) -> None:
+    seconds: float
+    pulse: Callable[[], None]
+
+
+class KeeperProcess:
+    """A running keeper. Raises ConfigError if it can not use its directory, OSError if it can not be started
+    or does not begin in time."""
+
+    def __init__(self, task: Task, patience: Patience) -> None:
         (order_end, its_order_end), (question_end, its_question_end) = socket.socketpair(), socket.socketpair()
         self.orders = Talk(order_end, self._say_gone)
         self.questions = Talk(question_end, self._say_gone)
@@ -46,8 +58,16 @@ class KeeperProcess:
             undo.callback(self.kill)
             its_order_end.close()  # now, or its end would not be noticed
             its_question_end.close()
-            self.opened = Opened.unpack(self.orders.unasked())
+            self.opened = self._begun(patience)
             undo.pop_all()
+
+    def _begun(self, patience: Patience) -> Opened:
+        try:
+            return Opened.unpack(self.orders.unasked(patience))
+        except Silent as error:
+            raise OSError(
+                f"its keeper (process {self.pid}) has not begun in {patience.seconds:g} s and is killed: the disk hangs"
+            ) from error
 
     @property
     def pid(self) -> int:
@@ -70,15 +90,16 @@ class KeeperProcess:
         """No call of the disk follows the one it is in, and that one ends with it."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(KILL_S)
 
     def close(self) -> None:
         """Has it close the rows, and ends it. Raises OSError if it could not, or hangs."""
+        end = time.monotonic() + END_S
         try:
             if not self.trouble():
                 self.orders.ask(Kind.CLOSE, timeout_s=END_S)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(END_S)
+                    self._process.wait(max(0.0, end - time.monotonic()))
         except Silent as error:
             raise OSError(f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed") from error
         finally:
@@ -116,19 +137,19 @@ class Talk:
             while self._number - self._heard >= OWED_MAX:
                 self._recv(end)
             self._send(kind, body)
-            return b"".join(self._answer(end))
+            return b"".join(self._answer(lambda: self._recv(end)))
         finally:
             self._lock.release()
 
-    def stream(self, kind: Kind, body: bytes) -> Iterator[bytes]:
-        """The answer piece by piece."""
+    def stream(self, kind: Kind, body: bytes, patience: Patience) -> Iterator[bytes]:
+        """The answer piece by piece. Raises Silent if one does not come in time."""
         with self._lock:
             self._send(kind, body)
-            yield from self._answer(None)
+            yield from self._answer(lambda: self._recv_patiently(patience))
 
-    def unasked(self) -> bytes:
-        """What a keeper says first. Raises ConfigError if that is that it can not begin."""
-        return b"".join(self._answer(None))
+    def unasked(self, patience: Patience) -> bytes:
+        """What a keeper says first. Raises ConfigError if that is that it can not begin, Silent if it is nothing."""
+        return b"".join(self._answer(lambda: self._recv_patiently(patience)))
 
     def _send(self, kind: Kind, body: bytes) -> None:
         self._number += 1
@@ -137,10 +158,10 @@ class Talk:
         except OSError as error:
             raise OSError(self._gone()) from error
 
-    def _answer(self, end: float | None) -> Iterator[bytes]:
+    def _answer(self, recv: Callable[[], tuple[int, int, bytes]]) -> Iterator[bytes]:
         """The pieces of the answer to the last order; those to earlier ones are passed over."""
         while True:
-            number, outcome, body = self._recv(end)
+            number, outcome, body = recv()
             if number != self._number:
                 continue
             if outcome == Outcome.FAILED:
@@ -150,6 +171,17 @@ class Talk:
             yield body
             if outcome == Outcome.DONE:
                 return
+
+    def _recv_patiently(self, patience: Patience) -> tuple[int, int, bytes]:
+        end = time.monotonic() + patience.seconds
+        while True:
+            patience.pulse()
+            now = time.monotonic()
+            try:
+                return self._recv(min(end, now + PULSE_S))
+            except Silent:
+                if now >= end:
+                    raise
 
     def _recv(self, end: float | None) -> tuple[int, int, bytes]:
         try:

@@ -11,19 +11,22 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvstore.errors import ConfigError, Exhausted
 from node.disk import orders
 from node.disk.data_dir import allow_open_files, make_directory, refused, take_lock
 from node.disk.extent_files import FileLayer, OpenExtents, Slot
-from node.disk.keeper_process import KeeperProcess, Silent
+from node.disk.keeper_process import END_S, KeeperProcess, Patience, Silent
 from node.disk.orders import Kind, Pair, Task
 from node.disk.rows import PageRow, numbered, pairs
 
 log = logging.getLogger(__name__)
 
+START_S = 120.0  # a node's start waits so long for its keeper, of which 20 may go by for the lock of the one before
+RECOVER_S = 30.0  # all that is ordered in a `recover`, a new keeper too: then it has failed, and may be tried again
 # A list or a scrub waits so long for a disk that hangs: less than a client does by default, or it would take the node
 # for one that hangs, and leave it alone.
 QUESTION_S = 4.0
@@ -33,10 +36,17 @@ ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
 
 
 class KeptDir:
-    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the keeper to map."""
+    """Raises ConfigError like `node.disk.data_dir.DataDir`. `arena_fd`: the arena's file, for the keeper to map.
+    `pulse` is called now and then while the start waits for the keeper, and may raise to end it."""
 
     def __init__(
-        self, path: Path, disk_nbytes: int, extent_nbytes: int, arena_fd: int, keep_own_extents: bool = False
+        self,
+        path: Path,
+        disk_nbytes: int,
+        extent_nbytes: int,
+        arena_fd: int,
+        keep_own_extents: bool = False,
+        pulse: Callable[[], None] = lambda: None,
     ) -> None:
         path = path.absolute()
         log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
@@ -45,7 +55,7 @@ class KeptDir:
             make_directory(path, FileLayer())
             self._lock = take_lock(path / "lock", 0.0)
             undo.callback(os.close, self._lock)
-            self.keeper = KeeperProcess(self._task)
+            self.keeper = KeeperProcess(self._task, Patience(START_S, pulse))
             undo.callback(self.keeper.abandon)
             self.extent_nbytes, self.extent_count, direct, *_ = self.keeper.opened
             allow_open_files(self.extent_count)
@@ -54,24 +64,45 @@ class KeptDir:
             undo.pop_all()
         self._turn = threading.Lock()  # of who changes the keeper
         self._closed = False
-        self.rows = KeptRows(self)
+        self._orders_end: float | None = None
+        self.rows = KeptRows(self, Patience(START_S, pulse))
         self.files = KeptFiles(self, self._open, direct)
 
     def trouble(self) -> str:
         return self.keeper.trouble()
 
+    def order(self, kind: Kind, body: bytes = b"") -> None:
+        """Has the keeper do it. Raises OSError, within `limited` also if it takes too long."""
+        timeout_s = None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
+        try:
+            self.keeper.orders.ask(kind, body, timeout_s)
+        except Silent as error:
+            raise OSError(f"the disk hangs: no answer in {RECOVER_S:g} s") from error
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """What is ordered meanwhile, by the one thread that gives orders, has RECOVER_S, all of it together."""
+        self._orders_end = time.monotonic() + RECOVER_S
+        try:
+            yield
+        finally:
+            self._orders_end = None
+
     def revive(self) -> None:
         """Starts a keeper in the place of one that has ended. Raises OSError. What was not synced by then
         is as after a crash: perhaps there."""
         with self._turn:
-            if self._closed:
-                raise OSError("the node stops")
+            self._check_open()
             if self.keeper.trouble():
                 self._revive()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OSError("the node stops")
+
     def _revive(self) -> None:
         try:
-            fresh = KeeperProcess(self._task)
+            fresh = KeeperProcess(self._task, Patience(RECOVER_S, self._check_open))
         except ConfigError as error:
             raise OSError(str(error)) from error
         if fresh.opened != self.keeper.opened:
@@ -83,31 +114,39 @@ class KeptDir:
 
     def close(self) -> None:
         """Raises OSError if the rows could not be closed; everything is free all the same."""
-        with self._turn:
-            self._closed = True
-            try:
+        self._closed = True  # a `revive` sees it, and ends
+        is_ours = self._turn.acquire(timeout=END_S)
+        try:
+            if is_ours:
                 self.keeper.close()
-            finally:
-                self._open.close()
-                os.close(self._lock)
+            else:
+                self.keeper.abandon()
+                raise OSError("a new keeper is being started and can not be ended: the disk hangs")
+        finally:
+            self._open.close()
+            os.close(self._lock)
+            if is_ours:
+                self._turn.release()
 
 
 class KeptRows:
     """`node.disk.rows.Rows` through a keeper."""
 
-    def __init__(self, directory: KeptDir) -> None:
+    def __init__(self, directory: KeptDir, patience: Patience) -> None:
+        """`patience` is that of a start, which reads all rows."""
         self._directory = directory
+        self._patience = patience
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
         """All or nothing, but that keys of a large removal go first, in orders of their own."""
-        talk, keys = self._directory.keeper.orders, list(gone)
+        order, keys = self._directory.order, list(gone)
         while len(keys) > ORDER_KEYS_MAX:
-            talk.ask(Kind.WRITE_ROWS, orders.pack_rows([], keys[:ORDER_KEYS_MAX]))
+            order(Kind.WRITE_ROWS, orders.pack_rows([], keys[:ORDER_KEYS_MAX]))
             del keys[:ORDER_KEYS_MAX]
-        talk.ask(Kind.WRITE_ROWS, orders.pack_rows(pairs(namespaces, pages), keys))
+        order(Kind.WRITE_ROWS, orders.pack_rows(pairs(namespaces, pages), keys))
 
     def sync(self) -> None:
-        self._directory.keeper.orders.ask(Kind.SYNC_ROWS)
+        self._directory.order(Kind.SYNC_ROWS)
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         return numbered(self._all(b"N"))
@@ -116,9 +155,12 @@ class KeptRows:
         return self._all(b"P")
 
     def _all(self, kind: bytes) -> Iterator[Pair]:
-        for piece in self._directory.keeper.orders.stream(Kind.ALL_ROWS, kind):
-            for key, value, _ in orders.unpack_pairs(piece):
-                yield key, value
+        try:
+            for piece in self._directory.keeper.orders.stream(Kind.ALL_ROWS, kind, self._patience):
+                for key, value, _ in orders.unpack_pairs(piece):
+                    yield key, value
+        except Silent as error:
+            raise OSError(f"the disk hangs: no answer in {self._patience.seconds:g} s") from error
 
     def pages(self, start: bytes = b"P") -> Iterator[Pair]:
         """Asked for piece by piece: nothing is kept open there while somebody reads slowly here."""
@@ -146,14 +188,14 @@ class KeptFiles:
         self.direct = direct
 
     def write_all(self, slots: Sequence[Slot]) -> None:
-        self._directory.keeper.orders.ask(Kind.WRITE_PAGES, orders.pack_slots(slots))
+        self._directory.order(Kind.WRITE_PAGES, orders.pack_slots(slots))
 
     def read(self, offset: int, view: memoryview) -> bool:
         """Not by the keeper: a read waits for no write, and the thread that wants the page lets the others run."""
         return self._open.read(offset, view)
 
     def sync(self) -> None:
-        self._directory.keeper.orders.ask(Kind.SYNC_PAGES)
+        self._directory.order(Kind.SYNC_PAGES)
 
     def trial(self) -> None:
-        self._directory.keeper.orders.ask(Kind.TRIAL)
+        self._directory.order(Kind.TRIAL)

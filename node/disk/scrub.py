@@ -9,6 +9,7 @@ from node.disk.rows import parse_page_row
 from node.disk.tier import DiskTier
 
 STEP_S = 0.25  # how the background scrub divides its rate
+STOP_S = 2.0  # for the read that it is in; a thread that waits for a disk is left behind
 ROUND_PAUSE_S = 60.0  # a round over an empty or small disk is over at once: do not spin
 
 
@@ -77,4 +78,4 @@ class Scrubber:
     def stop(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_S)

@@ -331,7 +331,8 @@ class DiskTier:
         if not self._io.acquire(timeout=RECOVER_WAIT_S):
             raise OSError(f"a call of the disk has not returned for {RECOVER_WAIT_S:g} s")
         try:
-            forgotten = self._recover()
+            with self._directory.limited():  # or one that still hangs could not be tried again
+                forgotten = self._recover()
         finally:
             self._io.release()
         log.warning("disk tier works again; %d pages that may not have reached the disk were forgotten", forgotten)

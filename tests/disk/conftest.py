@@ -1,8 +1,11 @@
-"""Nodes with a disk tier in this process, without a keeper, on a fake file layer that fails when told to."""
+"""Nodes with a disk tier in this process, without a keeper, on a fake file layer that fails when told to; and with
+one, in which faults are planted."""
 
-import functools
+import contextlib
 import hashlib
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +22,11 @@ from node.config import NodeConfig
 from node.disk.data_dir import DataDir
 from node.disk.extent_files import FileLayer
 from node.server import Node
+
+sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
+
+from planted import PORTS, Fault, children, keeper_of
+from planted import SMALL as KEPT
 
 SECTOR_NBYTES = 4096
 SMALL: dict[str, Any] = {
@@ -150,7 +158,10 @@ class Nodes:
 def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Every node of the test uses `layer`; all are checked and stopped at its end."""
 
-    monkeypatch.setattr(node.server, "KeptDir", functools.partial(DataDir, layer=layer))
+    def open_here(*arguments: Any, pulse: Callable[[], None], **settings: Any) -> DataDir:
+        return DataDir(*arguments, **settings, layer=layer)
+
+    monkeypatch.setattr(node.server, "KeptDir", open_here)
     nodes = Nodes(tmp_path / "data", layer)
     yield nodes
     nodes.close()
@@ -240,3 +251,26 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
+    fault = Fault(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fault.sitecustomize), os.environ.get("PYTHONPATH", "")]))
+    yield fault
+    fault.clear()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
+    """A node in this process, its keeper in one of its own. Nobody may be left at the end."""
+    others = set(children(os.getpid()))  # a node that other tests share, say
+    node = Node(NodeConfig(**PORTS, **KEPT, data_dir=str(tmp_path / "data")))
+    node.start()
+    yield node
+    fault.clear()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(keeper_of(node), signal.SIGCONT)
+    node.stop()
+    assert node.check() == []
+    assert set(children(os.getpid())) <= others

@@ -1,7 +1,6 @@
 """The keeper: whatever happens to it, RAM serves on, nothing that is wrong is served, nothing is left behind.
 
-Faults are planted by a `sitecustomize` that the node's processes find on their path: it wraps the calls
-of the disk, and looks into a file for what to do at which of them.
+Faults are planted as `planted.py` says. For a disk that hangs for ever see `test_hangs.py`.
 """
 
 import contextlib
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import PORTS, SMALL, Fault, children, flags, is_running, keeper_of, wait_until
 
 from kvstore import Client, ClientConfig, Keep, PutOutcome
 from kvstore.errors import ConfigError, Exhausted
@@ -25,7 +25,6 @@ from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
 from node.disk.data_dir import DataDir
 from node.disk.keeper_process import OWED_MAX
-from node.disk.kept_dir import KeptDir
 from node.ram.arena import Arena
 from node.server import Node
 
@@ -33,109 +32,12 @@ STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 # What a get or put in RAM may take while the disk hangs: far less than those that wait for it would, far more
 # than it takes on a machine that is busy with other tests.
 RAM_S_MAX = 1.5
-SMALL: dict[str, Any] = {
-    **{"ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "disk_nbytes": 2 << 20, "disk_extent_nbytes": 64 << 10},
-    **{"scrub_nbytes_per_s": 0, "flush_s": 10.0, "drain_s": 0.3, "log_level": "ERROR"},
-}
-PORTS = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
-
-PLANT = """
-import ctypes, os, signal, sys, rocksdict
-
-FAULT = os.open({path!r}, os.O_RDWR)
-
-def at(phase):
-    line = os.pread(FAULT, 99, 0)
-    wanted, _, action = line.decode().strip().rpartition(" ")
-    if wanted != phase:
-        return
-    if action == "kill":
-        os.pwrite(FAULT, bytes(99), 0)  # once
-        os.kill(os.getpid(), signal.SIGKILL)
-    hang(line) if action == "hang" else ctypes.PyDLL(None).usleep(int(action))
-
-def hang(line):
-    "Keeps the GIL until the fault is cleared, as the binding does when the disk hangs."
-    os.pwrite(FAULT, b"hangs", 99)
-    libc, now, interval = ctypes.PyDLL(None), ctypes.create_string_buffer(99), sys.getswitchinterval()
-    sys.setswitchinterval(3600.0)
-    while libc.pread(FAULT, now, 99, 0) == 99 and now.raw == line:
-        libc.usleep(5000)
-    sys.setswitchinterval(interval)
-
-def wrap(owner, name, phase):
-    real = getattr(owner, name)
-    def call(*args):
-        at(phase)
-        result = real(*args)
-        at("after " + phase)
-        return result
-    setattr(owner, name, call)
-
-wrap(rocksdict.Rdict, "write", "rows")
-wrap(rocksdict.Rdict, "flush_wal", "sync rows")
-wrap(os, "pwritev", "pages")
-wrap(os, "fdatasync", "sync pages")
-"""
-
-
-class Fault:
-    """What the processes that start now, or run, do to their disks."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "fault"
-        self._path.touch()
-        self.sitecustomize = directory / "plant"
-        self.sitecustomize.mkdir()
-        (self.sitecustomize / "sitecustomize.py").write_text(PLANT.format(path=str(self._path)))
-
-    def plant(self, phase: str, action: str) -> None:
-        """`action`: "kill", "hang" until it is cleared, or microseconds that the call takes longer."""
-        with open(self._path, "r+b", buffering=0) as file:
-            file.write(f"{phase} {action}".ljust(99).encode())
-
-    def hangs(self) -> bool:
-        """Whether a call got to a "hang"."""
-        return self._path.stat().st_size > 99
-
-    def clear(self) -> None:
-        self.plant("", "")
-
-
-@pytest.fixture
-def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
-    fault = Fault(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(fault.sitecustomize), os.environ.get("PYTHONPATH", "")]))
-    yield fault
-    fault.clear()
-
-
-@pytest.fixture
-def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
-    """A node in this process, its keeper in one of its own. Nobody may be left at the end."""
-    others = set(children(os.getpid()))  # a node that other tests share, say
-    node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
-    node.start()
-    yield node
-    fault.clear()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(keeper_of(node), signal.SIGCONT)
-    node.stop()
-    assert node.check() == []
-    assert set(children(os.getpid())) <= others
 
 
 @pytest.fixture
 def client(kept: Node) -> Iterator[Client]:
     with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
         yield client
-
-
-def keeper_of(node: Node) -> int:
-    assert node.disk is not None
-    directory = node.disk._directory
-    assert isinstance(directory, KeptDir)
-    return directory.keeper.pid
 
 
 def reason(client: Client) -> str:
@@ -159,37 +61,8 @@ def start(tmp_path: Path, fault: Fault) -> Iterator[Callable[[], NodeProcess]]:
             process.stop()
 
 
-def flags(settings: dict[str, Any]) -> list[str]:
-    return [f"--{name.replace('nbytes', 'bytes').replace('_', '-')}={value}" for name, value in settings.items()]
-
-
 def connect(process: NodeProcess) -> Client:
     return Client(ClientConfig(address=process.address, wire="bulk", timeout_s=20.0))
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid:
-                found.append(int(path.parent.name))
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Not a zombie either."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def longest_in_ram(client: Client, pages: Any) -> float:

@@ -1,0 +1,140 @@
+"""A disk that hangs where a keeper begins, is tried again or is left: whoever waits for it does so for a while."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import PORTS, SMALL, Fault, children, keeper_of, wait_until
+
+from kvstore import Client, ClientConfig
+from kvstore.errors import ConfigError, Exhausted
+from node.config import NodeConfig
+from node.disk.kept_dir import KeptDir
+from node.ram.arena import Arena
+from node.server import Node
+
+
+@pytest.fixture
+def client(kept: Node) -> Iterator[Client]:
+    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+        yield client
+
+
+def kill_keeper(node: Node) -> None:
+    assert node.disk is not None
+    os.kill(keeper_of(node), signal.SIGKILL)
+    wait_until(lambda: bool(node.disk and node.disk.poisoned))
+
+
+@pytest.mark.parametrize("phase", ["begin", "sync pages", "sync rows"])
+def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
+    kept: Node, client: Client, fault: Fault, pages: Any, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """In the start of the new keeper, its trial, and the sync behind that. It waited for ever, and no other could be
+    tried."""
+    monkeypatch.setattr("node.disk.kept_dir.RECOVER_S", 2.0)
+    pages.put(client, pages.keys(1), durable=True)
+    kill_keeper(kept)
+    fault.plant(phase, "hang")
+    for _ in range(2):
+        with pytest.raises(Exhausted, match="the disk hangs"):
+            client.recover()
+        assert fault.hangs()
+        assert pages.get(client, pages.keys(1)) == [True]
+    fault.clear()
+    client.recover()
+    pages.drop_from_ram(kept)
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
+@pytest.mark.parametrize("phase", ["begin", "sync pages"])
+def test_a_node_stops_while_a_recover_waits_for_a_disk_that_hangs(
+    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """A signal did not end it: the stop waited for the recover, and that for the new keeper."""
+    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.5)
+    others = set(children(os.getpid()))
+    node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
+    node.start()
+    kill_keeper(node)
+    fault.plant(phase, "hang")
+    recovering = threading.Thread(target=recover, args=(node,))
+    recovering.start()
+    wait_until(fault.hangs)
+    begun = time.monotonic()
+    node.stop()
+    assert time.monotonic() - begun < 8.0
+    recovering.join(8.0)
+    assert not recovering.is_alive()
+    assert set(children(os.getpid())) <= others
+
+
+def recover(node: Node) -> None:
+    assert node.disk is not None
+    with pytest.raises(OSError, match=r"the node stops|was ended by SIGKILL"):
+        node.disk.recover()
+
+
+def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.kept_dir.START_S", 1.0)
+    others = set(children(os.getpid()))
+    fault.plant("begin", "hang")
+    arena = Arena(1 << 20)
+    with pytest.raises(ConfigError, match=r"has not begun in 1 s and is killed: the disk hangs"):
+        KeptDir(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
+    assert fault.hangs()
+    assert set(children(os.getpid())) <= others
+    arena.close()
+
+
+def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
+    fault: Fault, pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.kept_dir.START_S", 1.0)
+    fault.plant("scan", "hang")
+    node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
+    node.start()
+    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}")) as client:
+        assert client.node_status().disk.reason == "the rows can not be read: the disk hangs: no answer in 1 s"
+        pages.put(client, pages.keys(1))
+        assert pages.get(client, pages.keys(1)) == [True]
+    fault.clear()
+    node.stop()
+
+
+@pytest.mark.parametrize("phase", ["begin", "scan"])
+def test_a_signal_ends_a_start_that_waits_for_a_disk_that_hangs(
+    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.setattr("node.disk.keeper_process.END_S", 0.5)
+    others = set(children(os.getpid()))
+    fault.plant(phase, "hang")
+
+    def end_if_hangs() -> None:
+        """As a signal that came by then."""
+        if fault.hangs():
+            raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")), end_if_hangs)
+    assert set(children(os.getpid())) <= others
+
+
+def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.scrub.STOP_S", 0.2)
+    node = nodes.start(scrub_nbytes_per_s=1 << 30)
+    pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    layer.reading.clear()
+    assert layer.waiting.acquire(timeout=10.0)
+    begun = time.monotonic()
+    node.scrubber.stop()
+    assert time.monotonic() - begun < 5.0
