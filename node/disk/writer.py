@@ -10,6 +10,9 @@ As long as the disk has free slots, a page is written at once. On a full disk ea
 old one its place, so it waits until RAM has turned over by LATER_SHARE of its size since it came:
 RAM and disk then hold different pages, and the node remembers more. Flush, durable puts and the
 stop of a node do not wait.
+
+Barriers are fewer than pages: whoever comes while the last thing in the queue is a barrier waits at that one,
+and one whose waiters have all given up is passed over without a sync.
 """
 
 import logging
@@ -61,11 +64,12 @@ class Store(Protocol):
 
 class _Barrier:
     """A place in the queue: `done` when the thread has passed it, `safe` if all before it is on the
-    medium. It carries its own result: the tier may fail, or recover, before the waiter looks."""
+    medium. It carries its own result: the tier may fail, or recover, before a waiter looks."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
         self.safe = False
+        self.waiters = 0  # guarded by the writer's lock
 
 
 class DiskWriter:
@@ -122,11 +126,23 @@ class DiskWriter:
 
     def flush(self, timeout_s: float) -> bool:
         """Until everything offered before is on the medium; False if it took longer or failed."""
-        barrier = _Barrier()
+        barrier = self._join()
+        try:
+            return barrier.done.wait(timeout_s) and barrier.safe
+        finally:
+            with self._changed:
+                barrier.waiters -= 1
+
+    def _join(self) -> _Barrier:
+        """The barrier behind all that was offered. As long as it is in the queue, the sync for it has not begun."""
         with self._changed:
-            self._queue.append(barrier)
-            self._changed.notify_all()
-        return barrier.done.wait(timeout_s) and barrier.safe
+            last = self._queue[-1] if self._queue else None
+            barrier = last if isinstance(last, _Barrier) else _Barrier()
+            if barrier is not last:
+                self._queue.append(barrier)
+                self._changed.notify_all()
+            barrier.waiters += 1
+            return barrier
 
     def stop(self, timeout_s: float) -> bool:
         """Writes and syncs what is queued, then ends the thread."""
@@ -168,7 +184,7 @@ class DiskWriter:
             barrier.safe = True
 
     def _next(self) -> tuple[list[Page], _Barrier | None]:
-        """The next pages, up to a barrier; nothing after IDLE_S without work."""
+        """The next pages, up to a barrier that somebody waits at; nothing after IDLE_S without work."""
         pages = self._due()
         if pages:
             return pages, None
@@ -177,10 +193,11 @@ class DiskWriter:
             self._changed.wait_for(lambda: self._queue or self._stopping or self._is_due(), IDLE_S)
             while self._queue and len(pages) < BATCH_PAGES_MAX and nbytes < BATCH_NBYTES_MAX:
                 item = self._queue.popleft()
-                if isinstance(item, _Barrier):
+                if isinstance(item, Page):
+                    pages.append(item)
+                    nbytes += item.namespace.slot_nbytes
+                elif item.waiters:
                     return pages, item
-                pages.append(item)
-                nbytes += item.namespace.slot_nbytes
         return pages, None
 
     def _due(self) -> list[Page]:

@@ -138,3 +138,29 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     begun = time.monotonic()
     node.scrubber.stop()
     assert time.monotonic() - begun < 5.0
+
+
+# ---- those who wait for it, and leave ------------------------------------------------------
+
+
+def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left a barrier in the queue for as long as the disk hung, and then had its own sync. Also with pages in
+    between."""
+    monkeypatch.setattr("node.disk.writer.IDLE_S", 30.0)
+    node = nodes.start()
+    client = nodes.connect(node)
+    layer.writing.clear()
+    pages.put(client, pages.keys(0))
+    assert layer.waiting.acquire(timeout=10.0)
+    for number in range(1, 9):
+        pages.put(client, pages.keys(number))
+        for _ in range(50):
+            assert not node.disk.writer.flush(0.0001)
+    assert len(node.disk.writer._queue) == 8 + 8
+    synced, sync = [], node.disk.sync
+    monkeypatch.setattr(node.disk, "sync", lambda: (synced.append(1), sync()))
+    layer.writing.set()
+    assert client.flush() == 9
+    assert len(synced) <= 2, "one barrier for what was queued, and one behind it"

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted
+from node.ram.page import Page
 
 
 class Trail:
@@ -296,3 +297,33 @@ def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after
     client.flush()
     node = nodes.restart(node)
     assert second.get(nodes.connect(node), second.keys(1)) == [True]
+
+
+@pytest.mark.usefixtures("without_idle_syncs")
+def test_nobody_joins_a_barrier_whose_sync_has_begun(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who wait at the end of the queue share one barrier, as long as it is there."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    begun, go_on, sync = threading.Event(), threading.Event(), node.disk.sync
+    synced: list[list[bool]] = []
+
+    def slow_sync() -> None:
+        synced.append(node.disk.present(pages.digest, pages.keys(1, 2, 3)))
+        begun.set()
+        assert go_on.wait(20.0)
+        sync()
+
+    monkeypatch.setattr(node.disk, "sync", slow_sync)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(pages.put, client, pages.keys(1), durable=True)
+        assert begun.wait(10.0)
+        others = [pool.submit(pages.put, client, pages.keys(number), durable=True) for number in (2, 3)]
+        wait_until(lambda: sum(not isinstance(item, Page) for item in node.disk.writer._queue) > 0)
+        assert not any(call.done() for call in (first, *others))
+        go_on.set()
+        assert [call.result(10.0) for call in (first, *others)] == [[PutOutcome.STORED]] * 3
+    assert synced[0] == [True, False, False]
+    assert synced[-1] == [True, True, True]
+    assert node.disk.safe(pages.digest, pages.keys(1, 2, 3)) == [True] * 3
