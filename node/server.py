@@ -166,7 +166,7 @@ class Node:
         end = time.monotonic() + self.config.flush_s
         self.scrubber.stop()
         try:
-            self.service.durability.flush(self.service.durability.end())
+            self.service.durability.flush(self.service.durability.begin_wait())
         except KVStoreError as error:
             log.error("not all pages are on disk: %s", error)
         disk.writer.stop(max(1.0, end - time.monotonic()))

@@ -2,14 +2,27 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from node.disk.tier import DiskTier
+from node.disk.writer import GONE_S
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.tier import RamTier
 
 LOCKED_PAGES = 64  # looked at or offered under one lock: gets must not wait for a flush
 ROUNDS_MAX = 4
+
+
+class Wait(NamedTuple):
+    """For the disk: until `end` in monotonic time, and no longer than somebody wants the answer."""
+
+    end: float
+    gone: Callable[[], bool]
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.end - time.monotonic())
 
 
 class Durability:
@@ -30,15 +43,15 @@ class Durability:
             raise InvalidRequest("this node has no disk tier; start it with --data-dir")
         return self._disk
 
-    def end(self, wait_ms: int = 0) -> float:
-        """When waiting for the disk ends that begins now, in monotonic time: the caller may have less than flush_s."""
-        return time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s)
+    def begin_wait(self, wait_ms: int = 0, gone: Callable[[], bool] = lambda: False) -> Wait:
+        """From now on: the caller may have less than flush_s, and may leave before."""
+        return Wait(time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s), gone)
 
-    def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
+    def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
         """Returns when these pages survive power loss. Raises Exhausted if the disk has no space for them,
         is stopped or too slow, or if one of them has gone: nobody was promised a page that is not there."""
-        self._barrier(end)  # what is queued already need not be offered again
-        self._save([(digest, list(prefix_hashes))], end, self._unsafe)
+        self._barrier(wait)  # what is queued already need not be offered again
+        self._save([(digest, list(prefix_hashes))], wait, self._unsafe)
 
     def verify(self, digest: bytes, prefix_hash: bytes) -> bool | None:
         """Whether the copy on disk is intact, None if there is none. Raises Exhausted if it can not be told."""
@@ -50,18 +63,18 @@ class Durability:
         except OSError as error:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 
-    def flush(self, end: float) -> None:
+    def flush(self, wait: Wait) -> None:
         """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
         not delay it, and those that go meanwhile need not be there."""
-        self._barrier(end)
-        self._save(self._inventory.unsaved(), end, self._unsafe_in_ram)
+        self._barrier(wait)
+        self._save(self._inventory.unsaved(), wait, self._unsafe_in_ram)
         if self.disk.unsafe_count:  # another may have stored a page that has left RAM before we looked
-            self._barrier(end)
+            self._barrier(wait)
 
     def _save(
         self,
         batches: list[tuple[bytes, list[bytes]]],
-        end: float,
+        wait: Wait,
         left: Callable[[bytes, Sequence[bytes]], list[bytes]],
     ) -> None:
         """Offers those of the pages that are `left` and waits for them, a few times: on a full disk a page
@@ -73,8 +86,8 @@ class Durability:
                 return
             for digest, hashes in batches:
                 for start in range(0, len(hashes), LOCKED_PAGES):
-                    self._offer_all(digest, hashes[start : start + LOCKED_PAGES], end)
-            self._barrier(end)
+                    self._offer_all(digest, hashes[start : start + LOCKED_PAGES], wait)
+            self._barrier(wait)
         count = sum(len(left(digest, hashes)) for digest, hashes in batches)
         if count:
             raise Exhausted(
@@ -100,25 +113,27 @@ class Durability:
         for start in range(0, len(prefix_hashes), LOCKED_PAGES):
             yield from self._inventory.stat(digest, prefix_hashes[start : start + LOCKED_PAGES])
 
-    def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], end: float) -> None:
+    def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
         try:
             left = prefix_hashes
             while left := self._tier.offer(digest, left):
-                self._check(end)
-                self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, 1.0)
+                self._check(wait)
+                self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, min(GONE_S, wait.left_s))
         except UnknownNamespace:
             return
 
-    def _barrier(self, end: float) -> None:
-        if not self.disk.writer.flush(max(0.0, end - time.monotonic())):
-            self._check(end)
+    def _barrier(self, wait: Wait) -> None:
+        if not self.disk.writer.flush(wait.left_s, wait.gone):
+            self._check(wait)
             raise Exhausted(
                 "the disk tier stopped, or the node ran out of memory or descriptors, before the pages were safe; "
                 "see its status and its log"
             )
 
-    def _check(self, end: float) -> None:
+    def _check(self, wait: Wait) -> None:
         if self.disk.poisoned:
             raise Exhausted(f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}")
-        if time.monotonic() >= end:
+        if wait.gone():
+            raise Exhausted("pages are visible but not durable, the caller is gone")
+        if not wait.left_s:
             raise Exhausted("pages are visible but were not durable in the time of the call and the node's flush_s")

@@ -17,8 +17,9 @@ and one whose waiters have all given up is passed over without a sync.
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from node.disk.counters import DiskCounters
@@ -34,6 +35,7 @@ LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
 LATER_PAGES = 1024  # may wait that RAM has evicted already
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy it is
+GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
 
 
 class Store(Protocol):
@@ -124,11 +126,16 @@ class DiskWriter:
                 lambda: not self.queue_nbytes or self.queue_nbytes + nbytes <= self._queue_nbytes_max, timeout_s
             )
 
-    def flush(self, timeout_s: float) -> bool:
-        """Until everything offered before is on the medium; False if it took longer or failed."""
+    def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
+        """Until everything offered before is on the medium; False if it took longer or failed, or who wanted it is
+        `gone`."""
+        end = time.monotonic() + timeout_s
         barrier = self._join()
         try:
-            return barrier.done.wait(timeout_s) and barrier.safe
+            while not barrier.done.wait(max(0.0, min(GONE_S, end - time.monotonic()))):
+                if time.monotonic() >= end or gone():
+                    return False
+            return barrier.safe
         finally:
             with self._changed:
                 barrier.waiters -= 1

@@ -89,7 +89,7 @@ class Connection(abc.ABC):
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
-        session = self.service.sessions.open(self.peer, self.maps_arena)
+        session = self.service.sessions.open(self.peer, self.maps_arena, self.caller.gone)
         try:
             self._serve_session(server, session, first)
         finally:

@@ -153,6 +153,8 @@ class Servicer:
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
         transfers = max(1, threads * 3 // 4)
         self._transfers = Budget(cap("gRPC transfers", transfers, f"{remedy}, or raise grpc_threads"))
+        # Of them, those that may wait for the disk: however long it hangs, the others are left for pages in RAM.
+        self._durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), f"{remedy}, or raise grpc_threads"))
         # Neither pool has a queue: what it runs is counted before.
         self._transfer_threads = futures.ThreadPoolExecutor(transfers, "grpc-transfer")
         self._long_threads = futures.ThreadPoolExecutor(sum(LONG_CALLS.values()), "grpc-long")
@@ -243,7 +245,8 @@ class Servicer:
 
     async def _put(self, call: Call, messages: Messages) -> None:
         begin = _part(await call.request(messages), "begin")  # of frames in their wire form
-        with self._transfers.lent(call.peer), self._service.sessions.open(call.peer) as session:
+        durable, gone = self._durable.lent(call.peer, int(begin.durable)), call.caller.gone
+        with durable, self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
             reply, slots = await self._in_thread(call, self._service.begin_put, session, begin)
             await call.write(pb.PutFrameReply(begin=reply))
             if not slots:

@@ -143,13 +143,13 @@ class Service:
             self.durability.disk  # noqa: B018 raises if there is none
         result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes)
         session.put_request = request
-        session.wait_end = self.durability.end(request.wait_ms)
+        session.wait = self.durability.begin_wait(request.wait_ms, session.gone)
         session.promised = []
         if request.durable:  # what is stored, or is going to be; not what another writes, or what has no room
             verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
             session.promised = [h for h, verdict in verdicts if verdict in (Verdict.WRITE, Verdict.EXISTS)]
             if not result.pages:
-                self.durability.keep(request.namespace, session.promised, session.wait_end)
+                self.durability.keep(request.namespace, session.promised, session.wait)
         if session.maps_arena:
             offsets = [page.offset for page in result.pages]
             return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
@@ -175,7 +175,7 @@ class Service:
             )
         stored = session.commit(list(request.leaves), -(-put.ttl_ms // 1000))
         if put.durable:
-            self.durability.keep(put.namespace, session.promised, session.wait_end)
+            self.durability.keep(put.namespace, session.promised, session.wait)
         return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
@@ -340,7 +340,7 @@ class Service:
         return pb.RemoveNamespaceReply(removed=self._tier.remove_namespace(request.namespace))
 
     def _flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushReply:
-        self.durability.flush(self.durability.end(request.wait_ms))
+        self.durability.flush(self.durability.begin_wait(request.wait_ms, caller.gone))
         return pb.FlushReply(pages_on_disk=self.durability.disk.records.count)
 
     def _scrub(self, request: pb.ScrubRequest, caller: Caller) -> pb.ScrubReply:

@@ -1,12 +1,13 @@
 """Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.checksum import kept, root
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
+from node.disk.durability import Wait
 from node.ram.page import Page
 from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
@@ -27,8 +28,11 @@ class Session:
     gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
     """
 
-    def __init__(self, tier: RamTier, sessions: "Sessions", peer: str, maps_arena: bool) -> None:
+    def __init__(
+        self, tier: RamTier, sessions: "Sessions", peer: str, maps_arena: bool, gone: Callable[[], bool]
+    ) -> None:
         self.peer = peer
+        self.gone = gone
         self.maps_arena = maps_arena
         self._tier = tier
         self._sessions = sessions
@@ -38,7 +42,7 @@ class Session:
         self._held_nbytes = 0
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
-        self.wait_end = 0.0  # of waiting for that
+        self.wait = Wait(0.0, gone)  # for that
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
         """Raises Exhausted if this peer, or all of them, have reserved too much that is not committed yet."""
@@ -190,8 +194,9 @@ class Sessions:
     def count(self) -> int:
         return len(self._live)
 
-    def open(self, peer: str, maps_arena: bool = False) -> Session:
-        session = Session(self._tier, self, peer, maps_arena)
+    def open(self, peer: str, maps_arena: bool = False, gone: Callable[[], bool] = lambda: False) -> Session:
+        """`gone`: whether the client has left, so that nobody waits for what is done for it."""
+        session = Session(self._tier, self, peer, maps_arena, gone)
         with self._lock:
             self._live.add(session)
         return session

@@ -177,7 +177,7 @@ class Load:
 
     def _keep(self, some: list[History]) -> None:
         durability = self._life.durability
-        durability.keep(SPACE.digest, [history.key for history in some], durability.end())
+        durability.keep(SPACE.digest, [history.key for history in some], durability.begin_wait())
         for history in some:
             history.safe.append((self._record.now(), len(history.done)))
 
@@ -191,7 +191,7 @@ class Load:
     def _flush(self) -> None:
         """What is stored and not on disk may be evicted before a flush meets it; what is there after the
         flush was there all the time."""
-        self._life.durability.flush(self._life.durability.end())
+        self._life.durability.flush(self._life.durability.begin_wait())
         moment = self._record.now()
         present = self._life.ram.lookup(SPACE.digest, [history.key for history in self._histories], touch=False)
         for history, here in zip(self._histories, present, strict=True):

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from planted import PORTS, SMALL, Fault, children, keeper_of, wait_until
 
-from kvstore import Client, ClientConfig
+from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import ConfigError, Exhausted
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
 from node.disk.kept_dir import KeptDir
 from node.ram.arena import Arena
@@ -164,3 +167,50 @@ def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
     layer.writing.set()
     assert client.flush() == 9
     assert len(synced) <= 2, "one barrier for what was queued, and one behind it"
+
+
+@pytest.fixture
+def hung(nodes: Any, layer: Any, pages: Any) -> Node:
+    """A node with page 1 on a disk that hangs now, and of four threads for gRPC."""
+    node: Node = nodes.start(flush_s=20.0, grpc_threads=4)
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    layer.writing.clear()
+    pages.put(client, pages.keys(2))
+    assert layer.waiting.acquire(timeout=10.0)
+    return node
+
+
+@pytest.fixture
+def stub(hung: Node) -> Iterator[KVStoreStub]:
+    with grpc.insecure_channel(f"127.0.0.1:{hung.grpc.port}") as channel:
+        yield KVStoreStub(channel)
+
+
+def durable_put(pages: Any) -> Iterator[pb.PutFrame]:
+    """Of what is stored already: it has no more to do than to wait."""
+    begin = pb.PutRequest(namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True)
+    return iter([pb.PutFrame(begin=begin)])
+
+
+def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(hung: Node, stub: KVStoreStub, pages: Any) -> None:
+    """They held the places of gRPC's transfers, and of flushes, for flush_s."""
+    transfers, flushes = hung.grpc._servicer._transfers, hung.service._long_calls["flush"]
+    calls = [stub.Put(durable_put(pages), timeout=30.0), stub.Flush.future(pb.FlushRequest(), timeout=30.0)]
+    wait_until(lambda: transfers.used == flushes.used == 1)
+    for call in calls:
+        call.cancel()
+    wait_until(lambda: transfers.used == flushes.used == 0, 5.0)
+
+
+def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
+    hung: Node, stub: KVStoreStub, pages: Any, nodes: Any
+) -> None:
+    waiting = stub.Put(durable_put(pages), timeout=30.0)
+    wait_until(lambda: hung.grpc._servicer._durable.used == 1)
+    with pytest.raises(grpc.RpcError, match="gRPC durable puts: 1 of"):
+        list(stub.Put(durable_put(pages), timeout=10.0))
+    client = nodes.connect(hung, "grpc")
+    assert pages.get(client, pages.keys(1)) == [True]
+    assert pages.put(client, pages.keys(3)) == [PutOutcome.STORED]
+    waiting.cancel()

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted
+from node.disk.durability import Wait
 from node.ram.page import Page
 
 
@@ -41,8 +42,8 @@ def write_between(node: Any, monkeypatch: pytest.MonkeyPatch, digest: bytes, key
     durability = node.service.durability
     barrier, done = durability._barrier, []
 
-    def barrier_then_write(end: float) -> None:
-        barrier(end)
+    def barrier_then_write(wait: Wait) -> None:
+        barrier(wait)
         if not done:
             done.append(True)
             assert not node.tier.offer(digest, keys)
