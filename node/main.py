@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import logging
+import os
 import signal
 import sys
 
@@ -85,6 +86,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     node.stop()
+    logging.shutdown()
+    os._exit(0)  # a thread of a pool may still hang in a read of the disk, and Python would wait for it
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
 log = logging.getLogger(__name__)
 
 END_S = 10.0  # a node that stops waits so long for its keeper, then kills it
-KILL_S = 3.0  # one that is killed and still there is in a call of the disk
+KILL_S = 5.0  # one that is killed and still there is in a call of the disk
 PULSE_S = 0.2  # between two looks at whether to go on waiting for one that begins
 OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
 

@@ -15,7 +15,7 @@ from kvstore import Namespace, opaque_layout
 from kvstore.checksum import checksum
 from kvstore.errors import Exhausted, KVStoreError
 from node.disk.data_dir import DataDir
-from node.disk.durability import Durability
+from node.disk.durability import Durability, Wait
 from node.disk.extent_files import FileLayer
 from node.disk.tier import DiskTier
 from node.ram.arena import Arena
@@ -68,8 +68,8 @@ class History:
 class LateDurability(Durability):
     """Others have time to write between a barrier and what follows it."""
 
-    def _barrier(self, end: float) -> None:
-        super()._barrier(end)
+    def _barrier(self, wait: Wait) -> None:
+        super()._barrier(wait)
         time.sleep(random.choice([0.0, 0.002, 0.01]))
 
 

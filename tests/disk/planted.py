@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 PORTS = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
 
 PLANT = """
-import ctypes, os, signal, sys, rocksdict
+import ctypes, os, signal, sys, time, rocksdict
 
 FAULT = os.open({path!r}, os.O_RDWR)
 
@@ -32,7 +32,10 @@ def at(phase):
     if action == "kill":
         os.pwrite(FAULT, bytes(99), 0)  # once
         os.kill(os.getpid(), signal.SIGKILL)
-    hang(line) if action == "hang" else ctypes.PyDLL(None).usleep(int(action))
+    if action in ("hang", "wait"):
+        hang(line) if action == "hang" else wait(line)
+    else:
+        ctypes.PyDLL(None).usleep(int(action))
 
 def hang(line):
     "Keeps the GIL until the fault is cleared, as the binding does when the disk hangs."
@@ -42,6 +45,12 @@ def hang(line):
     while libc.pread(FAULT, now, 99, 0) == 99 and now.raw == line:
         libc.usleep(5000)
     sys.setswitchinterval(interval)
+
+def wait(line):
+    "As a read that hangs: the other threads run."
+    os.pwrite(FAULT, b"hangs", 99)
+    while os.pread(FAULT, 99, 0) == line:
+        time.sleep(0.005)
 
 def wrap(owner, name, phase):
     real = getattr(owner, name)
@@ -57,6 +66,7 @@ wrap(rocksdict.Rdict, "flush_wal", "sync rows")
 wrap(os, "pwritev", "pages")
 wrap(os, "fdatasync", "sync pages")
 wrap(os, "fsync", "begin")
+wrap(os, "preadv", "read")
 wrap(rocksdict.Rdict, "items", "scan")
 """
 
@@ -72,7 +82,7 @@ class Fault:
         (self.sitecustomize / "sitecustomize.py").write_text(PLANT.format(path=str(self._path)))
 
     def plant(self, phase: str, action: str) -> None:
-        """`action`: "kill", "hang" until it is cleared, or microseconds that the call takes longer."""
+        """`action`: "kill", "hang" or "wait" until it is cleared, or microseconds that the call takes longer."""
         with open(self._path, "r+b", buffering=0) as file:
             file.write(f"{phase} {action}".ljust(99).encode())
 
