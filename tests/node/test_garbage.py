@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from node import garbage
 from node.garbage import SeldomCollections
 from node.ram.page import Page
 
@@ -59,6 +60,29 @@ def test_cycles_are_freed_all_the_same() -> None:
     finally:
         seldom.stop()
     assert gc.get_threshold() == thresholds
+
+
+def test_a_slow_collection_puts_the_next_one_off_for_two_minutes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand times as long as it took was an hour, in which calls that fail left hundreds of MiB."""
+    assert garbage.INTERVAL_S_MAX == 120.0
+    monkeypatch.setattr(garbage, "INTERVAL_S_MAX", 0.01)
+    again = threading.Semaphore(0)
+    monkeypatch.setattr("node.garbage.gc.collect", lambda: (threading.Event().wait(0.03), again.release()))
+    seldom = SeldomCollections(interval_s_min=0.001)
+    try:
+        assert all(again.acquire(timeout=10.0) for _ in range(3))
+    finally:
+        seldom.stop()
+
+
+def test_what_a_collection_has_freed_goes_back_to_the_system() -> None:
+    trimmed = threading.Event()
+    seldom = SeldomCollections(interval_s_min=0.1)
+    seldom._trim = lambda pad: trimmed.set()
+    try:
+        assert trimmed.wait(30.0)
+    finally:
+        seldom.stop()
 
 
 def test_full_collections_take_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
