@@ -13,7 +13,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
-from node.serve.connections import BACKLOG, Connection, ConnectionServer
+from node.serve.connections import BACKLOG, Connection, ConnectionServer, caller_at
 from node.serve.limits import cap, peer_of
 from node.serve.pace import Pace
 from node.serve.service import Service
@@ -32,8 +32,8 @@ class BulkServer(ConnectionServer):
         self._service = service
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
-        name, peer = f"{address[0]}:{address[1]}", peer_of(address[0])
-        return BulkConnection(FrameSocket(sock), name, peer, self._service, self._stall_s)
+        name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]))
+        return BulkConnection(FrameSocket(sock), name, caller, self._service, self._stall_s)
 
 
 class BulkConnection(Connection):

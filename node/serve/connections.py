@@ -45,14 +45,14 @@ class Connection(abc.ABC):
 
     maps_arena: ClassVar[bool] = False
 
-    def __init__(self, sock: FrameSocket, name: str, peer: str, service: Service, stall_s: float) -> None:
+    def __init__(self, sock: FrameSocket, name: str, caller: Caller, service: Service, stall_s: float) -> None:
         self.socket = sock
         self.name = name
-        self.peer = peer
+        self.peer = caller.peer
         self.busy = False
         self.service = service
         self.stall_s = stall_s
-        self.caller = Caller(peer)
+        self.caller = caller
         self.place: Place | None = None
         self._request_nbytes = 0  # taken from the budget for large requests
         sock.admit = self._admit
@@ -189,6 +189,18 @@ class Connection(abc.ABC):
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
             self.socket.send_frame(pb.BulkReply(error=_message(error)).SerializeToString())
+
+
+def ready(fd: int | socket.socket, events: int) -> bool:
+    """Whether one of these events of `poll` is there now. (`select` takes no descriptor above 1,023.)"""
+    asked = select.poll()
+    asked.register(fd, events)
+    return bool(asked.poll(0))
+
+
+def caller_at(sock: socket.socket, peer: str) -> Caller:
+    """Who has hung up is gone, also behind bytes that nobody has received yet."""
+    return Caller(peer, lambda: ready(sock, select.POLLRDHUP))
 
 
 def _message(error: KVStoreError) -> pb.Error:

@@ -22,10 +22,10 @@ from kvstore.errors import ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.unix_sockets import DescriptorSocket
 from node.ram.arena import Arena
-from node.serve.connections import BACKLOG, Connection, ConnectionServer
+from node.serve.connections import BACKLOG, Connection, ConnectionServer, caller_at, ready
 from node.serve.limits import cap
 from node.serve.replies import in_range
-from node.serve.service import Service
+from node.serve.service import Caller, Service
 from node.serve.session import Session
 from node.serve.socket_file import listen_on
 
@@ -44,7 +44,10 @@ class ShmServer(ConnectionServer):
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
-        return ShmConnection(DescriptorSocket(sock), self._service, self._stall_s, self)
+        frames = DescriptorSocket(sock)
+        # Process 0: all the containers whose processes can not be seen from here.
+        caller = caller_at(sock, f"pid {frames.peer.pid}")
+        return ShmConnection(frames, caller, self._service, self._stall_s, self)
 
     def status(self) -> pb.ShmStatus:
         with self._lock:
@@ -86,9 +89,10 @@ class ShmConnection(Connection):
     maps_arena = True
     socket: DescriptorSocket
 
-    def __init__(self, sock: DescriptorSocket, service: Service, stall_s: float, server: ShmServer) -> None:
-        name = f"pid {sock.peer.pid}"  # pid 0: of all the containers whose processes can not be seen from here
-        super().__init__(sock, name, name, service, stall_s)
+    def __init__(
+        self, sock: DescriptorSocket, caller: Caller, service: Service, stall_s: float, server: ShmServer
+    ) -> None:
+        super().__init__(sock, caller.peer, caller, service, stall_s)
         self._server = server
         self._process_fd: int | None = None
 
@@ -150,10 +154,12 @@ class ShmConnection(Connection):
     def abandoned(self) -> bool:
         """Whether the process is gone though its socket is open: a child that it forked has it, too."""
         assert self._process_fd is not None
-        return bool(select.select([self._process_fd], [], [], 0)[0])
+        return ready(self._process_fd, select.POLLIN)
 
     def end(self, session: Session) -> None:
-        """Frees what is left when nobody can touch it any more; if the node stops before, never."""
+        """Frees what is left when nobody can touch it any more; if the node stops before, never. The client learns
+        at once that this connection has ended."""
+        self.socket.shutdown()
         pages = len(session.reserved) + len(session.held)
         assert self._process_fd is not None
         if not pages or self._server.wait_gone(self, self._process_fd, pages):

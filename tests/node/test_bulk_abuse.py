@@ -16,6 +16,7 @@ from kvstore.wires.frames import pack_fixed
 from node.ram.inventory import Inventory
 from node.serve.bulk import BulkConnection
 from node.serve.limits import REQUEST_S_MAX
+from node.serve.service import Caller
 from node.server import Node
 
 CODE = grpc.StatusCode.UNIMPLEMENTED.value[0]
@@ -263,7 +264,7 @@ class QuietSocket:
 def test_after_a_slow_reply_an_idle_connection_waits_without_spinning(node: Node) -> None:
     quiet: Any = QuietSocket()
     with pytest.raises(ConnectionResetError):
-        BulkConnection(quiet, "nobody", "nobody", node.service, 5.0).serve(node.bulk)
+        BulkConnection(quiet, "nobody", Caller("nobody"), node.service, 5.0).serve(node.bulk)
     assert quiet.waits == [REQUEST_S_MAX, 5.0, 5.0, 5.0]
 
 

@@ -125,6 +125,31 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
     assert client.scrub().next_cursor
 
 
+def test_a_caller_who_hangs_up_is_gone_also_behind_what_it_said_last(
+    node: Node, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On connections nobody looked."""
+    asked, seen = threading.Event(), threading.Event()
+
+    def wait(request: Any, caller: Caller) -> pb.VerifyReply:
+        assert not caller.gone()
+        asked.set()
+        for _ in range(500):
+            if caller.gone():
+                seen.set()
+                break
+            threading.Event().wait(0.01)
+        return pb.VerifyReply()
+
+    monkeypatch.setitem(node.service._unary, "verify", wait)
+    connection = raw(node)
+    connection.request(verify=pb.VerifyRequest())
+    assert asked.wait(10.0)
+    connection.request(hello=pb.HelloRequest())
+    connection.close()
+    assert seen.wait(10.0)
+
+
 def test_ranges_of_a_get_are_not_gathered_in_memory(
     start_node: Callable[..., Node], connect: Any, make_pages: Any
 ) -> None:

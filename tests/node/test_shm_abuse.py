@@ -184,6 +184,41 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Any, settle: Any) -> N
     settle(node)
 
 
+def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
+    node: Node, raw: Any, pages: Any, settle: Any
+) -> None:
+    """`select` takes none above 1,023: each idle connection ended, and with it a node that has many extents."""
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    while taken[-1] < 1024:
+        taken.append(os.dup(taken[0]))
+    try:
+        connection = raw(node)
+        connection.greet()
+    finally:
+        for fd in taken:
+            os.close(fd)
+    assert list(connection.ask(get=get_of(pages, 1)).get.hits) == [True]
+    threading.Event().wait(2 * node.config.stall_s)
+    connection.tell(release=pb.ReleaseRequest())
+    assert list(connection.ask(get=get_of(pages, 2)).get.hits) == [True]
+    connection.tell(release=pb.ReleaseRequest())
+    connection.close()
+    settle(node)
+
+
+def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_are_kept(
+    make_node: Any, raw: Any, connect: Any, make_pages: Any
+) -> None:
+    node, pages = make_node(), make_pages("kept")
+    pages.put(connect(node), pages.keys(1))
+    connection = raw(node)
+    connection.greet()
+    assert list(connection.ask(get=get_of(pages, 1)).get.hits) == [True]
+    connection.tell(get=get_of(pages, 1))
+    assert "a get before the one before it" in connection.ending().message
+    assert node.tier.held_count == 1, "this process may read it still"
+
+
 def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(node: Node, raw: Any, pages: Any, settle: Any) -> None:
     connection = raw(node)
     connection.greet()
