@@ -8,7 +8,7 @@ Made where a page is made and checked where it is used, so one checksum covers w
 by its leaf alone. The seed binds the bytes to their key: an intact page under the wrong key does not match either.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 import xxhash
@@ -58,15 +58,27 @@ def leaves(page: memoryview | bytes) -> bytes:
     return leaf(page) if len(parts) == 1 else b"".join([leaf(page[start:end]) for start, end in parts])
 
 
-def parts_match(page: memoryview, of_leaves: bytes, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether the parts in which ranges (offset, nbytes) of a page lie have these leaves; no other part is read."""
-    parts, step = cuts(len(page)), leaf_nbytes(len(page))
-    last = len(parts) - 1
-    wanted = set[int]()
+def parts_of(page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> set[int]:
+    """Which parts of a page its ranges (offset, nbytes) lie in."""
+    last, step = len(cuts(page_nbytes)) - 1, leaf_nbytes(page_nbytes)
+    found = set[int]()
     for offset, nbytes in ranges:
-        wanted.update(range(min(offset // step, last), min((offset + nbytes - 1) // step, last) + 1))
+        found.update(range(min(offset // step, last), min((offset + nbytes - 1) // step, last) + 1))
+    return found
+
+
+def hashed_nbytes(page_nbytes: int, ranges: Iterable[tuple[int, int]]) -> int:
+    """How much of a page must be hashed to know that its ranges are intact."""
+    parts = cuts(page_nbytes)
+    return sum(parts[i][1] - parts[i][0] for i in parts_of(page_nbytes, ranges))
+
+
+def parts_match(page: memoryview, of_leaves: bytes, ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether the parts in which ranges of a page lie have these leaves; no other part is read."""
+    parts = cuts(len(page))
     return all(
-        leaf(page[slice(*parts[i])]) == of_leaves[LEAF_SUM_NBYTES * i : LEAF_SUM_NBYTES * (i + 1)] for i in wanted
+        leaf(page[slice(*parts[i])]) == of_leaves[LEAF_SUM_NBYTES * i : LEAF_SUM_NBYTES * (i + 1)]
+        for i in parts_of(len(page), ranges)
     )
 
 

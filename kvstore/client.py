@@ -28,6 +28,7 @@ from kvstore.batches import (
     wait_ms,
 )
 from kvstore.buffers import byte_views
+from kvstore.checksum import hashed_nbytes
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
@@ -186,10 +187,12 @@ class Client:
         check_lengths(prefix_hashes, views)
         messages = [pb.ByteRange(offset=part.offset, nbytes=part.nbytes) for part in ranges]
         whole = ranges == (ByteRange(0, namespace.layout.page_nbytes),)
+        # By the node, for the ranges; no less than it sends.
+        checked = hashed_nbytes(namespace.layout.page_nbytes, [(part.offset, part.nbytes) for part in ranges])
 
         def run(link: Link, deadline: Deadline) -> list[bool]:
             hits: list[bool] = []
-            parts = list(batches(len(views), nbytes, link.limits, len(ranges)))
+            parts = list(batches(len(views), checked, link.limits, len(ranges)))
             for part in parts:
                 hashes = prefix_hashes[part]
                 request = pb.GetRequest(

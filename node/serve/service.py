@@ -1,7 +1,6 @@
 """What each request means, the same for all wires. Takes and returns the schema's messages;
 raises the errors of `kvstore.errors`."""
 
-import itertools
 import logging
 import os
 import time
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import kvstore
-from kvstore.checksum import LEAF_SUM_NBYTES, checksum, cuts, joined_checksum, parts_match, root
+from kvstore.checksum import LEAF_SUM_NBYTES, checksum, cuts, hashed_nbytes, joined_checksum, parts_match, root
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
@@ -36,6 +35,7 @@ from node.serve.limits import (
     Turns,
     cap,
 )
+from node.serve.ranges import check_ranges
 from node.serve.replies import in_range
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
@@ -178,32 +178,37 @@ class Service:
             self.durability.keep(put.namespace, session.promised, session.wait)
         return pb.CommitReply(stored=stored)
 
-    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+    def begin_get(
+        self, session: Session, request: pb.GetRequest, caller: Caller
+    ) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
         try:
-            return _guarded("get", self._begin_get, session, request)
+            return _guarded("get", self._begin_get, session, request, caller)
         except KVStoreError:
             session.release()
             raise
 
-    def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
+    def _begin_get(
+        self, session: Session, request: pb.GetRequest, caller: Caller
+    ) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        hashes = list(request.prefix_hashes)
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
         page_nbytes = self._tier.namespace(request.namespace).page_nbytes
         ranges = [(part.offset, part.nbytes) for part in request.ranges]
-        if len(request.prefix_hashes) * len(ranges) > GET_PIECES_MAX:
+        if len(hashes) * len(ranges) > GET_PIECES_MAX:
             raise InvalidRequest(
-                f"{len(ranges)} ranges of {len(request.prefix_hashes)} keys are more than {GET_PIECES_MAX} pieces; "
-                "split the batch"
+                f"{len(ranges)} ranges of {len(hashes)} keys are more than {GET_PIECES_MAX} pieces; split the batch"
             )
         check_ranges(ranges, page_nbytes)
         wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
-        self._check_nbytes(len(request.prefix_hashes) * wanted_nbytes)
-        pages = session.acquire(request.namespace, list(request.prefix_hashes), request.prefix_only, wanted_nbytes)
-        if ranges:  # their reader has not all that a leaf covers, so it is checked here
-            pages = [page if page is not None and self._intact(page, ranges) else None for page in pages]
-        found = [page for page in pages if page is not None]
-        checksums = [self._part_sum(page, ranges) for page in found] if ranges else [page.checksum for page in found]
-        reply = pb.GetReply(hits=[page is not None for page in pages], checksums=checksums)
+        self._check_nbytes(len(hashes) * wanted_nbytes)
+        if ranges:
+            self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
+        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes)
+        there = [page for page in pages if page is not None]
+        sums = self._part_sums(there, ranges, caller) if ranges else {page: page.checksum for page in there}
+        found = [page for page in there if page in sums]
+        reply = pb.GetReply(hits=[page in sums for page in pages], checksums=[sums[page] for page in found])
         if session.maps_arena:
             reply.offsets.extend([page.offset for page in found])
             return 0, reply, iter(())
@@ -213,10 +218,17 @@ class Service:
         whole = self._view(page)
         return (whole[offset : offset + nbytes] for offset, nbytes in ranges or [(0, whole.nbytes)])
 
-    def _part_sum(self, page: Page, ranges: list[tuple[int, int]]) -> bytes:
-        """Parts of intact pages get a checksum of their own for the way. Nothing is copied for it."""
+    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]], caller: Caller) -> dict[Page, bytes]:
+        """A checksum for the way of the ranges of each page that is intact; nothing is copied for it. Their reader
+        has not all that a leaf covers, so it is checked here, once for a page however often it is asked for."""
         nbytes = sum(nbytes for _, nbytes in ranges)
-        return joined_checksum(self._parts(page, ranges), nbytes, page.namespace.seed(page.prefix_hash))
+        sums = {}
+        for page in dict.fromkeys(pages):
+            self._check_there(caller)
+            if self._intact(page, ranges):
+                seed = page.namespace.seed(page.prefix_hash)
+                sums[page] = joined_checksum(self._parts(page, ranges), nbytes, seed)
+        return sums
 
     def _view(self, page: Page) -> memoryview:
         return self._arena.view(page.offset, page.namespace.page_nbytes)
@@ -234,10 +246,10 @@ class Service:
         self._tier.drop_corrupt(page)
         return False
 
-    def _check_nbytes(self, nbytes: int) -> None:
+    def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
             raise InvalidRequest(
-                f"the batch moves {nbytes} bytes, at most {self._config.batch_nbytes_max} (batch_nbytes_max); split it"
+                f"the batch {does} {nbytes} bytes, at most {self._config.batch_nbytes_max} (batch_nbytes_max); split it"
             )
 
     # ---- unary ---------------------------------------------------------------------------
@@ -296,8 +308,13 @@ class Service:
 
     def _check_waiting(self, caller: Caller) -> None:
         """Between the steps of a long call: nobody works for a caller who has left, or while the node stops."""
-        if caller.gone() or self.draining:
-            raise Unavailable("the caller is gone" if caller.gone() else "this node is draining")
+        self._check_there(caller)
+        if self.draining:
+            raise Unavailable("this node is draining")
+
+    def _check_there(self, caller: Caller) -> None:
+        if caller.gone():
+            raise Unavailable("the caller is gone")
 
     def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -364,22 +381,6 @@ class Service:
         except OSError as error:
             raise Exhausted(f"the disk still fails, pages are served from RAM: {error}") from error
         return pb.RecoverReply()
-
-
-def check_ranges(ranges: list[tuple[int, int]], page_nbytes: int) -> None:
-    """Raises InvalidRequest. In any order, but each byte once: what a get returns is bounded by its pages."""
-    end = 0
-    ordered = True
-    for offset, nbytes in ranges:
-        if not nbytes or offset + nbytes > page_nbytes:
-            raise InvalidRequest(f"range {offset}+{nbytes} is empty or leaves the page of {page_nbytes} bytes")
-        ordered = ordered and offset >= end
-        end = offset + nbytes
-    if not ordered:
-        in_order = sorted(ranges)
-        for (offset, nbytes), (following, _) in itertools.pairwise(in_order):
-            if offset + nbytes > following:
-                raise InvalidRequest(f"range {offset}+{nbytes} overlaps the one at {following}; ask for a byte once")
 
 
 def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -1,0 +1,78 @@
+"""What a get with ranges may cost: the parts of its pages that are hashed for it are counted, each once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import InvalidRequest, Unavailable
+from kvstore.layout import ByteRange
+from kvstore.pb import kvstore_pb2 as pb
+from node.serve.service import Caller
+from node.server import Node
+
+WIRES = ["shm", "bulk", "grpc"]
+PART = 1 << 20
+
+
+def ranged(pages: Any, *numbers: int) -> pb.GetRequest:
+    """A get of one byte of each MiB of some pages."""
+    request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
+    request.ranges.extend([pb.ByteRange(offset=offset, nbytes=1) for offset in range(0, pages.nbytes, PART)])
+    return request
+
+
+@pytest.fixture(scope="module")
+def large_node(start_node: Callable[..., Node]) -> Node:
+    return start_node(extent_nbytes=3 << 20, ram_nbytes=18 << 20, batch_nbytes_max=6 << 20)
+
+
+@pytest.fixture
+def large_pages(large_node: Node, connect: Any, make_pages: Any) -> Any:
+    """Three pages, of which two are the largest batch."""
+    pages = make_pages("large", 3 << 20)
+    pages.put(connect(large_node), pages.keys(0, 1, 2))
+    return pages
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
+    large_node: Node, large_pages: Any, connect: Any, wire: str
+) -> None:
+    """19 KB of keys and ranges made the node hash 64 GiB."""
+    with (
+        large_node.sessions.open("test") as session,
+        pytest.raises(InvalidRequest, match=r"checks 9437184 bytes.*6291456"),
+    ):
+        large_node.service.begin_get(session, ranged(large_pages, 0, 1, 2), Caller("test"))
+    buffers = [bytearray(3) for _ in range(3)]
+    ranges = [ByteRange(offset, 1) for offset in range(0, large_pages.nbytes, PART)]
+    client = connect(large_node, wire)
+    assert client.get_ranges(large_pages.namespace, large_pages.keys(0, 1, 2), ranges, buffers) == [True] * 3
+    assert buffers == [large_pages.content(key)[::PART] for key in large_pages.keys(0, 1, 2)]
+
+
+def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
+    large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = large_node.service
+    intact, hashed = service._intact, []
+    monkeypatch.setattr(service, "_intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
+    with large_node.sessions.open("test") as session:
+        nbytes, reply, pieces = service.begin_get(session, ranged(large_pages, *[0, 1] * 500), Caller("test"))
+        assert list(reply.hits) == [True] * 1000
+        assert (nbytes, sum(piece.nbytes for piece in pieces), len(reply.checksums)) == (3000, 3000, 1000)
+    assert len(hashed) == 2
+
+
+def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
+    large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = large_node.service
+    intact, hashed = service._intact, []
+    monkeypatch.setattr(service, "_intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
+    with large_node.sessions.open("test") as session:
+        with pytest.raises(Unavailable, match="the caller is gone"):
+            service.begin_get(session, ranged(large_pages, 0, 1), Caller("test", lambda: bool(hashed)))
+        assert not session.held
+    assert len(hashed) == 1
