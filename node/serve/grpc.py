@@ -1,13 +1,14 @@
 """The gRPC wire, node side: the schema's service with health and reflection.
 
-One event loop in one thread of its own; short requests are served there, what may wait for the disk in
-threads beside it. Put and Get stream pages in chunks; each such call is a session of its own, so a
+One event loop in one thread of its own; short requests are served there, long ones and what may wait for
+the disk in threads beside it. Put and Get stream pages in chunks; each such call is a session of its own, so a
 cancelled or broken call gives back all it held.
 """
 
 import asyncio
 import logging
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent import futures
 from typing import Any
@@ -52,6 +53,8 @@ _OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DES
 STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
 METADATA_NBYTES_MAX = 8 << 10
 CONNECTIONS_MAX = 4096
+# A larger request may take more than 1 ms, in which the loop would answer nobody: a stat takes 10 to 20 us a key.
+LOOP_NBYTES_MAX = 1 << 10
 STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
 
 Messages = AsyncIterator[Any]
@@ -157,12 +160,17 @@ class Servicer:
         # Neither pool has a queue: what it runs is counted before.
         self._transfer_threads = futures.ThreadPoolExecutor(transfers, "grpc-transfer")
         self._long_threads = futures.ThreadPoolExecutor(sum(LONG_CALLS.values()), "grpc-long")
+        large = cap(f"gRPC calls over {LOOP_NBYTES_MAX >> 10} KiB", 2 * threads, f"{remedy}, or raise grpc_threads")
+        self._large = Budget(large)  # half of all calls, so that a peer with its share of them can make small ones
+        self._large_thread = futures.ThreadPoolExecutor(1, "grpc-large")
+        self._turn = asyncio.Lock()  # of that thread
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # of each peer's
         self.hang_up: Callable[[str], None] = lambda name: None  # ends the connection of gRPC's peer `name`
         names = (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
         self._reflection = reflection.ReflectionServicer(names)
 
     def close(self) -> None:
-        for threads in (self._transfer_threads, self._long_threads):
+        for threads in (self._transfer_threads, self._long_threads, self._large_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def end_idle(self) -> None:
@@ -204,6 +212,9 @@ class Servicer:
                     return await behaviour(call, messages)
             except KVStoreError as error:
                 await context.abort(status_code(error), str(error))
+            except DecodeError:
+                log.info("grpc: a call of %s is refused: its request is no message of the schema", call.peer)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema")
             except asyncio.CancelledError:
                 if not call.ended_because:
                     raise
@@ -228,10 +239,11 @@ class Servicer:
             if long:
                 return await call.in_thread(self._long_threads, self._service.call, op, request, call.caller)
             nbytes = request.ByteSize()
-            if nbytes <= REQUEST_NBYTES_FREE:
+            if nbytes <= LOOP_NBYTES_MAX:
                 return self._service.call(op, request, call.caller)
-            with self._service.requests.lent(call.peer, nbytes * REQUEST_NBYTES_FACTOR):
-                return self._service.call(op, request, call.caller)
+            lent = nbytes * REQUEST_NBYTES_FACTOR if nbytes > REQUEST_NBYTES_FREE else 0
+            with self._large.lent(call.peer), self._service.requests.lent(call.peer, lent):
+                return await self._in_turn(call, op, request)
 
         async def behaviour(call: Call, messages: Messages) -> None:
             await call.write(await answer(call, await call.request(messages)))
@@ -239,6 +251,12 @@ class Servicer:
         request, reply = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
         forms = request.FromString, reply.SerializeToString
         return self._handler(behaviour, self._calls, *forms)
+
+    async def _in_turn(self, call: Call, op: str, request: Any) -> Any:
+        """One at a time beside the loop. Of each peer one call waits for that, and its others for that one, so
+        peers take turns however many calls they have."""
+        async with self._turns.setdefault(call.peer, asyncio.Lock()), self._turn:
+            return await call.in_thread(self._large_thread, self._service.call, op, request, call.caller)
 
     # ---- transfers -----------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ _LIMITS: dict[type, dict[str, int]] = {}
 def in_range(kind: type[Message], **fields: Any) -> Message:
     """A message; an age that would be negative is 0."""
     limits = _LIMITS.get(kind) or _LIMITS.setdefault(kind, _unsigned(kind))
-    for name in limits.keys() & fields.keys():
-        fields[name] = min(max(0, fields[name]), limits[name])
+    for name, largest in limits.items():
+        if not 0 <= fields.get(name, 0) <= largest:
+            fields[name] = min(max(0, fields[name]), largest)
     return kind(**fields)
 
 

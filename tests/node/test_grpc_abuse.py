@@ -1,6 +1,7 @@
 """gRPC transfers that end early, come in the wrong order, stall or are cancelled: one status each, nobody
 else notices, and no slot, hold or session is left."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -235,11 +236,21 @@ def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
     settle(node, sessions=1)
 
 
-def test_bytes_that_are_no_message_are_refused(node: Node, bystander: Any, settle: Callable[..., None]) -> None:
+def test_bytes_that_are_no_message_are_refused(
+    node: Node, bystander: Any, settle: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line each; a traceback is for what nobody expected."""
+    caplog.set_level(logging.INFO, "node.serve.grpc")
+    methods = [f"/kvstore.KVStore/{name}" for name in ("Lookup", "OpenNamespace", "Stat", "Get", "Put")]
+    methods += ["/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
     with bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
-        for method in ("Lookup", "OpenNamespace", "Stat"):
-            with pytest.raises(grpc.RpcError):
-                channel.unary_unary(f"/kvstore.KVStore/{method}")(b"\xff\xff\xff", timeout=5.0)
+        for method in methods:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream(method)(b"\xff\xff\xff", timeout=5.0))
+            assert caught.value.code() is INVALID
+        said = [record for record in caplog.records if record.name == "node.serve.grpc"]
+        assert {record.levelno for record in said} == {logging.INFO}
+        assert len(said) == len(methods) - 1, "a put's frame is looked at by itself"
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/kvstore.KVStore/Nothing")(b"", timeout=5.0)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
