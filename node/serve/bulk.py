@@ -94,7 +94,7 @@ class BulkConnection(Connection):
         return self.socket.recv_frame(MESSAGE_NBYTES_MAX)
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:
-        nbytes, reply, pieces = self.service.begin_get(session, request, self.caller)
+        nbytes, reply, pieces = self.service.begin_get(session, request)
         pace = Pace(nbytes, self.stall_s)
         try:
             self.send("get", reply, nbytes)

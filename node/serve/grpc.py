@@ -41,6 +41,7 @@ from node.serve.limits import (
     cap,
 )
 from node.serve.service import Service
+from node.serve.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -277,8 +278,9 @@ class Servicer:
 
     async def _get(self, call: Call, messages: Messages) -> None:
         request = await call.request(messages)
-        with self._transfers.lent(call.peer), self._service.sessions.open(call.peer) as session:
-            nbytes, reply, pieces = await self._in_thread(call, self._service.begin_get, session, request, call.caller)
+        gone = call.caller.gone
+        with self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
+            nbytes, reply, pieces = await self._in_thread(call, self._service.begin_get, session, request)
             self._limit(call, "get", nbytes)
             await call.write(pb.GetFrame(begin=reply).SerializeToString())
             for run in runs(pieces):
@@ -286,9 +288,9 @@ class Servicer:
                 await call.write(frame)
                 call.moved(len(frame))
 
-    async def _in_thread(self, call: Call, function: Any, *arguments: Any) -> Any:
+    async def _in_thread(self, call: Call, function: Any, session: Session, request: Any) -> Any:
         """It may read pages from the disk, or wait until they are safe there."""
-        return await call.in_thread(self._transfer_threads, function, *arguments)
+        return await call.in_thread(self._transfer_threads, function, session, request)
 
     def _limit(self, call: Call, op: str, nbytes: int) -> None:
         seconds = nbytes / TRANSFER_NBYTES_PER_S_MIN + self._stall_s

@@ -178,19 +178,15 @@ class Service:
             self.durability.keep(put.namespace, session.promised, session.wait)
         return pb.CommitReply(stored=stored)
 
-    def begin_get(
-        self, session: Session, request: pb.GetRequest, caller: Caller
-    ) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+    def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
         try:
-            return _guarded("get", self._begin_get, session, request, caller)
+            return _guarded("get", self._begin_get, session, request)
         except KVStoreError:
             session.release()
             raise
 
-    def _begin_get(
-        self, session: Session, request: pb.GetRequest, caller: Caller
-    ) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+    def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         hashes = list(request.prefix_hashes)
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
         page_nbytes = self._tier.namespace(request.namespace).page_nbytes
@@ -206,7 +202,7 @@ class Service:
             self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
         pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes)
         there = [page for page in pages if page is not None]
-        sums = self._part_sums(there, ranges, caller) if ranges else {page: page.checksum for page in there}
+        sums = self._part_sums(there, ranges, session) if ranges else {page: page.checksum for page in there}
         found = [page for page in there if page in sums]
         reply = pb.GetReply(hits=[page in sums for page in pages], checksums=[sums[page] for page in found])
         if session.maps_arena:
@@ -218,13 +214,13 @@ class Service:
         whole = self._view(page)
         return (whole[offset : offset + nbytes] for offset, nbytes in ranges or [(0, whole.nbytes)])
 
-    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]], caller: Caller) -> dict[Page, bytes]:
+    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]], client: Session) -> dict[Page, bytes]:
         """A checksum for the way of the ranges of each page that is intact; nothing is copied for it. Their reader
         has not all that a leaf covers, so it is checked here, once for a page however often it is asked for."""
         nbytes = sum(nbytes for _, nbytes in ranges)
         sums = {}
         for page in dict.fromkeys(pages):
-            self._check_there(caller)
+            self._check_there(client)
             if self._intact(page, ranges):
                 seed = page.namespace.seed(page.prefix_hash)
                 sums[page] = joined_checksum(self._parts(page, ranges), nbytes, seed)
@@ -312,7 +308,7 @@ class Service:
         if self.draining:
             raise Unavailable("this node is draining")
 
-    def _check_there(self, caller: Caller) -> None:
+    def _check_there(self, caller: Caller | Session) -> None:
         if caller.gone():
             raise Unavailable("the caller is gone")
 

@@ -139,7 +139,7 @@ class ShmConnection(Connection):
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         if session.held:
             raise ProtocolError("a get before the one before it was released")
-        _, reply, _ = self.service.begin_get(session, request, self.caller)
+        _, reply, _ = self.service.begin_get(session, request)
         try:
             self.send("get", reply)
         except OSError:

@@ -8,7 +8,6 @@ import pytest
 from kvstore import InvalidRequest, Unavailable
 from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
-from node.serve.service import Caller
 from node.server import Node
 
 WIRES = ["shm", "bulk", "grpc"]
@@ -44,7 +43,7 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
         large_node.sessions.open("test") as session,
         pytest.raises(InvalidRequest, match=r"checks 9437184 bytes.*6291456"),
     ):
-        large_node.service.begin_get(session, ranged(large_pages, 0, 1, 2), Caller("test"))
+        large_node.service.begin_get(session, ranged(large_pages, 0, 1, 2))
     buffers = [bytearray(3) for _ in range(3)]
     ranges = [ByteRange(offset, 1) for offset in range(0, large_pages.nbytes, PART)]
     client = connect(large_node, wire)
@@ -59,7 +58,7 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
     intact, hashed = service._intact, []
     monkeypatch.setattr(service, "_intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
     with large_node.sessions.open("test") as session:
-        nbytes, reply, pieces = service.begin_get(session, ranged(large_pages, *[0, 1] * 500), Caller("test"))
+        nbytes, reply, pieces = service.begin_get(session, ranged(large_pages, *[0, 1] * 500))
         assert list(reply.hits) == [True] * 1000
         assert (nbytes, sum(piece.nbytes for piece in pieces), len(reply.checksums)) == (3000, 3000, 1000)
     assert len(hashed) == 2
@@ -71,8 +70,8 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
     service = large_node.service
     intact, hashed = service._intact, []
     monkeypatch.setattr(service, "_intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
-    with large_node.sessions.open("test") as session:
+    with large_node.sessions.open("test", gone=lambda: bool(hashed)) as session:
         with pytest.raises(Unavailable, match="the caller is gone"):
-            service.begin_get(session, ranged(large_pages, 0, 1), Caller("test", lambda: bool(hashed)))
+            service.begin_get(session, ranged(large_pages, 0, 1))
         assert not session.held
     assert len(hashed) == 1

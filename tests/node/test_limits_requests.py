@@ -163,7 +163,7 @@ def test_ranges_of_a_get_are_not_gathered_in_memory(
     with node.sessions.open("test") as session:
         tracemalloc.start()
         try:
-            nbytes, _, pieces = node.service.begin_get(session, request, Caller("test"))
+            nbytes, _, pieces = node.service.begin_get(session, request)
             assert nbytes == sum(piece.nbytes for piece in pieces) == 8 << 20
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
