@@ -3,7 +3,7 @@
 import logging
 
 from gpu_agent.blocks.worth import Worth
-from kvstore.breaker import CircuitBreaker
+from kvstore.breaker import PAUSE_PER_COST, CircuitBreaker
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.log_rate import LogRate
 
@@ -22,6 +22,7 @@ class Hits:
     def __init__(self, worth: Worth | None) -> None:
         self._worth = worth
         self._hangs = CircuitBreaker("loads", PAUSE_S_MAX)
+        self._hung = 0  # loads since one ended well
 
     def takes(self, start: int, end: int, alone: bool, first: bool) -> bool:
         """Whether to load these tokens of a prompt; `first`: asked for this request for the first time."""
@@ -31,14 +32,21 @@ class Hits:
 
     def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         """So many ended well, which is seen now; the first of them was ordered at `began_at`."""
-        self._hangs.success()
+        self.succeeded()
         if self._worth:
             self._worth.loaded(loads, tokens, began_at, now)
 
+    def succeeded(self) -> None:
+        """A load ended well."""
+        self._hung = 0
+        self._hangs.success()
+
     def failed(self, seconds: float) -> None:
-        """A load brought less than ordered, after so long."""
+        """A load brought less than ordered, after so long. For as long hits are none, twice as long after the next."""
         if seconds >= HUNG_S:
-            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), seconds)
+            self._hung += 1
+            pause_s = min(PAUSE_S_MAX, seconds * 2 ** min(self._hung - 1, 10))
+            self._hangs.failure(DeadlineExceeded(f"after {seconds:.1f} s"), pause_s / PAUSE_PER_COST)
             log.warning("a load was given up after %.1f s; while loads hang, hits are computed", seconds)
 
     def _loads_end(self) -> bool:

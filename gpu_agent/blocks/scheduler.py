@@ -246,6 +246,8 @@ class BlockScheduler:
             self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), now)
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
+        if loaded - failed:
+            self._hits.succeeded()
         for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
             self._requests[request_id].plan_anew()
         if failed:

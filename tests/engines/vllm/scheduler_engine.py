@@ -366,7 +366,12 @@ class Engines:
         self._made: list[Engine] = []
 
     def __call__(self, store: dict[str, Any] | None = None, model: str = "model", **arguments: Any) -> Engine:
-        options = {"address": self.address, "tenant": self._tenant, "lookup_timeout_s": 10.0}
+        options = {
+            "address": self.address,
+            "tenant": self._tenant,
+            "lookup_timeout_s": 10.0,
+            "slow_hits": "take",
+        }
         engine = Engine(self._directory / model, self._patch, options | (store or {}), **arguments)
         self._made.append(engine)
         return engine
