@@ -228,7 +228,8 @@ class Crashes:
 
     def _inspect(self) -> None:
         """Opens the directory in this process, checks everything, and closes it gracefully."""
-        node = Node(NodeConfig(host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, **self._settings()))  # type: ignore[arg-type]
+        settings = self._settings() | {"stall_s": 60.0}  # on a busy machine nobody is late
+        node = Node(NodeConfig(host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, **settings))  # type: ignore[arg-type]
         node.start()
         try:
             self._raise_violations(node)
