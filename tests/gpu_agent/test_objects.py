@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +264,7 @@ def hung(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None
     sources, targets = contents(4), empty(4)
     store.put(names, sources).result(WAIT_S)
     signal_node(node, signal.SIGSTOP)
+    assert eventually(lambda: stands_still(node))
     start = time.monotonic()
     calls = [store.get(names, targets), store.put(names, sources), store.exists(names)]
     calls += [store.get(names, targets) for _ in range(10)]
@@ -273,6 +275,12 @@ def hung(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None
     assert not any(results[2].values)
     signal_node(node, signal.SIGCONT)
     assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
+
+
+def stands_still(node: NodeProcess) -> bool:
+    """All its threads: a signal takes a moment to reach each."""
+    threads = Path(f"/proc/{node.pid}/task").iterdir()
+    return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def signal_node(node: NodeProcess, number: signal.Signals) -> None:
