@@ -265,8 +265,8 @@ class BlockScheduler:
         self._lookups.drop(request.request_id)
         if state is None or state.loading:
             return
-        full = self._full(state, request.num_computed_tokens, tables)
         if self._stage(state, request.num_computed_tokens, tables):
+            full = self._full(state, request.num_computed_tokens, tables)
             self._drop(unsaved_count(tables, state.present, state.planned, full))
         if not state.barred:
             self._lookups.touch(self._question(request))
