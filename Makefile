@@ -11,7 +11,7 @@ LIVES ?= 300
 # A file's tests stay together in one worker: they share their node.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -27,6 +27,8 @@ help:
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
+	@echo "make gpu-test-vllm  real vLLM on this machine's GPU: hits, caches, outages, its server, both routes (6 minutes;"
+	@echo "                  PYTHON names one with vLLM 0.33, CuPy, pytest, pytest-xdist and '.[node]'; two ranks need two GPUs)"
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
@@ -132,6 +134,11 @@ gpu-test:
 	PYTHONPATH=. $(PYTHON) benchmarks/agent.py
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then PYTHONPATH=. $(PYTHON) benchmarks/agents.py; fi
 	PYTHONPATH=. $(PYTHON) benchmarks/ttft.py
+
+# Engines of four files start side by side; each file has a node of its own.
+gpu-test-vllm:
+	@$(PYTHON) -c 'import cupy, torch, vllm, rocksdict, pytest, xdist; assert torch.cuda.is_available()' || { echo "needs an NVIDIA GPU, and in $(PYTHON): vllm==0.33.0, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"; exit 1; }
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest --numprocesses 4 --dist loadfile tests/engines/vllm/gpu $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

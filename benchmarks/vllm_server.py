@@ -177,10 +177,10 @@ class Server:
                 return found
             time.sleep(0.1)
 
-    def close(self, timeout_s: float = 60.0) -> int:
-        """As Ctrl-C does; its exit status, that of a kill if it did not end."""
+    def close(self, timeout_s: float = 60.0, how: signal.Signals = signal.SIGINT) -> int:
+        """As Ctrl-C does, or a service manager (SIGTERM); its exit status, that of a kill if it did not end."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(how)
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -7,8 +7,8 @@ A region is cut into extents of one size, that of the largest page. An extent is
 1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty one joins its other half and
 serves any, so capacity follows when the mix of page sizes changes. (Slabs that never give memory back calcify: the
 size that came first keeps it.) How large the blocks of a slot size are follows from that size alone: the smallest
-that leaves at most 1/16 of itself unused. So a page keeps about 16 slots of its size from others, and never a whole
-extent of small ones.
+that leaves at most 1/16 of itself unused, and has `slots_min` slots if an extent has. So a page keeps about 16 slots
+of its size from others, and never a whole extent of small ones.
 """
 
 from array import array
@@ -58,7 +58,7 @@ class Block:
         self.offset = offset
         self.kind = kind
         self.owners = owners
-        self.free = kind.all_free[:]  # a stack: lowest slot first
+        self.free = NO_SLOTS  # a stack: lowest slot first
         self.used_sum = 0
         self.closed = False
 
@@ -72,7 +72,7 @@ class SlotAllocator:
     there are, but `claimed` and `check`; those with an area look at its 64 blocks.
 
     `owners(n)` makes the vacant owners of n slots: a list of None for objects, an array of zeros for
-    record numbers, where 8 bytes a slot would be too many.
+    record numbers, where 8 bytes a slot would be too many. `slots_min`: a block is some 300 bytes of objects.
     """
 
     def __init__(
@@ -80,12 +80,14 @@ class SlotAllocator:
         region_nbytes: int,
         extent_nbytes: int,
         owners: Callable[[int], MutableSequence[Any]] = lambda count: [None] * count,
+        slots_min: int = 1,
     ) -> None:
         assert extent_nbytes % SLOT_ALIGN_NBYTES == 0
         assert region_nbytes % extent_nbytes == 0
         self.region_nbytes = region_nbytes
         self.extent_nbytes = extent_nbytes
         self._owners = owners
+        self._slots_min = slots_min
         self._vacant = owners(1)[0]
         self.level_max = 0  # blocks of level n have 2^n units; an extent is one of level_max
         while self.level_max < HALVINGS_MAX and extent_nbytes % (SLOT_ALIGN_NBYTES << self.level_max + 1) == 0:
@@ -163,8 +165,9 @@ class SlotAllocator:
     def level(self, slot_nbytes: int) -> int:
         """Level of the blocks of this slot size; that of an extent for a size that fits none."""
         for level in range(self.level_max):
-            unused = (self.unit_nbytes << level) % slot_nbytes
-            if slot_nbytes <= self.unit_nbytes << level and unused * UNUSED_SHARE <= self.unit_nbytes << level:
+            block_nbytes = self.unit_nbytes << level
+            fits = self._slots_min * slot_nbytes <= block_nbytes
+            if fits and block_nbytes % slot_nbytes * UNUSED_SHARE <= block_nbytes:
                 return level
         return self.level_max
 
@@ -187,16 +190,19 @@ class SlotAllocator:
                 start, _ = self._free[level].popitem()
                 for half in range(level - 1, kind.level - 1, -1):
                     self._free[half][start + (1 << half)] = None
-                return self._put(start, kind)
+                block = self._put(start, kind)
+                block.free = kind.all_free[:]
+                kind.partial[start] = block
+                return block
         return None
 
     def _put(self, start: int, kind: SizeClass) -> Block:
+        """It gives no slots yet."""
         block = Block(start, start * self.unit_nbytes, kind, self._owners(kind.per_block))
         units = 1 << kind.level
         self._blocks[start : start + units] = [block] * units
         self._kinds[kind.slot_nbytes] = kind
         kind.block_count += 1
-        kind.partial[start] = block
         return block
 
     def _retire(self, block: Block) -> None:
@@ -324,13 +330,12 @@ class SlotAllocator:
             else:
                 self._free[-1][start] = None
         for block in self.blocks():
-            kind = block.kind
-            block.free = array("I", (s for s in range(len(block.owners) - 1, -1, -1) if not block.owners[s]))
+            kind, owners = block.kind, block.owners
+            if not all(owners):
+                block.free = array("I", (slot for slot in range(len(owners) - 1, -1, -1) if not owners[slot]))
+                kind.partial[block.start] = block
             kind.used_count += block.used_count
             self.used_nbytes += block.used_count * kind.slot_nbytes
-            if not block.free:
-                block.free = NO_SLOTS
-                del kind.partial[block.start]
 
     # ---- tell ----------------------------------------------------------------------------
 

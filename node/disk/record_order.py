@@ -7,9 +7,9 @@ there are: a search that was cut short goes on with the next.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
@@ -72,6 +72,17 @@ class RecordOrder:
         return self.block_of(record).kind.slot_nbytes
 
     # ---- a record's life -----------------------------------------------------------------
+
+    def begin(self, slot_nbytes: int, records: Sequence[int]) -> None:
+        """All records of a size that has none yet, the oldest first."""
+        oldest, newest = records[0], records[-1]
+        self._ends[slot_nbytes] = _Ends(oldest, newest, len(records))
+        self._ages.add(slot_nbytes, self._used_s[oldest])
+        older, newer = self._older, self._newer
+        older[oldest] = newer[newest] = 0
+        for one, following in pairwise(records):
+            newer[one] = following
+            older[following] = one
 
     def push_newest(self, record: int) -> None:
         size = self._size(record)

@@ -7,7 +7,7 @@ So no insertion takes longer the more records there are. Pure; not thread-safe.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 PLACES = 1024
 FULL = PLACES * 3 // 4
@@ -43,6 +43,17 @@ class RecordTable:
             depth += 1
         self.segments = [Segment(depth) for _ in range(1 << depth)]
         self.mask = len(self.segments) - 1
+
+    def fill(self, records: Iterable[int]) -> None:
+        """As many insertions."""
+        mark_of, put = self._mark_of, self._put
+        for record in records:
+            mark = mark_of(record)
+            segment = self.segments[mark & self.mask]
+            if segment.count < FULL:
+                put(segment, mark, record)
+            else:
+                self.insert(record)
 
     def insert(self, record: int) -> None:
         """A record that is not here."""

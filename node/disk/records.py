@@ -28,6 +28,7 @@ from node.slots import SlotAllocator
 if TYPE_CHECKING:
     from node.disk.rows import PageRow
 
+BLOCK_SLOTS_MIN = 4  # blocks of fewer would cost more than all the rest of what a page costs here
 _MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
 _MARK_MASK = (1 << 32) - 1
 
@@ -36,7 +37,7 @@ class Records:
     """Records by key, by slot and by last use. `slots` is the region of the disk they lie in."""
 
     def __init__(self, region_nbytes: int, extent_nbytes: int) -> None:
-        self.slots = SlotAllocator(region_nbytes, extent_nbytes, lambda count: array("I", bytes(4 * count)))
+        self.slots = SlotAllocator(region_nbytes, extent_nbytes, _no_records, BLOCK_SLOTS_MIN)
         self._hashes = Hashes()
         self._mark = array("I", [0])
         self._namespace = array("H", [0])
@@ -102,12 +103,11 @@ class Records:
         by_size: dict[int, array[int]] = {}
         for block in self.slots.blocks():
             records = [record for record in block.owners if record]
-            by_size.setdefault(block.kind.slot_nbytes, array("I")).extend(array("I", records))
-            block.used_sum = sum(self._used_s[record] for record in records)
-        for numbers in by_size.values():
-            for record in sorted(numbers, key=self._used_s.__getitem__):
-                self._table.insert(record)
-                self._order.push_newest(record)
+            by_size.setdefault(block.kind.slot_nbytes, array("I")).extend(records)
+            block.used_sum = sum(map(self._used_s.__getitem__, records))
+        for slot_nbytes, numbers in by_size.items():
+            self._order.begin(slot_nbytes, sorted(numbers, key=self._used_s.__getitem__))
+            self._table.fill(numbers)
 
     def _new(self, namespace: int, prefix_hash: bytes) -> int:
         if not self._free:
@@ -255,3 +255,7 @@ class Records:
             if total != block.used_sum:
                 wrong.append(f"disk block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
         return wrong
+
+
+def _no_records(count: int) -> array[int]:
+    return array("I", bytes(4 * count))

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import tracemalloc
 from array import array
 from collections import Counter
 from typing import Any
@@ -289,6 +290,44 @@ def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
             total_nbytes = sum(map(sys.getsizeof, [*arrays, *segments, records._table.segments]))
             total_nbytes += records._hashes.nbytes
             assert total_nbytes <= (64 + nbytes) * count, f"{total_nbytes / count} for each of {count} records"
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> None:
+    """Of 1 MiB each in extents of 64 MiB: the objects of their blocks, and what a start needs for a while. What
+    docs/operations.md tells operators."""
+    count, page_nbytes = 8192, 1 << 20
+    records, rng = Records(count * page_nbytes, 64 << 20), random.Random(5)
+    places = rng.sample(range(count), count)
+    tracemalloc.start()
+    try:
+        for place in places:
+            if restored:
+                assert records.restore(restored_row(1, rng.randbytes(32), page_nbytes, place * page_nbytes))
+            else:
+                records.publish(records.reserve(1, rng.randbytes(32), page_nbytes), bytes(16), 5)
+        if restored:
+            records.restored()
+        _, most_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert records.count == count
+    assert most_nbytes < 240 * count, f"{most_nbytes / count} bytes a page"
+    assert records.check() == []
+
+
+def test_what_was_restored_of_two_sizes_leaves_the_colder_one_first() -> None:
+    records = Records(8 * 8192, 8192)
+    for number in range(8):  # two pages of each extent's size, or one
+        size, used_s = (4096, 100 + number) if number < 4 else (8192, 10 + number)
+        for slot in range(8192 // size):
+            assert records.restore(
+                restored_row(1, bytes([number, slot]) * 8, size, number * 8192 + slot * size, used_s)
+            )
+    records.restored()
+    assert [records.used_s(record) for record in records.victims(12288 - 4096, 200)][:1] == [14]
+    assert {records.used_s(record) for record in records.victims(4096, 200)} == {14}
+    assert records.check() == []
 
 
 @pytest.mark.parametrize("restored", [False, True])

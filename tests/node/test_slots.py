@@ -130,6 +130,15 @@ def test_a_page_of_each_of_64_sizes_takes_a_few_pages_of_memory_each() -> None:
     assert taken <= 16 * slots.used_nbytes
 
 
+@pytest.mark.parametrize(("slot_nbytes", "per_block"), [(4096, 256), (1 << 20, 4), (4 << 20, 4), (32 << 20, 2)])
+def test_a_block_has_as_many_slots_as_are_asked_for_if_an_extent_has(slot_nbytes: int, per_block: int) -> None:
+    slots = SlotAllocator(1 << 30, 64 << 20, slots_min=4)
+    assert slots.allocate(slot_nbytes, object()) is not None
+    (kind,) = slots.kinds()
+    assert kind.per_block == per_block
+    assert slots.check() == []
+
+
 @pytest.mark.parametrize("page_nbytes", [(1 << 20) - 4096, 562_176, 1_124_352, 2_097_152, 2_256_512, 40_016, 4096])
 def test_a_block_leaves_a_sixteenth_unused_at_most(page_nbytes: int) -> None:
     slots = SlotAllocator(1 << 30, 64 << 20)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 sys.path.append(str(HERE))
 sys.path.append(str(HERE.parents[2] / "benchmarks"))
 

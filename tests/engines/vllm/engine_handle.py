@@ -115,6 +115,10 @@ class EngineHandle:
                 total[at] = total.get(at, 0) + count
         return total
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self) -> None:
         """Until it is up."""
         self._wait_ready()

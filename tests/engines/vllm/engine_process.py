@@ -8,6 +8,7 @@
     {"do": "arm", "faults": [{...}]}          see engine_faults.py
     {"do": "report"}                          calls of the store per kind in each process, faults that struck
     {"do": "metrics"} {"do": "cache"} {"do": "chain", "prompt": [token, ...]}
+    {"do": "agents"}                          where each worker's agents live, and their process if they have one
 
 The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr.
 """
@@ -54,13 +55,26 @@ def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
 
 def saves_end(worker: Any) -> None:
     """For `collective_rpc`: blocks are given back when they have been read; this waits until they are stored."""
-    from concurrent.futures import wait
-
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    rank = get_kv_transfer_group()._rank if has_kv_transfer_group() else None
+    rank = getattr(get_kv_transfer_group(), "_rank", None) if has_kv_transfer_group() else None
     if rank:
-        wait([job.done for _, job in rank._outcomes], SETTLE_S)
+        rank._home.wait([job.done for _, job in rank._outcomes])  # by the deadlines of the saves
+
+
+def agents_of(worker: Any) -> dict[str, Any]:
+    """For `collective_rpc`: the home of the worker's agents, and the number of the process that they live in."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    home = get_kv_transfer_group()._rank._home
+    home.poll()
+    child = getattr(home, "_child", None)
+    return {
+        "home": type(home).__name__,
+        "pid": child.pid if child else None,
+        "ready": child.ready if child else True,
+        "violations": home.check(),
+    }
 
 
 class Engine:
@@ -77,7 +91,7 @@ class Engine:
         for prompt, salt in zip(asked, salts, strict=False):
             if salt:
                 prompt["cache_salt"] = salt
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, logprobs=1)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, logprobs=5)
         start = time.perf_counter()
         outputs = self.llm.generate(asked, params, use_tqdm=False)
         return {"seconds": time.perf_counter() - start, "requests": [self._request(output) for output in outputs]}
@@ -85,10 +99,12 @@ class Engine:
     def _request(self, output: Any) -> dict[str, Any]:
         sequence = output.outputs[0]
         tokens = list(sequence.token_ids)
-        logprobs = [position[token].logprob for token, position in zip(tokens, sequence.logprobs or [], strict=False)]
+        positions = sequence.logprobs or []
+        logprobs = [position[token].logprob for token, position in zip(tokens, positions, strict=False)]
         return {
             "tokens": tokens,
             "logprobs": logprobs,
+            "likely": [[[token, place.logprob] for token, place in position.items()] for position in positions],
             "cached": output.num_cached_tokens,
             "finish": sequence.finish_reason,
             "ttft_s": output.metrics.first_token_latency if output.metrics else None,
@@ -111,6 +127,10 @@ class Engine:
 
     def reset(self, connector: bool = False) -> dict[str, Any]:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
+
+    def agents(self) -> dict[str, Any]:
+        """Of each worker, in the order of their ranks."""
+        return {"workers": self.llm.collective_rpc(agents_of)}
 
     def arm(self, faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for fault in faults:

@@ -1,0 +1,45 @@
+"""Other caches than plain attention over bfloat16, on a GPU: MLA, two groups of layers, fp8; and two ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+from gpu_answers import agents_ready, agree, found_locally, stored
+
+Engines = Callable[..., EngineHandle]
+# name -> model, vLLM's arguments, processes that are agents of one engine
+CACHES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "fp8": ("llama", {"kv_cache_dtype": "fp8"}, 1),
+    "MLA": ("mla", {"block_size": 64}, 1),
+    "sliding window hybrid": ("hybrid", {}, 1),
+    "blocks of 16 tokens": ("llama", {"block_size": 16}, 1),
+    "two ranks": ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, 2),
+    "two ranks, MLA": ("mla", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 64}, 2),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_hit_is_a_local_hit(cache: str, on_gpu: Engines, store: RestartableNode) -> None:
+    kind, arguments, ranks = CACHES[cache]
+    if ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {ranks} GPUs")
+    block = arguments.get("block_size", 32)
+    options = {"address": store.address}
+    writer, reader = (on_gpu(f"{role} {cache}", kind, store=options, **arguments) for role in ("writer", "reader"))
+    assert len(agents_ready(writer)) == len(agents_ready(reader)) == ranks
+    before = store.pages().keys()
+    prompts = [prompt(1, 2 * block + 36), prompt(2, 300)]
+    computed = stored(writer, *prompts)
+    assert store.pages().keys() > before
+    expected = found_locally(writer, *prompts)
+    assert agree(expected, computed)
+    found = reader.alone(*prompts)
+    assert cached(found) == cached(expected) == [(len(one) - 1) // block * block for one in prompts]
+    assert answers(found) == answers(expected)
+    assert answers(found) == answers(found_locally(reader, *prompts))
+    for engine in (writer, reader):
+        engine.settle()
+        assert engine.ask("cache")["null_block_is_zero"] or len(engine.ask("cache")["groups"]) == 1
+        engine.close()

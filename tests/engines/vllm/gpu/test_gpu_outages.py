@@ -1,0 +1,147 @@
+"""What dies beside an engine on a GPU: the node, the agents' process, the engine itself. No request fails, every
+answer is the one without a store, and nothing is left behind."""
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+from gpu_answers import agents_ready, agree, found_locally, stored
+
+Engines = Callable[..., EngineHandle]
+GONE_S = 30.0
+BACK_S = 90.0  # an agents' process takes ten seconds to start, and waits before it does
+LEFT_NBYTES = 64 << 20  # of the GPU's memory, which drivers count in large pieces
+
+
+@pytest.fixture(scope="module")
+def plain(on_gpu: Engines) -> EngineHandle:
+    return on_gpu("plain", enforce_eager=True)
+
+
+@pytest.fixture(scope="module")
+def engine(on_gpu: Engines, store: RestartableNode) -> EngineHandle:
+    """Whose store fails."""
+    found = on_gpu("victim", store={"address": store.address, "load_timeout_s": 5.0}, enforce_eager=True)
+    agents_ready(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def node_is_back(store: RestartableNode) -> Iterator[None]:
+    yield
+    store.start()
+
+
+def hits_again(engine: EngineHandle, seed: int) -> None:
+    """Until what the engine saves is stored, and what is stored is a hit."""
+    end = time.monotonic() + BACK_S
+    while True:
+        one = prompt(seed, 100)
+        engine.alone(one, max_tokens=1)
+        if cached(engine.alone(one, max_tokens=1)) == [96]:
+            return
+        seed += 1
+        assert time.monotonic() < end, f"the engine does not use its store again:\n{engine.said()[-3000:]}"
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, and theirs."""
+    found = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
+    parents = {int(child): int(parent) for child, parent in (line.split() for line in found.splitlines())}
+    mine = [child for child, parent in parents.items() if parent == pid]
+    return mine + [grandchild for child in mine for grandchild in children(child)]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1, 0.3])
+def test_the_node_is_killed_while_pages_move(
+    delay_s: float, plain: EngineHandle, engine: EngineHandle, store: RestartableNode
+) -> None:
+    """Saves of half of the prompts and loads of the other half are under way, at whatever moment it is."""
+    seed = 1000 + round(delay_s * 1000)
+    known = [prompt(seed * 10 + i, 400) for i in range(6)]
+    fresh = [prompt(seed * 10 + 6 + i, 400) for i in range(6)]
+    expected = plain.alone(*known, *fresh)
+    hits_again(engine, seed * 100)
+    stored(engine, *known)
+    store.flush()
+    engine.reset()
+    killer = threading.Timer(delay_s, store.end)
+    killer.start()
+    found = engine.generate(*known, *fresh)
+    killer.join()
+    assert agree(found, expected)
+    engine.settle()
+    store.start()
+    hits_again(engine, seed * 100 + 50)
+    again = engine.alone(*known, *fresh)
+    assert agree(again, expected), "a page that was stored in between is wrong"
+    assert answers(engine.alone(*known)) == answers(found_locally(engine, *known))
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_agents_process_ends_while_pages_move(
+    how: str, plain: EngineHandle, engine: EngineHandle, store: RestartableNode
+) -> None:
+    """A stopped one is killed when what it should have done is overdue."""
+    seed = 300 if how == "kill" else 400
+    known = [prompt(seed + i, 400) for i in range(6)]
+    fresh = [prompt(seed + 6 + i, 400) for i in range(6)]
+    expected = plain.alone(*known, *fresh)
+    hits_again(engine, seed * 100)
+    stored(engine, *known)
+    engine.reset()
+    (worker,) = agents_ready(engine)
+    numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+    killer = threading.Timer(random.Random(seed).random() * 0.05, os.kill, (worker["pid"], numbers[how]))
+    killer.start()
+    found = engine.generate(*known, *fresh)
+    killer.join()
+    assert agree(found, expected)
+    engine.settle()
+    hits_again(engine, seed * 100 + 50)
+    (other,) = agents_ready(engine)
+    assert other["pid"] != worker["pid"]
+    assert gone(worker["pid"])
+    assert agree(engine.alone(*known, *fresh), expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_that_ends_leaves_nothing(number: signal.Signals, on_gpu: Engines, store: RestartableNode) -> None:
+    """No process of ours, none of the GPU's memory, no place of the node's that nobody can have."""
+    free_before, _ = torch.cuda.mem_get_info()
+    engine = on_gpu(f"ended by {number.name}", store={"address": store.address}, enforce_eager=True)
+    (worker,) = agents_ready(engine)
+    whole = prompt(500 + number, 400)
+    stored(engine, whole)
+    processes = children(engine.pid)
+    assert worker["pid"] in processes
+    assert len(processes) >= 2, "the agents' process, and that of the lookups"
+    os.kill(engine.pid, number)
+    end = time.monotonic() + GONE_S
+    while not all(map(gone, [engine.pid, *processes])):
+        assert time.monotonic() < end, f"{[pid for pid in processes if not gone(pid)]} still live"
+        time.sleep(0.05)
+    while torch.cuda.mem_get_info()[0] < free_before - LEFT_NBYTES:
+        assert time.monotonic() < end, "GPU memory is not given back"
+        time.sleep(0.05)
+    with store.client() as client:
+        while (ram := client.node_status().ram).held_count + ram.writing_count:
+            assert time.monotonic() < end, (
+                f"the node keeps {ram.held_count} pages held and {ram.writing_count} reserved"
+            )
+            time.sleep(0.05)

@@ -1,0 +1,64 @@
+"""vLLM's OpenAI server on a GPU with our connector, and route B: our tier behind vLLM's own CPU offloading."""
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+from gpu_answers import agree, found_locally
+from vllm_server import Server, store_config
+
+Engines = Callable[..., EngineHandle]
+STORED_S = 60.0
+FLAGS = {"dtype": "bfloat16", "kv-cache-memory-bytes": 256 << 20, "gpu-memory-utilization": 0.03}
+
+
+def test_a_second_server_answers_from_the_first_ones_kv(models: Callable[..., str], store: RestartableNode) -> None:
+    """And ends within its time when it is told to, by SIGINT and by SIGTERM."""
+    config = store_config(store.address, lookup_timeout_s=30.0, load_timeout_s=60.0, slow_hits="take")
+    model, one = models("llama", dtype="bfloat16"), prompt(1, 100)
+    with Server(model, config, **FLAGS) as first:
+        first.wait_up()
+        answer = first.complete(one)
+        assert answer.cached_tokens == 0
+        assert first.wait_metric("vllm:kvstore_pages_saved_total", 3) == 3
+        assert first.close() == 0, first.said()[-6000:]
+    with Server(model, config, **FLAGS) as second:
+        second.wait_up()
+        end = time.monotonic() + STORED_S
+        while second.metrics().get("vllm:kvstore_pages_loaded_total", 0) == 0:  # the agents' process takes its time
+            assert time.monotonic() < end
+            second.forget()
+            found = second.complete(one)
+        assert found.tokens == answer.tokens
+        assert found.cached_tokens == 96
+        assert second.close(how=signal.SIGTERM) in (0, -signal.SIGTERM), second.said()[-6000:]
+        assert "/gpu_agent/" not in second.said(), "a traceback went through us"
+
+
+def test_route_b_restores_what_another_engine_offloaded(on_gpu: Engines, store: RestartableNode) -> None:
+    """GPU -> vLLM's CPU tier -> the store -> another engine's CPU tier -> its GPU."""
+    tier = {"type": "KVStoreTier", "module_path": "gpu_agent.engines.vllm_tier", "address": store.address}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 256 << 20, "secondary_tiers": [tier]}
+    config: dict[str, Any] = {
+        **store_config(store.address),
+        "kv_connector": "KVStoreOffloadingConnector",
+        "kv_connector_module_path": "gpu_agent.engines.vllm_tier",
+        "kv_connector_extra_config": extra,
+    }
+    writer, reader = (
+        on_gpu(f"{role} B", kv_transfer_config=config, enforce_eager=True) for role in ("writer", "reader")
+    )
+    one = prompt(2, 300)
+    before = len(store.pages())
+    expected = found_locally(writer, one)
+    end = time.monotonic() + STORED_S
+    while len(store.pages()) < before + 9:
+        assert time.monotonic() < end, f"{len(store.pages()) - before} pages of 9 are stored"
+        writer.generate(prompt(3, 20), max_tokens=1)  # an engine in its own process steps while it generates
+        time.sleep(0.2)
+    found = reader.alone(one)
+    assert cached(found) == [288]
+    assert agree(found, expected)
+    assert answers(found) == answers(found_locally(reader, one))
