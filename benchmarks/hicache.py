@@ -8,7 +8,9 @@ threads, with this store behind it and with SGLang's own `file` backend, in turn
 Batches of 128 MiB of new keys. limit: one copy of as many bytes within memory, in the same run. `file` calls
 no fsync: on a disk it is measured into the page cache. Every prefetched byte is compared.
 
-    .venv-sglang/bin/python benchmarks/hicache.py      after `make test-sglang` (two minutes; no GPU)
+After `make test-sglang`; the node runs in the environment that has one (two minutes; no GPU):
+
+    KVSTORE_NODE_PYTHON=.venv/bin/python .venv-sglang/bin/python benchmarks/hicache.py
 """
 
 import contextlib

@@ -6,6 +6,10 @@ prefix cache was emptied (a hit of all full blocks). Prompts are new in each rou
 
 R16, the guard: no hit is slower than computing, and what misses cost is won back by few hits. With a miss that
 costs M more than no store and a hit that saves H, the store pays from M / (M + H) of the prompts on.
+
+After `make test-vllm`; the node runs in the environment that has one:
+
+    KVSTORE_NODE_PYTHON=.venv/bin/python .venv-vllm/bin/python benchmarks/vllm_ttft.py
 """
 
 import contextlib

@@ -50,6 +50,7 @@ Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
+RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so then
 
 
 class Client:
@@ -372,8 +373,8 @@ class Client:
         )
         return reply
 
-    def recover(self, timeout_s: float | None = None) -> None:
-        """Lets the node try its failed disk again. Raises Exhausted if it still fails."""
+    def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
+        """Lets the node try its failed disk again. Raises Exhausted if it still fails, or hangs for 30 s."""
         self._call("recover", pb.RecoverRequest(), None, timeout_s)
 
     # ---- one call ------------------------------------------------------------------------

@@ -124,9 +124,8 @@ class SlotAllocator:
     def has_room(self, slot_nbytes: int) -> bool:
         """Whether `allocate` would find a slot."""
         kind = self._kinds.get(slot_nbytes)
-        if kind is not None and kind.partial:
-            return True
-        return slot_nbytes <= self.extent_nbytes and any(self._free[self.level(slot_nbytes) :])
+        has_slot = kind is not None and len(kind.partial) > 0
+        return has_slot or (slot_nbytes <= self.extent_nbytes and any(self._free[self.level(slot_nbytes) :]))
 
     def free(self, offset: int) -> Block:
         """Gives a slot back; a block whose last slot is freed serves any size again. The block it was in."""
@@ -180,9 +179,7 @@ class SlotAllocator:
 
     def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
         """A free block for this slot size, the smallest that is large enough, cut down to what is needed."""
-        if not any(self._free):
-            return None
-        kind = kind or self._kind(slot_nbytes)
+        kind = kind or (self._kind(slot_nbytes) if any(self._free) else None)
         if kind is None:
             return None
         for level in range(kind.level, self.level_max + 1):
@@ -190,17 +187,15 @@ class SlotAllocator:
                 start, _ = self._free[level].popitem()
                 for half in range(level - 1, kind.level - 1, -1):
                     self._free[half][start + (1 << half)] = None
-                block = self._put(start, kind)
+                block = kind.partial[start] = self._put(start, kind)
                 block.free = kind.all_free[:]
-                kind.partial[start] = block
                 return block
         return None
 
     def _put(self, start: int, kind: SizeClass) -> Block:
         """It gives no slots yet."""
         block = Block(start, start * self.unit_nbytes, kind, self._owners(kind.per_block))
-        units = 1 << kind.level
-        self._blocks[start : start + units] = [block] * units
+        self._blocks[start : start + (1 << kind.level)] = [block] * (1 << kind.level)
         self._kinds[kind.slot_nbytes] = kind
         kind.block_count += 1
         return block

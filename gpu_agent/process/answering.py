@@ -15,9 +15,10 @@ from gpu_agent.process.channel import AgentsEnd
 from gpu_agent.process.frames import Kind
 from kvstore.client import Client
 from kvstore.config import ClientConfig
-from kvstore.errors import KVStoreError, ProtocolError, status_code
+from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.messages import parse_namespace
+from kvstore.wires.status import status_code
 
 _OVER_S = 0.001  # for a question that comes too late
 _OPEN_S = 5.0

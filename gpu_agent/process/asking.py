@@ -15,9 +15,10 @@ from gpu_agent.process import frames
 from gpu_agent.process.child import GRACE_S, Child
 from gpu_agent.process.frames import Kind
 from kvstore.config import ClientConfig
-from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable, from_status
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
+from kvstore.wires.status import from_status
 
 NAMESPACES_MAX = 1 << 16  # named to one process: a shard of each group, again after each change of the epoch
 NAMED = 64  # to a new process at its start, the last ones; others when they are asked about

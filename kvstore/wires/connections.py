@@ -21,10 +21,10 @@ from kvstore.errors import (
     KVStoreError,
     ProtocolError,
     Unavailable,
-    from_status,
 )
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
+from kvstore.wires.status import from_status
 
 Socket = TypeVar("Socket", bound=FrameSocket)
 

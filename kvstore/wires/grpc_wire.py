@@ -10,10 +10,11 @@ import grpc
 from kvstore.checksum import checksum, leaves
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
-from kvstore.errors import InvalidRequest, ProtocolError, Unavailable, from_status
+from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wires.chunks import fill, split
+from kvstore.wires.status import from_status
 
 _METHODS = {
     "hello": "Hello",

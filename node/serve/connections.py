@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 from google.protobuf.message import DecodeError
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import Exhausted, KVStoreError, ProtocolError, status_code
+from kvstore.errors import Exhausted, KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.wires.status import status_code
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
 from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FACTOR, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
 from node.serve.service import Caller, Service

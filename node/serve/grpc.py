@@ -18,10 +18,11 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import InvalidRequest, KVStoreError, status_code
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.chunks import runs
+from kvstore.wires.status import status_code
 from node.serve.calls import Call, address_of
 from node.serve.grpc_connections import GrpcConnections
 from node.serve.health import SERVICE_NAME as HEALTH_NAME

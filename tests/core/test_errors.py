@@ -4,7 +4,8 @@ import grpc
 import pytest
 
 from kvstore import errors
-from kvstore.errors import ConfigError, KVStoreError, Unavailable, from_status, status_code
+from kvstore.errors import ConfigError, KVStoreError, Unavailable
+from kvstore.wires.status import from_status, status_code
 
 LEAVES = KVStoreError.__subclasses__()
 

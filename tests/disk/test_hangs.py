@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
             with pytest.raises(Exhausted, match="the disk hangs"):
                 client.recover()
             assert pages.get(client, pages.keys(1)) == [True]
+        with Client(replace(client.config, timeout_s=0.5)) as hasty:  # the node answers later than that, and lives
+            with pytest.raises(Exhausted, match="the disk hangs"):
+                hasty.recover()
+            hasty.node_status(timeout_s=20.0)
     fault.clear()
     client.recover()
     pages.drop_from_ram(kept)
