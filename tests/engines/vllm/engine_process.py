@@ -85,13 +85,22 @@ class Engine:
         self.apart = arguments.get("tensor_parallel_size", 1) > 1
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salts: Sequence[str | None] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 8,
+        salts: Sequence[str | None] = (),
+        logprobs: int | None = 5,
+        skip: bool = False,
     ) -> dict[str, Any]:
+        """`skip`: these requests stay out of the store."""
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         for prompt, salt in zip(asked, salts, strict=False):
             if salt:
                 prompt["cache_salt"] = salt
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True, logprobs=5)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True)
+        params.logprobs = logprobs
+        if skip:
+            params.extra_args = {"kv_transfer_params": {"kvstore.skip": True}}
         start = time.perf_counter()
         outputs = self.llm.generate(asked, params, use_tqdm=False)
         return {"seconds": time.perf_counter() - start, "requests": [self._request(output) for output in outputs]}
