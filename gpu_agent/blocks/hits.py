@@ -30,6 +30,16 @@ class Hits:
             return False
         return not first or self._loads_end()
 
+    def begins(self, step: int, now: float, prompts: list[tuple[int, int]], short: bool) -> None:
+        """See `Worth.begins`."""
+        if self._worth:
+            self._worth.begins(step, now, prompts, short)
+
+    def ended(self, step: int, now: float) -> None:
+        """See `Worth.ended`."""
+        if self._worth:
+            self._worth.ended(step, now)
+
     def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         """So many ended well, which is seen now; the first of them was ordered at `began_at`."""
         self.succeeded()

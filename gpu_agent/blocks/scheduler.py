@@ -115,7 +115,6 @@ class BlockScheduler:
         self._plan = plan
         self._sync = sync
         self._min_tokens = max(1, min_tokens)
-        self._worth = worth
         self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
         self._requests: dict[str, _Request] = {}
@@ -216,8 +215,7 @@ class BlockScheduler:
             due = computed >= (state.next_tokens if scarce else state.due_tokens)
             if due and self._plan.room:
                 self._stage(state, computed, table_of(request_id))
-        if self._worth:
-            self._worth.begins(self._step, time.monotonic(), prompts, short)
+        self._hits.begins(self._step, time.monotonic(), prompts, short)
         return StepOrders(self._step, self._epoch, loads, saves)
 
     def ran(self, report: Report) -> None:
@@ -233,8 +231,7 @@ class BlockScheduler:
             state.refused = True
             state.present = ()
             state.plan_anew()  # what is gone or damaged is saved again
-        if self._worth:
-            self._worth.ended(report.step, now)
+        self._hits.ended(report.step, now)
         loads: list[_Request] = []
         for request_id in report.finished.keys() & self._requests.keys():
             state = self._requests[request_id]
