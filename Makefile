@@ -9,7 +9,8 @@ CYCLES ?= 300
 RUNS ?= 50
 LIVES ?= 300
 # A file's tests stay together in one worker: they share their node.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 
 .PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
