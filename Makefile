@@ -8,7 +8,10 @@ READY := $(VENV)/.ready
 CYCLES ?= 300
 RUNS ?= 50
 LIVES ?= 300
-# A file's tests stay together in one worker: they share their node.
+# Bytecode is kept, whatever the environment says: a test run starts hundreds of processes of the same few files.
+export PYTHONDONTWRITEBYTECODE :=
+# A file's tests stay together in one worker: they share their node. Half of the time they wait, for deadlines and
+# outages: twice as many workers as processors.
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 
