@@ -23,20 +23,22 @@ class Hits:
         self._worth = worth
         self._hangs = CircuitBreaker("loads", PAUSE_S_MAX)
         self._hung = 0  # loads since one ended well
+        self._away = 0  # ranks that can load nothing now
 
-    def takes(self, start: int, end: int, alone: bool, first: bool) -> bool:
-        """Whether to load these tokens of a prompt; `first`: asked for this request for the first time."""
-        if self._worth and not self._worth.takes(start, end, alone):
+    def takes(self, start: int, end: int, alone: bool, granted: bool) -> bool:
+        """Whether to load these tokens of a prompt; `granted`: so it was for fewer or more tokens of this request."""
+        if self._away or (self._worth and not self._worth.takes(start, end, alone)):
             return False
-        return not first or self._loads_end()
+        return granted or self._loads_end()
 
     def begins(self, step: int, now: float, prompts: list[tuple[int, int]], short: bool) -> None:
         """See `Worth.begins`."""
         if self._worth:
             self._worth.begins(step, now, prompts, short)
 
-    def ended(self, step: int, now: float) -> None:
-        """See `Worth.ended`."""
+    def ended(self, step: int, now: float, away: int) -> None:
+        """See `Worth.ended`; `away`: so many ranks can load nothing, for their agents' process is not there."""
+        self._away = away
         if self._worth:
             self._worth.ended(step, now)
 

@@ -59,6 +59,10 @@ class Home(Protocol):
     def agents(self, epoch: int | None) -> Sequence[BlockAgent | None]:
         """One per group; None for a group without layers on this rank."""
 
+    @property
+    def loads(self) -> bool:
+        """Whether there is somebody to load anything now."""
+
     def poll(self) -> None:
         """Futures of jobs that have ended are done afterwards."""
 
@@ -136,6 +140,10 @@ class InProcess:
     def _made(self, place: Place, epoch: int | None) -> LocalAgent:
         config = config_at(self._config, self._places, place)
         return LocalAgent(Agent(self._client, place.at(epoch), place.pool, config, self._transfer), place)
+
+    @property
+    def loads(self) -> bool:
+        return True
 
     def poll(self) -> None:
         """The agents' threads do it."""

@@ -36,6 +36,7 @@ class _Pending:
     done: concurrent.futures.Future[Answer]
     nothing: Answer
     overdue_at: float
+    stands: Answer | None
     answered_at: float | None = None
 
 
@@ -51,8 +52,9 @@ class Lookups:
         self._running = 0
         self._outage = Outage()
 
-    def ask(self, request_id: str, question: Question) -> None:
-        """Starts a lookup; a former one of this request is forgotten. Returns at once."""
+    def ask(self, request_id: str, question: Question, stands: Answer | None = None) -> None:
+        """Starts a lookup; a former one of this request is forgotten, but for its answer, which `stands` until there is
+        another. Returns at once."""
         nothing = tuple((False,) * len(keys) for _, keys in question)
         done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
         with self._lock:
@@ -66,7 +68,7 @@ class Lookups:
             done.add_done_callback(self._ended)
         else:
             done.set_result(nothing)
-        self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s)
+        self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)
 
     def answer(self, request_id: str) -> Answer | None:
         """None as long as it is not known. After the deadline, and for a request that never asked,
@@ -78,7 +80,7 @@ class Lookups:
             self._asker.poll()
         now, done = time.monotonic(), pending.done.done()
         if not done and now < pending.overdue_at:
-            return None
+            return pending.stands
         pending.answered_at = pending.answered_at or now
         return pending.done.result() if done and not pending.done.exception() else pending.nothing
 

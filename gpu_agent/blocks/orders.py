@@ -33,6 +33,7 @@ class Report:
     kept: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have all its pages in the store
     finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
     failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
+    away: int = 0  # ranks where every load would fail now
 
     def add(self, other: "Report") -> "Report":
         _count(self.acknowledged, other.acknowledged)
@@ -40,6 +41,7 @@ class Report:
         _count(self.kept, other.kept)
         _count(self.finished, other.finished)
         self.failed |= other.failed
+        self.away += other.away
         self.step = min(self.step, other.step)
         return self
 

@@ -170,6 +170,7 @@ class BlockRank:
                 self._reported.kept[number] = int(self._storing.pop(number).kept)
         report, self._reported = self._reported, Report(0)
         report.step = self._step
+        report.away = int(not self._home.loads)
         return report
 
     def take_counts(self) -> RankCounts:

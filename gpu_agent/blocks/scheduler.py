@@ -64,7 +64,8 @@ class _Request:
     loading: int = 0  # ranks that have not ended its load
     polled: bool = False  # the engine asked for the answer at least once
     load_began_at: float = 0.0
-    declined: bool | None = None  # whether its hit is none; None: not decided
+    judged: tuple[int, int] | None = None  # the hit that was decided about, as `offered`
+    declined: bool | None = None  # whether it is none; None: not decided since it was asked anew
     refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
     barred: bool = False  # its KV may not be stored
 
@@ -118,11 +119,13 @@ class BlockScheduler:
         self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
         self._requests: dict[str, _Request] = {}
+        self._ended: dict[str, _Request] = {}  # whose loads have not
         self._loads: list[LoadOrder] = []
         self._sync_loads: dict[int, set[str]] = {}  # step -> requests
         self._recovering: dict[str, int] = {}  # after a failed sync load: tokens to be computed again
         self._epoch: int | None = None
         self._step = 0
+        self._seen_at = 0.0  # when the ranks last told
         self._unsaid = 0  # blocks dropped since the last line of the log about it
         self._silent_until = 0.0
         lookups.open([namespace for group in shards for namespace in group])
@@ -145,11 +148,15 @@ class BlockScheduler:
         if state is None or state.refused:
             return 0
         age_s = self._lookups.age_s(request.request_id)
-        answer = self._lookups.answer(request.request_id)
-        # It was preempted after its first admission, or waits so long that other pages are there now.
-        if age_s is None or (age_s > REFRESH_S and answer is not None):
+        if age_s is None:  # it was preempted after its first admission
             self._ask(request)
-            state.polled = False
+            state.polled, state.declined = False, None
+        elif (
+            age_s > REFRESH_S
+        ):  # it waits so long that other pages are there now; until they are known it waits no more:
+            # an engine that is told None gives the blocks that it saved up for this one to those behind it
+            self._ask(request, self._lookups.answer(request.request_id))
+        answer = self._lookups.answer(request.request_id)
         if not state.polled:
             state.polled = True
             answer = self._lookups.awaited(request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0)
@@ -212,7 +219,7 @@ class BlockScheduler:
                 prompts.append((computed - tokens, tokens))
             elif tokens > 1:
                 short = True
-            due = computed >= (state.next_tokens if scarce else state.due_tokens)
+            due = not state.barred and computed >= (state.next_tokens if scarce else state.due_tokens)
             if due and self._plan.room:
                 self._stage(state, computed, table_of(request_id))
         self._hits.begins(self._step, time.monotonic(), prompts, short)
@@ -223,24 +230,28 @@ class BlockScheduler:
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
         self._stored.ended(report.ended, report.kept)
-        now = time.monotonic()
-        for request_id in report.failed & self._requests.keys():
-            state = self._requests[request_id]
+        seen_at, self._seen_at = self._seen_at, time.monotonic()
+        failed_at = self._seen_at if self._sync else seen_at  # not before that: perhaps at once, behind a long step
+        states = {**self._ended, **self._requests} if self._ended else self._requests
+        for request_id in report.failed & states.keys():
+            state = states[request_id]
             if not state.refused:
-                self._hits.failed(now - state.load_began_at)
+                self._hits.failed(max(0.0, failed_at - state.load_began_at))
             state.refused = True
             state.present = ()
             state.plan_anew()  # what is gone or damaged is saved again
-        self._hits.ended(report.step, now)
+        self._hits.ended(report.step, self._seen_at, report.away)
         loads: list[_Request] = []
-        for request_id in report.finished.keys() & self._requests.keys():
-            state = self._requests[request_id]
+        for request_id in report.finished.keys() & states.keys():
+            state = states[request_id]
             loading, state.loading = state.loading, max(0, state.loading - report.finished[request_id])
-            if loading and not state.loading and not state.refused:
-                loads.append(state)
+            if loading and not state.loading:
+                self._ended.pop(request_id, None)
+                if not state.refused:
+                    loads.append(state)
         if loads:
             tokens = sum(state.offered[1] - state.offered[0] for state in loads)
-            self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), now)
+            self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at)
         loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
         failed = loaded & report.failed
         if loaded - failed:
@@ -260,7 +271,10 @@ class BlockScheduler:
         """The request ends; its blocks are about to be freed."""
         state = self._requests.pop(request.request_id, None)
         self._lookups.drop(request.request_id)
-        if state is None or state.loading:
+        if state is None:
+            return
+        if state.loading:
+            self._ended[request.request_id] = state
             return
         if self._stage(state, request.num_computed_tokens, tables):
             full = self._full(state, request.num_computed_tokens, tables)
@@ -297,11 +311,12 @@ class BlockScheduler:
     # ---- in detail --------------------------------------------------------------------------
 
     def _declines(self, state: _Request, start: int, end: int) -> bool:
-        """Whether computing these tokens would be faster than loading them, as far as is known, or loads hang; what is
-        declined stays so."""
-        if not state.declined:
-            state.declined = not self._hits.takes(start, end, self._alone(state), first=state.declined is None)
-            self._counts.hits_declined += state.declined
+        """Whether computing these tokens would be faster than loading them, as far as is known, or no load would end.
+        What was decided stays, for a request may be asked about in every step."""
+        if state.declined is None or state.judged != (start, end):
+            was, state.judged = state.declined, (start, end)
+            state.declined = not self._hits.takes(start, end, self._alone(state), granted=was is False)
+            self._counts.hits_declined += state.declined and not was
         return state.declined
 
     def _alone(self, state: _Request) -> bool:
@@ -319,8 +334,8 @@ class BlockScheduler:
             for group, shards in zip(self._groups, self._shards, strict=True)
         ]
 
-    def _ask(self, request: EngineRequest) -> None:
-        self._lookups.ask(request.request_id, self._question(request))
+    def _ask(self, request: EngineRequest, stands: Answer | None = None) -> None:
+        self._lookups.ask(request.request_id, self._question(request), stands)
 
     def _full(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> list[int]:
         """Of each group, the leading blocks whose tokens are computed and known: no drafts, no placeholders."""

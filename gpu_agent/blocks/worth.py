@@ -7,8 +7,9 @@ Both are least squares in which what is old fades. A hit that would be slower th
 a small model on a fast GPU waits longer for its KV than for itself.
 
 That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about them. So a load
-that waited for another one counts from that one's end, one whose end was seen behind somebody's prompt does not
-count, and one that is much faster than expected outweighs what was learned before.
+that waited for another one counts from that one's end, and one that is much faster than expected outweighs what was
+learned before. One whose end was seen behind somebody's prompt took no longer than until then and no shorter than
+until that step began: it counts where that says that loads are faster, or slower, than expected.
 """
 
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class Worth:
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
         self._prompts_at = 0.0  # when the newest step with a prompt in it ended
+        self._looks = (0.0, 0.0)  # when loads were looked at before that; steps that overlap tell one step late
         self._loaded_at = 0.0  # when the newest load did
         self._beside = 0  # tokens of prompts in the newest step
         self._slow = 0  # hits that seemed slow since one of them was taken
@@ -106,7 +108,7 @@ class Worth:
         """The engine has the results of a step, and of all before it."""
         ours = self._steps.get(step)
         self._steps = {number: later for number, later in self._steps.items() if number > step}
-        since, self._ended_at = self._ended_at, now
+        since, self._ended_at, self._looks = self._ended_at, now, (self._looks[1], self._ended_at)
         if ours is None or not since:
             return
         seconds = now - max(since, ours.began_at)
@@ -122,11 +124,14 @@ class Worth:
     def loaded(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         """So many ended, which is seen now; the first of them was ordered at `began_at`."""
         since, self._loaded_at = max(began_at, self._loaded_at), now
-        if self._prompts_at > since:
-            return
+        seconds = now - since
         expected_s, _ = self._loading.at(loads, tokens)
-        surprised = now - since < SURPRISE * expected_s
-        self._loading.learn(loads, tokens, now - since, KEPT_SURPRISED if surprised else KEPT)
+        if self._prompts_at > since and seconds > expected_s:
+            seconds = max(0.0, self._looks[0] - since)
+            if seconds < expected_s:
+                return
+        surprised = seconds < SURPRISE * expected_s
+        self._loading.learn(loads, tokens, seconds, KEPT_SURPRISED if surprised else KEPT)
         if surprised:
             self._slow = PROBED - PROBED_SOON
 

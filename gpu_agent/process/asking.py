@@ -20,7 +20,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.wires.status import from_status
 
-NAMESPACES_MAX = 1 << 16  # named to one process: a shard of each group, again after each change of the epoch
+NAMESPACES_MAX = 1 << 14  # named to one process: a shard of each group, again after each change of the epoch
 NAMED = 64  # to a new process at its start, the last ones; others when they are asked about
 
 
@@ -97,7 +97,8 @@ class AskProcess:
         if number is None:
             number = len(self._namespaces)
             if number == NAMESPACES_MAX:
-                raise Exhausted(f"{NAMESPACES_MAX} namespaces were asked about; restart the engine")
+                self._child.replace(f"it was named {NAMESPACES_MAX} namespaces, most of them of former epochs")
+                raise Exhausted("the process that asks the store is started anew")
             self._numbers[namespace.digest] = number
             self._namespaces.append(namespace)
             self._child.tell(frames.facts_frame(Kind.ADD, {"namespace": _hex(namespace)}))

@@ -192,6 +192,11 @@ class Child:
             log.warning("the process of the %s can not be started: %r", self._owner.name, error)
             self._died()
 
+    def replace(self, why: str) -> None:
+        """Ends it, so that another begins."""
+        if self._channel is not None:
+            self._end(why, logging.INFO)
+
     def _end(self, why: str, level: int = logging.WARNING) -> None:
         """Kills it. It is buried when the system says that it is gone."""
         assert self._process is not None
@@ -216,7 +221,7 @@ class Child:
             )
 
     def _died(self) -> None:
-        self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2**self._deaths)
+        self._restart_at = time.monotonic() + min(RESTART_S_MAX, RESTART_S * 2 ** min(self._deaths, 10))
         self._deaths += 1
 
 

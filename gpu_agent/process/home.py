@@ -68,6 +68,10 @@ class AgentProcess:
             made.append(agent)
         return made
 
+    @property
+    def loads(self) -> bool:
+        return self._child.listens and self._child.ready
+
     def poll(self) -> None:
         self._child.poll()
 
@@ -108,7 +112,7 @@ class AgentProcess:
 
     def load(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> LoadJob:
         """Only when the process is ready: computing is sooner done than a process started."""
-        if not (self._child.listens and self._child.ready):
+        if not self.loads:
             job = new_load()
             job.done.set_result(LoadResult(0, 0, "the agents' process is not ready"))
             return job

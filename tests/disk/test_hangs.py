@@ -51,7 +51,9 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
             with pytest.raises(Exhausted, match="the disk hangs"):
                 client.recover()
             assert pages.get(client, pages.keys(1)) == [True]
-        with Client(replace(client.config, timeout_s=0.5, connect_timeout_s=0.5)) as hasty:  # the node answers later than that, and lives
+        with Client(
+            replace(client.config, timeout_s=0.5, connect_timeout_s=0.5)
+        ) as hasty:  # the node answers later than that, and lives
             with pytest.raises(Exhausted, match="the disk hangs"):
                 hasty.recover()
             hasty.node_status(timeout_s=20.0)

@@ -170,3 +170,35 @@ def test_its_death_is_a_miss_and_then_there_is_another(
     assert lookups.check() == []
     lookups.close()
     assert asker._child.pid is None
+
+
+def test_a_process_that_dies_again_and_again_is_only_ever_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 1,024 deaths in a row, which takes a day, the pause was too large a number, and each step of the engine
+    ended with that."""
+    monkeypatch.setattr(child, "RESTART_S_MAX", 0.0)
+    asker = AskProcess(ClientConfig(address="127.0.0.1:1"), ["/bin/false"])
+    asker._child._deaths = 1023
+    until(asker, lambda: asker._child._deaths > 1026)
+    asker.close()
+
+
+def test_a_process_that_was_named_too_many_namespaces_is_replaced(
+    shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After thousands of weight updates: it answered nothing any more, until the engine was restarted."""
+    monkeypatch.setattr(child, "RESTART_S", 0.05)
+    monkeypatch.setattr(asking, "NAMESPACES_MAX", 4)
+    monkeypatch.setattr(asking, "NAMED", 2)
+    names = [namespace(epoch) for epoch in range(6)]
+    store.put(names[-1], KEYS[:2], [bytes(4096)] * 2)
+    asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
+    until(asker, lambda: asker._child.ready)
+    pid = asker._child.pid
+
+    def found() -> bool:
+        answers = [ended(asker, asker.look_up([([name], KEYS)], 20.0)) for name in names]
+        return answers[-1] == ((True, True, False, False),)
+
+    until(asker, found)
+    assert asker._child.pid != pid
+    asker.close()

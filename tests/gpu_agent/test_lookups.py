@@ -89,6 +89,24 @@ def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
     lookups.close()
 
 
+def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
+    """An engine that were told "not known yet" would let others pass a request that waits for its blocks."""
+    lookups = Lookups(ThreadAsker(fake), 5.0)  # type: ignore[arg-type]
+    lookups.ask("r", [([namespace("a")], KEYS)])
+    old = answered(lookups, "r")
+    fake.gate.clear()
+    lookups.ask("r", [([namespace("b")], KEYS)], old)
+    assert [lookups.answer("r") for _ in range(100)] == [old] * 100
+    assert lookups.age_s("r") == 0.0
+    fake.gate.set()
+    end = time.monotonic() + 10.0
+    while lookups.answer("r") == old:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert lookups.answer("r") == ((False, True, True, True),)
+    lookups.close()
+
+
 def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     """R7: a store that hangs costs a request its deadline, and requests after it next to nothing."""
     fake.gate.clear()

@@ -1,0 +1,264 @@
+"""Which hits an engine's scheduler takes, over thousands of requests: the store's answers and the ranks are played,
+and time where it matters."""
+
+import random
+from typing import Any
+
+import pytest
+
+from gpu_agent.blocks import scheduler as scheduler_module
+from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.hits import HUNG_S, PAUSE_S_MAX
+from gpu_agent.blocks.orders import Report
+from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.scheduler import BlockScheduler
+from gpu_agent.blocks.worth import Worth
+from kvstore.breaker import CircuitBreaker
+
+BLOCK = 16
+
+
+class Request:
+    def __init__(self, number: int, blocks: int = 4) -> None:
+        self.request_id = f"r{number}"
+        self.num_computed_tokens = 0
+        self.num_tokens = blocks * BLOCK + 6
+        self.block_hashes = [(number * 1_000_003 + i).to_bytes(32, "big") for i in range(blocks)]
+        self.tables = [list(range(1, blocks + 2))]
+
+
+class Answers:
+    """`gpu_agent.blocks.lookups.Lookups` whose answers are there at once: so many leading blocks are stored."""
+
+    def __init__(self) -> None:
+        self.stored = 1 << 30
+        self._known: dict[str, Any] = {}
+
+    def ask(self, request_id: str, question: Any, stands: Any = None) -> None:
+        self._known[request_id] = tuple(tuple(i < self.stored for i in range(len(keys))) for _, keys in question)
+
+    def answer(self, request_id: str) -> Any:
+        return self._known.get(request_id, ())
+
+    def awaited(self, request_id: str, timeout_s: float) -> Any:
+        return self.answer(request_id)
+
+    def age_s(self, request_id: str) -> float | None:
+        return 0.0 if request_id in self._known else None
+
+    def drop(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def drop_all(self) -> None:
+        self._known.clear()
+
+    def open(self, namespaces: Any) -> None: ...
+
+    def touch(self, question: Any) -> None: ...
+
+    def poll(self) -> None: ...
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """That of the scheduler."""
+    clock = Clock()
+    monkeypatch.setattr(scheduler_module, "time", clock)
+    return clock
+
+
+def scheduler_of(worth: Worth | None = None, clock: Clock | None = None) -> BlockScheduler:
+    answers: Any = Answers()
+    plan = SavePlan(1, 1 << 20, 64, lambda blocks: None, lambda blocks: None)
+    scheduler = BlockScheduler([BlockGroup(BLOCK)], [[]], BLOCK, BLOCK, answers, plan, worth=worth)
+    if clock:
+        scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, clock.monotonic)
+    return scheduler
+
+
+def asked(scheduler: BlockScheduler, request: Request) -> int | None:
+    scheduler.ask(request)
+    return scheduler.matched(request, 0)
+
+
+def admitted(scheduler: BlockScheduler, request: Request, offered: int | None) -> int:
+    """The step that begins then."""
+    scheduler.allocated(request, request.tables, offered or 0)
+    return scheduler.step({}, dict).step
+
+
+def experienced(load_s: float) -> Worth:
+    """It has seen prompts of 1 ms a token and loads of `load_s` each."""
+    worth, now, step, draw = Worth(), 1000.0, -10_000, random.Random(1)
+    worth.begins(step, now, [], False)
+    worth.ended(step, now + 0.01)
+    for _ in range(30):
+        tokens = draw.choice([300, 900, 3000])
+        for parts, seconds in (([], 0.01), ([(0, tokens)], 0.01 + tokens * 1e-3), ([], 0.01)):
+            step += 1
+            worth.begins(step, now, parts, False)
+            now += seconds
+            worth.ended(step, now)
+        now += load_s
+        worth.loaded(1, tokens, now - load_s, now)
+    worth._ended_at = worth._prompts_at = worth._loaded_at = 0.0  # the clock of the test goes on from here
+    return worth
+
+
+# ---- loads that hang -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 5.0])
+def test_loads_that_hang_are_noticed_though_clients_give_up_before(clock: Clock, patience_s: float) -> None:
+    """The request had been forgotten when its load ended, and each one after it waited for a load of its own."""
+    scheduler = scheduler_of(clock=clock)
+    waited = 0
+    for number in range(100):
+        request = Request(number)
+        offered = asked(scheduler, request)
+        step = admitted(scheduler, request, offered)
+        clock.now += 0.01
+        scheduler.ran(Report(step))
+        if not offered:
+            scheduler.finished(request, request.tables)
+            clock.now += 1.0
+            continue
+        waited += 1
+        clock.now += min(patience_s, 10.0)
+        if patience_s < 10.0:
+            scheduler.finished(request, request.tables)
+            clock.now += 10.0 - patience_s
+        scheduler.ran(Report(step))
+        failed = Report(step, finished={request.request_id: 1}, failed={request.request_id})
+        scheduler.ran(failed)
+        if patience_s > 10.0:
+            scheduler.finished(request, request.tables)
+    assert 2 <= waited < 20
+    assert not scheduler._ended, "requests that nobody will tell about any more"
+
+
+def test_a_page_that_is_gone_behind_a_long_step_is_no_load_that_hung(clock: Clock) -> None:
+    """It failed at once, and was seen when a step of 30 s had ended."""
+    scheduler = scheduler_of(clock=clock)
+    request = Request(0)
+    step = admitted(scheduler, request, asked(scheduler, request))
+    clock.now += 30 * HUNG_S
+    scheduler.ran(Report(step, finished={"r0": 1}, failed={"r0"}))
+    assert [asked(scheduler, Request(number)) for number in range(1, 20)] == [64] * 19
+
+
+def test_a_preempted_request_is_no_way_past_loads_that_hang() -> None:
+    scheduler = scheduler_of()
+    running, other = Request(0), Request(1)
+    step = admitted(scheduler, running, asked(scheduler, running))
+    scheduler.ran(Report(step, finished={"r0": 1}))
+    scheduler._hits.failed(10.0)
+    assert asked(scheduler, other) == 0
+    assert scheduler.matched(running, 0) == 0
+
+
+def test_no_hit_is_promised_while_nobody_can_load() -> None:
+    """The agents' process of one rank died; its reports say so until another is ready."""
+    scheduler = scheduler_of()
+    for away, offered in ((0, 64), (1, 0), (2, 0), (0, 64)):
+        scheduler.ran(Report(1).add(Report(1, away=away)))
+        request = Request(away * 10 + offered)
+        assert asked(scheduler, request) == offered
+        scheduler.finished(request, request.tables)
+
+
+# ---- loads that are slow ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("polls", [1, 2, 50])
+def test_a_trial_of_a_hit_that_seems_slow_takes_place_though_the_request_waits(polls: int) -> None:
+    """vLLM asks for the head of its queue in every step until it has blocks: a trial was over at the second."""
+    scheduler = scheduler_of(experienced(load_s=10.0))
+    loads = 0
+    for number in range(600):
+        request = Request(number, 60)
+        scheduler.ask(request)
+        (offered,) = {scheduler.matched(request, 0) for _ in range(polls)}
+        step = admitted(scheduler, request, offered)
+        if offered:
+            scheduler.ran(Report(step, finished={request.request_id: 1}))  # it took microseconds
+            loads += 1
+        scheduler.finished(request, request.tables)
+    assert loads > 300, "they are fast now"
+    assert scheduler.take_counts().hits_declined == 600 - loads
+
+
+def test_a_longer_hit_of_the_same_request_is_decided_anew() -> None:
+    """1,000 tokens are computed before they are loaded; preempted, the request finds 32,000 of its own."""
+    scheduler = scheduler_of(experienced(load_s=2.0))
+    answers: Any = scheduler._lookups
+    request = Request(0, 2000)
+    answers.stored = 62
+    assert asked(scheduler, request) == 0
+    admitted(scheduler, request, 0)
+    answers.stored = 2000
+    assert scheduler.matched(request, 0) == 32_000
+
+
+def busy(worth: Worth, load_s: float, hits: int) -> int:
+    """Hits of 1,000 tokens that are taken, where every step computes 2,048 tokens of somebody in 2 s."""
+    taken, now, step = 0, 5000.0, 0
+
+    def stepped() -> None:
+        nonlocal now, step
+        step += 1
+        worth.begins(step, now, [(0, 2048)], False)
+        now += 2.058
+        worth.ended(step, now)
+
+    for _ in range(hits):
+        worth.begins(step, now, [(0, 2048)], False)
+        if worth.takes(0, 1000, False):
+            taken, began = taken + 1, now
+            stepped()
+            while now < began + load_s:
+                stepped()
+            worth.loaded(1, 1000, began, now)
+        else:
+            stepped()
+    return taken
+
+
+def test_loads_beside_prompts_in_every_step_teach_that_they_have_become_fast() -> None:
+    assert busy(experienced(load_s=60.0), 0.001, 2000) > 1000
+
+
+def test_loads_beside_prompts_in_every_step_teach_that_they_are_slow() -> None:
+    """60 s against 3 s of computing, from the first one on."""
+    assert busy(Worth(), 60.0, 1000) < 200
+
+
+# ---- what a step does ------------------------------------------------------------------------------
+
+
+def test_requests_that_may_not_be_stored_cost_a_step_nothing() -> None:
+    """After a weight update each running request's table was built in every step."""
+    scheduler = scheduler_of()
+    requests = [Request(number, 64) for number in range(50)]
+    for request in requests:
+        scheduler.ask(request)
+        scheduler.allocated(request, request.tables, 0)
+        request.num_computed_tokens = request.num_tokens - 1
+    scheduler.reset()
+    tables = []
+
+    def table_of(name: str) -> Any:
+        tables.append(name)
+        return requests[0].tables
+
+    for _ in range(3):
+        scheduler.ran(Report(scheduler.step({request.request_id: 1 for request in requests}, table_of).step))
+    assert tables == []
