@@ -2,8 +2,9 @@
 
     lookup   None ... None  True|False      new keys of a step are asked in one call, after `flush`
 
-A verdict stands as long as a request that asked for it lives. It is an answer about a cache: pages may
-be gone when they are loaded, and `mark_miss` then ends what would else be asked for again and again.
+A verdict stands as long as a request that asked for it lives; a miss is asked about again for a request that comes
+later. It is an answer about a cache: pages may be gone when they are loaded, and `mark_miss` then ends what would else
+be asked for again and again.
 """
 
 import logging
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 log = logging.getLogger(__name__)
+
+MISS_S = 2.0  # how long a miss is believed when another request asks: it may have been an outage
 
 
 class _Verdict:
@@ -57,9 +60,15 @@ class Verdicts:
             verdict = self._verdicts[key] = self._new[key] = _Verdict(self._clock())
         elif verdict.found is None and self._clock() - verdict.asked > self._timeout_s:
             verdict.found = False
+        elif verdict.found is False and request not in verdict.requests and self._is_old(verdict):
+            self._new[key] = verdict
+            verdict.found, verdict.asked = None, self._clock()
         verdict.requests.add(request)
         self._keys_of.setdefault(request, set()).add(key)
         return verdict.found
+
+    def _is_old(self, verdict: _Verdict) -> bool:
+        return self._clock() - verdict.asked > MISS_S
 
     def flush(self) -> None:
         """The step is over: its new keys are asked now."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from gpu_agent.verdicts import Verdicts
+from gpu_agent.verdicts import MISS_S, Verdicts
 
 TIMEOUT_S = 5.0
 
@@ -85,6 +85,24 @@ def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: Verdic
     verdicts.flush()
     assert not settled(verdicts, b"a", "t")
     assert len(store.asked) == 2
+
+
+def test_a_miss_is_asked_about_again_for_a_request_that_comes_later(
+    store: Store, clock: Clock, verdicts: Verdicts
+) -> None:
+    """One long request kept the miss of a moment, an outage say, for everybody."""
+    verdicts.lookup(b"x", "long")
+    verdicts.flush()
+    assert not settled(verdicts, b"x", "long")
+    store.present.add(b"x")
+    clock.now += MISS_S / 2
+    assert verdicts.lookup(b"x", "soon") is False, "not for every one of a burst"
+    clock.now += MISS_S
+    assert verdicts.lookup(b"x", "soon") is False, "not again and again"
+    assert verdicts.lookup(b"x", "later") is None
+    verdicts.flush()
+    assert settled(verdicts, b"x", "later")
+    assert store.asked == [[b"x"], [b"x"]]
 
 
 def test_an_answer_that_is_late_is_a_miss(store: Store, clock: Clock, verdicts: Verdicts) -> None:
