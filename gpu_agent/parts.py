@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 
 from gpu_agent.carriers import Fetched
+from kvstore.threads import begin, end
 
 ABREAST = 2
 
@@ -58,15 +59,18 @@ def _abreast(
     running: collections.deque[concurrent.futures.Future[int]] = collections.deque()
     try:
         for part in parts:
-            running.append(ahead.submit(move, part))
-            if len(running) == ABREAST:
+            running.append(concurrent.futures.Future())
+            if not begin(running[-1], ahead, move, part):
+                running.pop()
+                while running:
+                    yield running.popleft().result()
+                yield move(part)
+            elif len(running) == ABREAST:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
     finally:
-        for future in running:
-            future.cancel()
-        concurrent.futures.wait(running)
+        end(running)
 
 
 def _one_by_one(
@@ -79,7 +83,9 @@ def _one_by_one(
     try:
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             fetched = next_one.result() if next_one else fetch(part)
-            next_one = ahead.submit(fetch, following) if following else None
+            next_one = concurrent.futures.Future() if following else None
+            if next_one and following and not begin(next_one, ahead, fetch, following):
+                next_one = None
             with contextlib.closing(fetched):
                 yield place(part, fetched)
     finally:

@@ -16,6 +16,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
+from kvstore.threads import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +86,15 @@ class PagedAdapter:
             return 0
         count = stored * self._page_tokens
         request = RequestState(f"kvstore-load-{next(self._numbers)}", ids[:count])
-        with self._held(request.request_id):
+        with self._held(request.request_id) as jobs:
             with self._paused():
                 here = self._cache.search_prefix_match(request.request_id, ids[: count + 1])
                 if here == count or not self._cache.can_store_request_tokens(request, count):
                     return int(here)
                 units = self._units(request.request_id, count)
-            loaded = self._agent.load(hashes[:stored], units, skip_tokens=here).done.result()
+            job = self._agent.load(hashes[:stored], units, skip_tokens=here)
+            jobs.append(job.done)
+            loaded = job.done.result()
             with self._paused():
                 self._cache.mark_complete_blocks(request, {_FULL: loaded.loaded})
         return loaded.pages * self._page_tokens
@@ -102,12 +106,14 @@ class PagedAdapter:
         ids = list(tokens)
         hashes = prefix_hashes(ids, self._page_tokens)
         request_id = f"kvstore-save-{next(self._numbers)}"
-        with self._held(request_id):
+        with self._held(request_id) as jobs:
             with self._paused():
                 here = self._cache.search_prefix_match(request_id, [*ids, 0])  # it leaves the last token out
                 units = self._units(request_id, here) if here else torch.empty(0, dtype=torch.int64)
             pages = here // self._page_tokens
-            result = self._agent.save(hashes[:pages], units).done.result()
+            job = self._agent.save(hashes[:pages], units)
+            jobs.append(job.done)
+            result = job.done.result()
         if pages == len(hashes):
             return result
         lost = len(hashes) - pages
@@ -129,10 +135,22 @@ class PagedAdapter:
         self.close()
 
     @contextlib.contextmanager
-    def _held(self, request_id: str) -> Iterator[None]:
-        """Whatever blocks the request got are let go in the end: cached if they have a hash, else free."""
+    def _held(self, request_id: str) -> Iterator[list[Future[Any]]]:
+        """Whatever blocks the request got are let go in the end: cached if they have a hash, else free. Not before the
+        job that reads or writes them, which goes into the list, has ended, by its deadline; and after an interrupt
+        just when a job may have begun never: nobody knows when it ends."""
+        jobs: list[Future[Any]] = []
         try:
-            yield
+            yield jobs
+        except BaseException as error:
+            if jobs or isinstance(error, Exception):
+                self._let_go(request_id, jobs)
+            raise
+        self._let_go(request_id, jobs)
+
+    def _let_go(self, request_id: str, jobs: Sequence[Future[Any]]) -> None:
+        try:
+            wait_for(jobs)
         finally:
             with self._paused():
                 self._cache.free_blocks(request_id)

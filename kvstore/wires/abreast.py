@@ -6,10 +6,11 @@ On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the nod
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.errors import KVStoreError
+from kvstore.threads import begin, end, wait_for
 
 T = TypeVar("T")
 
@@ -46,29 +47,28 @@ class Abreast:
         others: dict[int, concurrent.futures.Future[T | KVStoreError]] = {}
         try:
             for number, call in enumerate(calls[1:], 1):
-                begun = self._begun(call)
-                if begun is None:
+                others[number] = concurrent.futures.Future()
+                if not self._begin(others[number], call):
+                    del others[number]
                     break
-                others[number] = begun
             own = {number: _caught(call) for number, call in enumerate(calls) if number not in others}
-        finally:
-            _wait_for(others.values())
+        except BaseException:
+            end(others.values())
+            raise
+        wait_for(others.values())
         return [own[number] if number in own else others[number].result() for number in range(len(calls))]
 
-    def _begun(self, call: Callable[[], T]) -> "concurrent.futures.Future[T | KVStoreError] | None":
-        """None: there is no thread."""
+    def _begin(self, done: "concurrent.futures.Future[T | KVStoreError]", call: Callable[[], T]) -> bool:
+        """False: there is no thread; or the wire is closed, as the call is going to say."""
         with self._lock:
             if self._busy == THREADS_MAX:
-                return None
+                return False
             if self._threads is None:
                 self._threads = concurrent.futures.ThreadPoolExecutor(THREADS_MAX, "kvstore-bulk")
-            try:
-                begun = self._threads.submit(_caught, call)
-            except RuntimeError:  # none can be started; or the wire is closed, as the call is going to say
-                return None
             self._busy += 1
-        begun.add_done_callback(self._ended)
-        return begun
+            done.add_done_callback(self._ended)
+            threads = self._threads
+        return begin(done, threads, _caught, call)
 
     def _ended(self, _: object) -> None:
         with self._lock:
@@ -79,15 +79,6 @@ class Abreast:
         with self._lock:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
-
-
-def _wait_for(calls: Collection["concurrent.futures.Future[T]"]) -> None:
-    """An interrupt is raised when they have ended, by their deadlines at the latest."""
-    try:
-        concurrent.futures.wait(calls)
-    except BaseException:
-        _wait_for(calls)
-        raise
 
 
 def _caught(call: Callable[[], T]) -> T | KVStoreError:

@@ -37,3 +37,31 @@ def test_a_load_that_ends_early_gives_back_the_part_behind_when_that_does_not_mo
             assert next(moved) == 0
             assert begun.wait(WAIT_S)
         assert held == set()
+
+
+@pytest.mark.parametrize("abreast", [False, True])
+def test_parts_for_which_there_is_no_thread_move_in_the_callers_and_never_again(
+    abreast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool keeps what it can start no thread for: a part was moved once more into slots that were others' by then."""
+    fetched, placed = list[range](), list[range]()
+
+    def fetch(part: range) -> Fetched:
+        fetched.append(part)
+        nothing: Any = None
+        return Fetched(nothing, contextlib.ExitStack())
+
+    def place(part: range, _: Fetched) -> int:
+        placed.append(part)
+        return len(part)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    parts = [range(n, n + 1) for n in range(4)]
+    with ThreadPoolExecutor(2) as ahead:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert list(travelled(parts, fetch, place, ahead, abreast)) == [1] * 4
+        ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
+    assert fetched == placed == parts

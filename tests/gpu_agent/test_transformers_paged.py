@@ -217,6 +217,38 @@ def test_loads_and_saves_beside_running_requests_change_nothing(make: Make) -> N
     assert found == [expected[seed] for seed in seeds * 3]
 
 
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_an_interrupt_gives_blocks_back_when_nobody_reads_or_writes_them_any_more(what: str, make: Make) -> None:
+    """Ctrl-C: the blocks were another prompt's, while a thread of the agent was still loading into them, or stored them
+    under the first one's keys."""
+    first, second = make(), make()
+    first.generate(prompt(100))
+    first.adapter.save(prompt(100))
+    engine = second if what == "load" else first
+    agent, tokens = engine.adapter._agent, prompt(100) if what == "load" else prompt(100, 8)
+    if what == "save":
+        engine.generate(tokens)
+    moves, ended = {"load": "scatter", "save": "gather"}[what], []
+    move = getattr(agent._transfer, moves)
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        time.sleep(1.0)
+        moved = move(*arguments, **named)
+        ended.append(moves)
+        return moved
+
+    setattr(agent._transfer, moves, slowly)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine.adapter, what)(tokens)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ended == [moves], "it goes on behind the interrupt"
+    assert engine.adapter.check() == []
+
+
 def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
     with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
         config = ClientConfig(address=node.address, backoff_s_max=0.1)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome, Unavailable
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires import abreast
+from kvstore.wires import abreast, bulk
 from kvstore.wires.abreast import LANES_MAX, THREADS_MAX, Abreast, lane_count, shares
 from kvstore.wires.bulk import BulkWire
 from node.server import Node
@@ -136,6 +137,65 @@ def test_without_threads_one_connection_does_it_all(
     wire = link_of_opened(client, pages)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
     assert wire.put(request, [memoryview(pages.content(key)) for key in keys], Deadline(10.0)) == [pb.WRITE] * 6
+
+
+def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
+    client: Client, pages: Any, connect: Callable[..., Client], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool keeps what it can start no thread for: the next call's thread stored it, with other bytes by then."""
+    keys, others = pages.keys(*range(6)), pages.keys(*range(10, 16))
+    buffers = [bytearray(pages.content(key)) for key in keys]
+    client.open(pages.namespace)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert client.put(pages.namespace, keys, buffers) == [PutOutcome.STORED] * 6
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))
+    beside = connect(node, "grpc")
+    assert beside.remove(pages.namespace, keys) == [True] * 6  # as an eviction
+    assert pages.put(client, others) == [PutOutcome.STORED] * 6
+    threads = link_of(client)._abreast._threads
+    assert threads is not None
+    threads.submit(lambda: None).result(10.0)  # whatever was queued before has had its turn
+    threads.shutdown()
+    assert beside.lookup(pages.namespace, keys).present == (False,) * 6
+
+
+def refused(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
+    client: Client, pages: Any, connect: Callable[..., Client], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share went on in a thread that nobody waited for, out of buffers that were the caller's again."""
+    keys, reused, send, start = pages.keys(*range(6)), threading.Event(), bulk._send_page, threading.Thread.start
+    client.open(pages.namespace)
+
+    def slow(connection: Any, page: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            reused.wait(1.0)
+        send(connection, page)
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("kvstore-bulk"):
+            signal.raise_signal(signal.SIGINT)
+
+    buffers = [bytearray(pages.content(key)) for key in keys]
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk, "_send_page", slow)
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.put(pages.namespace, keys, buffers)
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))
+    reused.set()
+    link_of(client)._abreast.close()
+    beside = connect(node, "grpc")
+    found = [bytearray(pages.nbytes) for _ in keys]
+    hits = beside.get(pages.namespace, keys, found)
+    assert [key for key, hit, page in zip(keys, hits, found, strict=True) if hit and page != pages.content(key)] == []
 
 
 def test_a_process_that_was_forked_off_is_told_and_does_not_wait(

@@ -1,0 +1,49 @@
+"""Work for the threads of a pool that is done there or not at all, and is waited for whatever happens.
+
+An executor that can start no thread raises, and keeps what it was given all the same: another thread does it later,
+behind its caller's back, in buffers that are somebody else's by then. So is what it was given when an interrupt comes
+while it starts the thread.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def begin(done: "Future[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any) -> bool:
+    """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is cancelled. Who may
+    be interrupted puts `done` where `end` finds it before."""
+
+    def work() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
+                done.set_exception(error)
+
+    try:
+        pool.submit(work)
+    except RuntimeError:  # no thread can be started, or the pool is closed
+        return not done.cancel()
+    return True
+
+
+def end(begun: Collection["Future[Any]"]) -> None:
+    """What has not begun never will, and what has is waited for. An interrupt is raised afterwards."""
+    try:
+        wait_for([done for done in begun if not done.cancel()])
+    except BaseException:
+        end(begun)
+        raise
+
+
+def wait_for(begun: Collection["Future[Any]"]) -> None:
+    """Until all of them, which nobody has cancelled, have ended. An interrupt is raised afterwards."""
+    try:
+        concurrent.futures.wait(begun)
+    except BaseException:
+        wait_for(begun)
+        raise

@@ -1,0 +1,98 @@
+"""What a pool can start no thread for, or was interrupted over, is never done behind its caller's back."""
+
+import concurrent.futures
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from kvstore.threads import begin, end, wait_for
+
+start_thread = threading.Thread.start
+
+
+@pytest.fixture
+def pool() -> Any:
+    with concurrent.futures.ThreadPoolExecutor(2, "kvstore-test") as pool:
+        yield pool
+
+
+def refuse(thread: threading.Thread) -> None:
+    """As where a limit of processes is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+def run_something(pool: concurrent.futures.Executor) -> None:
+    """What was queued before it has its turn."""
+    pool.submit(lambda: None).result(10.0)
+    pool.submit(lambda: None).result(10.0)
+
+
+def test_what_it_began_is_told(pool: concurrent.futures.Executor) -> None:
+    sums: list[concurrent.futures.Future[int]] = [concurrent.futures.Future() for _ in range(5)]
+    assert all(begin(done, pool, sum, (number, 1)) for number, done in enumerate(sums))
+    wait_for(sums)
+    assert [done.result() for done in sums] == [1, 2, 3, 4, 5]
+    failed: concurrent.futures.Future[int] = concurrent.futures.Future()
+    assert begin(failed, pool, int, "no number")
+    assert isinstance(failed.exception(10.0), ValueError)
+
+
+def test_without_a_thread_it_never_happens(pool: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[int] = []
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not begin(done, pool, happened.append, 1)
+    assert done.cancelled()
+    run_something(pool)
+    assert happened == []
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_interrupt_while_it_begins_leaves_nothing_behind(
+    runs: bool, pool: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the thread has it already or not: when `end` returns it is over."""
+    gate, happened = threading.Event(), list[str]()
+
+    def work() -> None:
+        happened.append("began")
+        gate.wait(10.0)
+        happened.append("ended")
+
+    def start(thread: threading.Thread) -> None:
+        if runs:
+            start_thread(thread)
+            while not happened:
+                gate.wait(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            begin(done, pool, work)
+    threading.Timer(0.2, gate.set).start()
+    end([done])
+    assert happened == (["began", "ended"] if runs else [])
+    run_something(pool)
+    assert len(happened) in (0, 2)
+
+
+def test_an_interrupt_is_raised_when_all_has_ended(pool: concurrent.futures.Executor) -> None:
+    gate = threading.Event()
+    done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+    assert begin(done, pool, gate.wait, 10.0)
+    while not done.running():
+        gate.wait(0.001)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        threading.Timer(0.4, gate.set).start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            end([done])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done.done()
