@@ -43,7 +43,7 @@ def test_a_load_that_ends_early_gives_back_the_part_behind_when_that_does_not_mo
 def test_parts_for_which_there_is_no_thread_move_in_the_callers_and_never_again(
     abreast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps what it can start no thread for: a part was moved once more into slots that were others' by then."""
+    """The pool keeps what it can start no thread for: a part was moved once more, into slots that were others' then."""
     fetched, placed = list[range](), list[range]()
 
     def fetch(part: range) -> Fetched:
