@@ -2,19 +2,20 @@
 
     records       by key, by slot, by last use
     spaces        short numbers of namespaces
-    gone          row keys to delete with the next batch
+    gone          row keys to delete no later than with the next pages
     medium        which of the records survive power loss
 
 Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.messages import parse_namespace
 from node.disk.counters import DiskCounters
+from node.disk.gone import Gone
 from node.disk.medium import Medium
 from node.disk.numbers import NumberedSpaces
 from node.disk.records import Records
@@ -29,11 +30,17 @@ FORGOTTEN = 256
 
 
 class RowBatch(NamedTuple):
-    """What one batch of rows is made of: new namespaces, new pages, keys to delete."""
+    """What one batch of rows is made of: new namespaces, new pages, keys to delete. A `partial` one has only keys, and
+    others are left: pages come with the last, because their slots and keys may be those of what is gone."""
 
     namespaces: dict[int, bytes]
     pages: list[PageRow]
     gone: list[bytes]
+    partial: bool
+
+    def gone_pages(self) -> list[bytes]:
+        """Keys to delete once more, should a sync fail. Of no number: another namespace may have it by then."""
+        return [key for key in self.gone if is_page_key(key)]
 
 
 class Borrowed(NamedTuple):
@@ -48,13 +55,13 @@ class Borrowed(NamedTuple):
 
 class DiskIndex:
     """A page is found from `publish` on, until it is forgotten; its row is deleted no later than its
-    slot is given to another page, in the same batch."""
+    slot is given to another page, in the same batch or before."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
         self.spaces = NumberedSpaces()
         self.counters = DiskCounters()
-        self.gone: list[bytes] = []
+        self.gone = Gone()
         self.medium = Medium()
 
     # ---- start ---------------------------------------------------------------------------
@@ -71,7 +78,7 @@ class DiskIndex:
         ):
             self.spaces.counts[row.namespace] += 1
             return
-        self.gone.append(key)
+        self.gone.add(key)
         self.counters.rows_damaged += row is None
 
     def restore_namespace(self, number: int, message: bytes) -> str:
@@ -84,7 +91,7 @@ class DiskIndex:
         except InvalidRequest as error:
             problem = str(error)
         self.counters.rows_damaged += 1
-        self.gone.append(namespace_key(number))
+        self.gone.add(namespace_key(number))
         return f"row {number} of namespaces is damaged, its pages are dropped: {problem}"
 
     def restored(self, open_namespace: Callable[[Namespace, bytes], object]) -> list[str]:
@@ -152,7 +159,7 @@ class DiskIndex:
 
     def forget(self, record: int) -> None:
         number, prefix_hash = self.records.key(record)
-        self.gone.append(page_key(number, prefix_hash))
+        self.gone.add(page_key(number, prefix_hash))
         self.spaces.counts[number] -= 1
         self.records.remove(record)
 
@@ -161,11 +168,14 @@ class DiskIndex:
             self.drop_empty_spaces()
 
     def drop_empty_spaces(self) -> None:
-        self.gone += map(namespace_key, self.spaces.drop_empty())
+        for number in self.spaces.drop_empty():
+            self.gone.add(namespace_key(number))
 
     def forget_some(self, digest: bytes, first: int) -> tuple[int, int]:
         """Forgets some of the pages of a namespace, from record `first` on: how many, and which is to be next."""
         space, found = self.spaces.known(digest), 0
+        if not self.spaces.counts[space]:
+            return 0, self.records.number_end
         end = min(first + FORGET_LOOKED_AT, self.records.number_end)
         while first < end and found < FORGOTTEN:
             if self.records.is_published(first, space):
@@ -181,7 +191,7 @@ class DiskIndex:
         found = [record for record in doubtful if self.records.can_be_found(record)]
         for record in found:
             self.forget(record)
-        self.gone += gone
+        self.gone.give_back(gone)
         return len(found)
 
     # ---- write ---------------------------------------------------------------------------
@@ -207,17 +217,22 @@ class DiskIndex:
         return AGAIN if victims else 0
 
     def take_batch(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> RowBatch:
-        gone, self.gone = self.gone, []
-        return RowBatch(self.spaces.take_new(), [self._row(page, record, now_s) for page, record in reserved], gone)
+        """To be called again while it is `partial`, each time when that one is written."""
+        gone = self.gone.take()
+        if self.gone.count:
+            return RowBatch({}, [], gone, partial=True)
+        pages = [self._row(page, record, now_s) for page, record in reserved]
+        return RowBatch(self.spaces.take_new(), pages, gone, partial=False)
 
     def give_back(self, batch: RowBatch) -> None:
         """The batch failed. Its rows may have reached the log all the same, and must not outlive their
         slots."""
         self.spaces.new.update(batch.namespaces)
-        self.gone = batch.gone + [row.key for row in batch.pages] + self.gone
+        self.gone.give_back([batch.gone + [row.key for row in batch.pages]])
 
-    def publish(self, reserved: Sequence[tuple[Page, int]], gone: Iterable[bytes], now_s: int) -> None:
-        """The rows are written, these are gone: the pages can be found, but for those that were removed meanwhile."""
+    def publish(self, reserved: Sequence[tuple[Page, int]], gone: list[bytes], now_s: int) -> None:
+        """The rows are written, those of the pages `gone` deleted: the pages can be found, but for those that were
+        removed meanwhile."""
         removed, written = [], []
         for page, record in reserved:
             number, prefix_hash = self.records.key(record)
@@ -232,9 +247,8 @@ class DiskIndex:
                 self.records.cancel(record)
         for number, prefix_hash in removed:
             if not self.records.find(number, prefix_hash):  # else the key was stored anew in this batch
-                self.gone.append(page_key(number, prefix_hash))
-        # A number's row is not deleted twice: another namespace may have the number by then.
-        self.medium.wrote(written, [key for key in gone if is_page_key(key)])
+                self.gone.add(page_key(number, prefix_hash))
+        self.medium.wrote(written, gone)
 
     def _row(self, page: Page, record: int, now_s: int) -> PageRow:
         number = self.spaces.known(page.namespace.digest)

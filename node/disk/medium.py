@@ -10,6 +10,7 @@ it. So from then on nothing becomes safe until what was written since the last o
 forgotten. (What an earlier run left stays: a restart would trust it as much.)
 """
 
+from collections import deque
 from collections.abc import Iterable
 
 
@@ -20,7 +21,8 @@ class Medium:
         self._written = 0  # number of the last batch
         self._synced = -1  # batches up to this one are safe; -1: not even what an earlier run left
         self._unsafe: dict[int, int] = {}  # record -> its batch, in the order of batches
-        self._gone: list[tuple[int, bytes]] = []  # batch, and the key of a page's row that was deleted with it
+        # A batch, and the keys of pages' rows that were deleted with it: never looked at one by one.
+        self._gone: deque[tuple[int, list[bytes]]] = deque()
         self.failed = False
 
     @property
@@ -33,10 +35,11 @@ class Medium:
         """Whether there is anything that a sync would make safe, be it only that rows are gone."""
         return self._synced < self._written
 
-    def wrote(self, records: Iterable[int], gone: Iterable[bytes] = ()) -> None:
+    def wrote(self, records: Iterable[int], gone: list[bytes]) -> None:
         """The bytes and rows of these are written, and rows with these keys are gone."""
         self._written += 1
-        self._gone += [(self._written, key) for key in gone]
+        if gone:
+            self._gone.append((self._written, gone))
         for record in records:
             self._unsafe.pop(record, None)
             self._unsafe[record] = self._written
@@ -47,22 +50,27 @@ class Medium:
     def begin_sync(self) -> int:
         return self._written
 
-    def end_sync(self, mark: int) -> None:
-        """The sync that took `mark` when it began has worked."""
+    def end_sync(self, mark: int) -> list[list[bytes]]:
+        """The sync that took `mark` when it began has worked. Keys that need not be kept any more: they may be millions,
+        to be freed without the lock."""
         if self.failed:
-            return
+            return []
         self._synced = mark
         self._unsafe = {record: batch for record, batch in self._unsafe.items() if batch > mark}
-        self._gone = [(batch, key) for batch, key in self._gone if batch > mark]
+        safe = []
+        while self._gone and self._gone[0][0] <= mark:
+            safe.append(self._gone.popleft()[1])
+        return safe
 
     def fail_sync(self) -> None:
         self.failed = True
 
-    def begin_anew(self) -> tuple[list[int], list[bytes]]:
-        """After syncs that failed: the records to forget, and the keys of rows to delete once more. What is written
-        from now on is new."""
+    def begin_anew(self) -> tuple[list[int], list[list[bytes]]]:
+        """After syncs that failed: the records to forget, and the keys of rows to delete once more, in blocks. What is
+        written from now on is new."""
         if not self.failed:
             return [], []
         doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
-        gone, self._gone = [key for _, key in self._gone], []
+        gone = [keys for _, keys in self._gone]
+        self._gone.clear()
         return doubtful, gone

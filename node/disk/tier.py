@@ -202,6 +202,7 @@ class DiskTier:
             with self._lock:
                 count, first = self._index.forget_some(digest, first)
             removed += count
+            time.sleep(0)  # else this thread would have the lock again
         return removed
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
@@ -253,20 +254,26 @@ class DiskTier:
             self._index.publish(reserved, gone, now_s)
 
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
-        with self._lock:
-            batch = self._index.take_batch(reserved, now_s)
-        try:
-            self.rows.write(batch.namespaces, batch.pages, batch.gone)
-        except BaseException:
+        """Of the last batch, the keys of pages' rows that it deleted. Those before it only delete."""
+        while True:
             with self._lock:
-                self._index.give_back(batch)
-            raise
-        return batch.gone
+                batch = self._index.take_batch(reserved, now_s)
+            try:
+                self.rows.write(batch.namespaces, batch.pages, batch.gone)
+            except BaseException:
+                with self._lock:
+                    self._index.give_back(batch)
+                raise
+            gone = batch.gone_pages()
+            if not batch.partial:
+                return gone
+            with self._lock:
+                self._index.publish([], gone, now_s)
 
     @property
     def gone_count(self) -> int:
         """Rows that wait for their deletion."""
-        return len(self._index.gone)
+        return self._index.gone.count
 
     @property
     def unsafe_count(self) -> int:
@@ -296,7 +303,9 @@ class DiskTier:
                 medium.fail_sync()
             raise OSError(f"sync: {error}") from error
         with self._lock:
-            medium.end_sync(mark)
+            safe = medium.end_sync(mark)
+        while safe:  # one by one, or nobody would have the GIL for as long as millions take
+            safe.pop()
 
     # ---- trouble -------------------------------------------------------------------------
 

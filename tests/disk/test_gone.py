@@ -1,0 +1,138 @@
+"""Rows of pages that are gone, however many at once: they are deleted, and nobody waits for that."""
+
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from node.disk.rows import PageRow
+
+MANY = 60_000
+LONGEST = 100_000  # bytecodes under one lock; once it took some 15 for each row
+
+
+class CountedLock:
+    """A lock that counts the bytecodes of its owner between taking and giving it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self.longest = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._count = 0
+        frame = sys._getframe(1)
+        frame.f_trace = self._step
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        sys.settrace(self._enter)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        sys._getframe(1).f_trace = None
+        self.longest = max(self.longest, self._count)
+        self._lock.release()
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._count += event == "opcode"
+        return self._step
+
+
+def expire(node: Any, count: int) -> list[bytes]:
+    """Rows as a start finds them whose time to live is over; their keys."""
+    rows = [PageRow(1, n.to_bytes(32, "big"), 4096 * n, 4096, 1, 1, 2, bytes(16)) for n in range(count)]
+    node.disk.rows.write({}, rows, [])
+    pairs = [(row.key, row.value()) for row in rows]
+    with node.disk._lock:
+        for key, value in pairs:
+            node.disk._index.restore_page(key, value, 1000)
+    return [key for key, _ in pairs]
+
+
+def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The RAM tier waits for that lock: gets from RAM stood still for as long as all of them took."""
+    node = nodes.start()
+    deleted: list[list[bytes]] = []
+    write = node.disk.rows.write
+
+    def watched(namespaces: Any, rows: Any, gone: Any) -> None:
+        deleted.append(list(gone))
+        write(namespaces, rows, gone)
+
+    with node.disk._io:  # nobody else takes what is gone
+        keys = expire(node, MANY)
+        monkeypatch.setattr(node.disk.rows, "write", watched)
+        lock = node.disk._lock = CountedLock()
+        node.disk._store([])
+        node.disk._sync()
+    assert node.disk.gone_count == 0
+    assert lock.longest < LONGEST
+    assert max(map(len, deleted)) <= 1 << 14
+    assert sorted(key for some in deleted for key in some) == sorted(keys)
+    assert list(node.disk.rows.pages()) == []
+
+
+def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
+    nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows come with the last of what is gone: keys and slots are those of pages that went."""
+    monkeypatch.setattr("node.disk.gone.BLOCK_KEYS", 4)
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(40))
+    pages.put(client, keys, durable=True)
+    batches: list[tuple[int, int]] = []
+    write = node.disk.rows.write
+
+    def watched(namespaces: Any, rows: Any, gone: Any) -> None:
+        rows, gone = list(rows), list(gone)
+        batches.append((len(gone), len(rows)))
+        write(namespaces, rows, gone)
+
+    monkeypatch.setattr(node.disk.rows, "write", watched)
+    with node.disk._io:  # the writer waits, so that all is gone at once
+        assert sum(client.remove(pages.namespace, keys)) == 40
+        pages.put(client, keys)
+    client.flush()
+    assert sum(gone for gone, _ in batches) == 40
+    assert max(gone for gone, _ in batches) <= 4
+    assert all(gone == 4 for gone, new in batches[:-1] if not new)
+    node = nodes.restart(node)
+    assert pages.get(nodes.connect(node), keys) == [True] * 40
+
+
+def test_what_could_not_be_deleted_is_deleted_later(nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of ten batches fails, and none is forgotten."""
+    monkeypatch.setattr("node.disk.gone.BLOCK_KEYS", 4)
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(40))
+    pages.put(client, keys, durable=True)
+    write, calls = node.disk.rows.write, []
+
+    def failing(*batch: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(5, "broken by the test")
+        write(*batch)
+
+    monkeypatch.setattr(node.disk.rows, "write", failing)
+    with node.disk._io:
+        client.remove(pages.namespace, keys)
+    end = time.monotonic() + 10.0
+    while not node.disk.poisoned and time.monotonic() < end:
+        time.sleep(0.01)
+    assert node.disk.gone_count == 36
+    client.recover()
+    client.flush()
+    assert node.disk.gone_count == 0
+    assert list(node.disk.rows.pages()) == []
