@@ -136,3 +136,36 @@ def test_what_could_not_be_deleted_is_deleted_later(nodes: Any, pages: Any, monk
     client.flush()
     assert node.disk.gone_count == 0
     assert list(node.disk.rows.pages()) == []
+
+
+# ---- namespaces that go --------------------------------------------------------------------
+
+
+def test_removing_a_namespace_without_pages_looks_at_no_records(
+    nodes: Any, pages: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went through those of all the others, for as long as their number took."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    empty, looked_at = make_pages("empty"), []
+    empty.put(client, empty.keys(1), durable=True)
+    client.remove(empty.namespace, empty.keys(1))
+    is_published = node.disk.records.is_published
+    monkeypatch.setattr(node.disk.records, "is_published", lambda *key: (looked_at.append(key), is_published(*key))[1])
+    for digest in (empty.digest, make_pages("unknown").digest):
+        assert node.disk.remove_namespace(digest) == 0
+    assert looked_at == []
+    assert node.disk.remove_namespace(pages.digest) == 1
+    assert looked_at
+
+
+def test_others_have_their_turn_while_a_namespace_goes(
+    nodes: Any, pages: Any, others_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who lets go of a lock and takes it again at once has it again: nobody else is awake by then."""
+    node = nodes.start()
+    pages.put(nodes.connect(node), pages.keys(1), durable=True)
+    monkeypatch.setattr(node.disk._index, "forget_some", lambda digest, first: (0, first + 16))
+    assert node.disk.records.number_end > 32
+    assert others_run(lambda: node.disk.remove_namespace(pages.digest))
