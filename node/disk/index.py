@@ -8,6 +8,7 @@
 Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class DiskIndex:
         self.spaces = NumberedSpaces()
         self.counters = DiskCounters()
         self.gone = Gone()
+        self._dropped: Counter[str] = Counter()  # rows at the start, by cause
         self.medium = Medium()
 
     # ---- start ---------------------------------------------------------------------------
@@ -70,16 +72,21 @@ class DiskIndex:
         """A row that can not be used is deleted: its space is free. Unknown namespace, time to live
         over, impossible slot, wrong checksum."""
         row = parse_page_row(key, value)
-        if (
-            row is not None
-            and row.namespace in self.spaces.values
-            and not 0 < row.expiry_s <= now_s
-            and self.records.restore(row)
-        ):
-            self.spaces.counts[row.namespace] += 1
-            return
+        if row is None:
+            self.counters.rows_damaged += 1
+            self._dropped["damaged"] += 1
+        elif row.namespace not in self.spaces.values:
+            self._dropped["of an unknown namespace"] += 1
+        elif not 0 < row.expiry_s <= now_s:
+            if self.records.restore(row):
+                self.spaces.counts[row.namespace] += 1
+                return
+            self._dropped["whose slot can not be (disk_nbytes is less than it was, or it overlaps another's)"] += 1
         self.gone.add(key)
-        self.counters.rows_damaged += row is None
+
+    def dropped_rows(self) -> str:
+        """How many rows of pages could not be used, and why; empty if all could, but for times to live that are over."""
+        return ", ".join(f"{count} {cause}" for cause, count in self._dropped.items())
 
     def restore_namespace(self, number: int, message: bytes) -> str:
         """What is wrong with it, if anything is; then its pages are dropped."""

@@ -22,7 +22,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
 from node.disk.shortage import code_in
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 

@@ -76,6 +76,8 @@ class DiskTier:
             self._index.restore_page(key, value, now_s)
         for problem in filter(None, [*problems, *self._index.restored(open_namespace)]):
             log.error("%s", problem)
+        if dropped := self._index.dropped_rows():
+            log.warning("rows of pages were dropped at the start: %s", dropped)
         self._restored = True
 
     # ---- find ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What is on disk after a node stopped, was interrupted or got other limits."""
 
 import errno
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest
 from node.disk.data_dir import DataDir
 from node.disk.extent_files import FileLayer
+from node.disk.rows import Rows, parse_page_row
 from node.ram.arena import Arena
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
@@ -58,6 +60,36 @@ def test_a_write_that_was_interrupted_leaves_free_space(nodes: Any, layer: Any, 
     disk = client.node_status().disk
     assert (disk.page_count, disk.used_nbytes, disk.rows_damaged) == (2, 2 * 8192, 0)
     assert pages.get(client, kept + cut) == [True, True, False, False]
+
+
+def test_a_start_tells_how_many_rows_it_dropped_and_why(
+    nodes: Any, pages: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most pages of a directory went once, and nobody was told. A time to live that is over is no loss."""
+    node = nodes.start()
+    keys = pages.keys(*range(9))
+    pages.put(nodes.connect(node), keys[:3], durable=True)
+    nodes.stop(node)
+    rows = Rows(nodes.data_dir / "rows", node.disk.records.slots.extent_nbytes)
+    kept = [row for pair in rows.pages() if (row := parse_page_row(*pair))]
+    taken = kept[0]._replace(prefix_hash=keys[3])
+    beyond = [kept[0]._replace(prefix_hash=key, offset=1 << 40) for key in keys[4:6]]
+    ended = kept[0]._replace(prefix_hash=keys[6], expiry_s=1)
+    stranger = kept[0]._replace(namespace=77)
+    rows.write({}, [taken, *beyond, ended, stranger], [])
+    rows.put([(kept[2].key, b"damaged")], [])
+    rows.close()
+    with caplog.at_level(logging.WARNING):
+        node = nodes.start()
+    (line,) = [line for line in caplog.messages if "dropped at the start" in line]
+    for said in ("3 whose slot can not be", "1 of an unknown namespace", "1 damaged"):
+        assert said in line
+    assert node.disk.records.count == 2
+    caplog.clear()
+    nodes.connect(node).flush()
+    with caplog.at_level(logging.WARNING):
+        nodes.restart(node)
+    assert "dropped" not in caplog.text
 
 
 def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(nodes: Any, pages: Any) -> None:
