@@ -1,4 +1,4 @@
-"""Keys of rows that are to be deleted, in blocks: millions of rows may be gone at once, after a start or with a namespace.
+"""Keys of rows that are to be deleted, in blocks: millions may be gone at once, after a start or with a namespace.
 
 Nothing here takes longer the more there are. Pure; not thread-safe, the disk tier's lock guards it.
 """

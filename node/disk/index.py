@@ -85,7 +85,7 @@ class DiskIndex:
         self.gone.add(key)
 
     def dropped_rows(self) -> str:
-        """How many rows of pages could not be used, and why; empty if all could, but for times to live that are over."""
+        """How many rows of pages could not be used, and why; those whose time to live is over are not told."""
         return ", ".join(f"{count} {cause}" for cause, count in self._dropped.items())
 
     def restore_namespace(self, number: int, message: bytes) -> str:

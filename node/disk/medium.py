@@ -51,8 +51,8 @@ class Medium:
         return self._written
 
     def end_sync(self, mark: int) -> list[list[bytes]]:
-        """The sync that took `mark` when it began has worked. Keys that need not be kept any more: they may be millions,
-        to be freed without the lock."""
+        """The sync that took `mark` when it began has worked. Returns keys that need not be kept any more: they may be
+        millions, to be freed without the lock."""
         if self.failed:
             return []
         self._synced = mark

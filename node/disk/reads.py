@@ -1,18 +1,58 @@
 """Reads from disk that are under way, and whether one of them hangs.
 
 Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as long as it hangs,
-what is on disk only is not there, and is computed anew, which is sooner done.
+what is on disk only is not there, and is computed anew, which is sooner done. A large page is read in pieces, each with
+its own time, and what is done with them here, hashing say, is no time of the disk.
 """
 
 import contextlib
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
 
+from kvstore.checksum import Leaves, leaves
+from kvstore.layout import slot_nbytes
+from node.disk.directory import PageFiles
+
 log = logging.getLogger(__name__)
 
-HANGS_S = 2.0  # a read of a page takes milliseconds, and on a disk with much to do tenths of a second
+HANGS_S = 2.0  # a read of a piece takes milliseconds, and on a disk with much to do tenths of a second
+PIECE_NBYTES = 4 << 20  # at once into a slot: larger ones are hardly faster
+VERIFIED_NBYTES = 1 << 20  # at once beside the arena: all the memory that a verify takes
+
+
+class Read:
+    """A use of a record, whose page is read piece by piece."""
+
+    def __init__(self, begin: Callable[["Read"], None], end: Callable[["Read"], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def page(self, files: PageFiles, offset: int, slot: memoryview, page_nbytes: int) -> bytes:
+        """Fills the slot; the leaves of the page, none if it can not be there. Raises OSError."""
+        for start in range(0, slot.nbytes, PIECE_NBYTES):
+            if not self._piece(files, offset + start, slot[start : start + PIECE_NBYTES]):
+                return b""
+        return leaves(slot[:page_nbytes])
+
+    def leaves(self, files: PageFiles, offset: int, page_nbytes: int) -> bytes:
+        """The same of a page that nobody wants but for that."""
+        end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
+        memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))  # page-aligned, as O_DIRECT needs it
+        for start in range(0, end, VERIFIED_NBYTES):
+            view = memory[: end - start]
+            if not self._piece(files, offset + start, view):
+                return b""
+            found.update(view[: page_nbytes - start])
+        return found.digest()
+
+    def _piece(self, files: PageFiles, offset: int, view: memoryview) -> bool:
+        self._begin(self)
+        found = files.read(offset, view)
+        self._end(self)
+        return found
 
 
 class Reads:
@@ -22,20 +62,29 @@ class Reads:
         self._ended = ended
         self._clock = clock
         self._lock = threading.Lock()
-        self._begun: dict[object, float] = {}  # oldest first
-        self._told: object = None
+        self._begun: dict[Read, float] = {}  # oldest first
+        self._told: Read | None = None
 
     @contextlib.contextmanager
-    def of(self, record: int) -> Iterator[None]:
-        this = object()
+    def of(self, record: int) -> Iterator[Read]:
+        this = Read(self._begin, self._end)
+        self._begin(this)
+        try:
+            yield this
+        finally:
+            self._end(this)
+            self._ended(record)
+
+    def _begin(self, this: Read) -> None:
+        self._end(this)
         with self._lock:
             self._begun[this] = self._clock()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._begun[this]
-            self._ended(record)
+
+    def _end(self, this: Read) -> None:
+        with self._lock:
+            self._begun.pop(this, None)
+            if self._told is this:
+                self._told = None
 
     @property
     def hang(self) -> bool:

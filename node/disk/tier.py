@@ -3,21 +3,19 @@
     find, begin_read -> read (bytes, checksum) -> end_read      any thread; a short lock, no rows
     store                                                       the writer thread: slot, bytes, row
 
-A page is found only after its row is written; a row is deleted no later than its slot is given
-to another page, in the same batch. An error of the disk poisons the tier: nothing is found or
-written any more, RAM serves on, and the node says why, until `recover` or a restart.
+A page is found only after its row is written; a row is deleted no later than its slot is given to another page, in
+the same batch or before. An error of the disk poisons the tier: nothing is found or written any more, RAM serves on,
+and the node says why, until `recover` or a restart.
 """
 
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.checksum import kept, key_seed, leaves, root
+from kvstore.checksum import kept, key_seed, root
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
-from kvstore.layout import slot_nbytes
 from node.disk.directory import Directory
 from node.disk.index import AGAIN, Borrowed, DiskIndex
 from node.disk.reads import Reads
@@ -35,8 +33,7 @@ PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: 
 
 
 class DiskTier:
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since
-    the epoch."""
+    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch."""
 
     def __init__(
         self,
@@ -46,14 +43,12 @@ class DiskTier:
         clock_s: Callable[[], int] = lambda: int(time.time()),
     ) -> None:
         self._directory = directory
-        self.rows = directory.rows
-        self.files = directory.files
+        self.rows, self.files = directory.rows, directory.files
         self.records = records = Records(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
-        self._shortages = Shortages()
-        self._reads = Reads(self.end_read)
+        self._shortages, self._reads = Shortages(), Reads(self.end_read)
         self._view = view
         self._clock_s = clock_s
         self._lock = threading.Lock()
@@ -153,13 +148,13 @@ class DiskTier:
         """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
         are not what was written, the page is gone."""
         index = page.namespace
-        with self._reads.of(record):
+        with self._reads.of(record) as read:
             slot = self._view(page.offset, index.slot_nbytes)
             with self._lock:
                 offset, expected = self.records.offset(record), self.records.checksum(record)
                 expiry_s = self.records.expiry_s(record)
             try:
-                found = self._read_leaves(offset, slot, index.page_nbytes)
+                found = read.page(self.files, offset, slot, index.page_nbytes)
             except (OSError, MemoryError) as error:
                 self.blame("reading", error)
                 return False
@@ -172,10 +167,6 @@ class DiskTier:
                 else:
                     self._quarantine(record, index.digest, page.prefix_hash)
             return intact
-
-    def _read_leaves(self, offset: int, slot: memoryview, page_nbytes: int) -> bytes:
-        """Of the page that is read into `slot`; none if it can not be there."""
-        return leaves(slot[:page_nbytes]) if self.files.read(offset, slot) else b""
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
@@ -192,9 +183,8 @@ class DiskTier:
         now_s = self._clock_s()
         with self._lock:
             records = [self._index.find(digest, prefix_hash, now_s) for prefix_hash in prefix_hashes]
-            for record in records:
-                if record:
-                    self._index.forget(record)
+            for record in filter(None, records):
+                self._index.forget(record)
             return [record > 0 for record in records]
 
     def remove_namespace(self, digest: bytes) -> int:
@@ -382,10 +372,9 @@ class DiskTier:
     def verify(self, borrowed: Borrowed) -> bool:
         """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
         record, space, prefix_hash, offset, expected = borrowed
-        page_nbytes = space.layout.page_nbytes
-        with self._reads.of(record), mmap.mmap(-1, slot_nbytes(page_nbytes)) as memory, memoryview(memory) as slot:
+        with self._reads.of(record) as read:
             try:
-                found = self._read_leaves(offset, slot, page_nbytes)
+                found = read.leaves(self.files, offset, space.layout.page_nbytes)
             except OSError as error:
                 self.blame("reading", error)
                 raise

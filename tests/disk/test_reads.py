@@ -1,5 +1,6 @@
 """A read from disk that hangs costs its own caller, and nobody else."""
 
+import os
 import threading
 import time
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore import DeadlineExceeded, Unavailable
+from kvstore.checksum import leaves
 from node.disk.reads import HANGS_S, Reads
 
 
@@ -81,3 +83,80 @@ def test_who_gave_up_on_it_is_served_again_at_once(nodes: Any, layer: Any, pages
             assert time.monotonic() < end, "the node is still left alone"
             time.sleep(0.02)
     layer.reading.set()
+
+
+class Slow:
+    """Files whose reads take so many seconds of the clock for each MiB, all of them zeros."""
+
+    def __init__(self, clock: Clock, s_per_mib: float) -> None:
+        self.clock, self.s_per_mib = clock, s_per_mib
+        self.hung: list[bool] = []
+        self.read_nbytes: list[int] = []
+
+    def read(self, offset: int, view: memoryview) -> bool:
+        assert offset % 4096 == view.nbytes % 4096 == 0
+        self.clock.now += self.s_per_mib * view.nbytes / (1 << 20)
+        self.hung.append(self.reads.hang)
+        self.read_nbytes.append(view.nbytes)
+        return True
+
+    reads: Reads
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, (1 << 20) + 1, (9 << 20) - 4097, 70 << 20])
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bool) -> None:
+    """Of 70 MiB in 28 s: any page, whatever its size, had 2 s."""
+    clock = Clock()
+    reads = Reads(lambda record: None, clock)
+    files: Any = Slow(clock, 0.4)
+    files.reads = reads
+    end = -(-nbytes // 4096) * 4096
+    with reads.of(1) as read:
+        if verified:
+            found = read.leaves(files, 8192, nbytes)
+        else:
+            found = read.page(files, 8192, memoryview(bytearray(end)), nbytes)
+        clock.now += HANGS_S + 1.0  # as long as what comes behind it takes, that is no fault of the disk
+        assert not reads.hang
+    assert found == leaves(bytes(nbytes))
+    assert not any(files.hung)
+    assert sum(files.read_nbytes) == end
+    if verified:
+        assert max(files.read_nbytes) <= 1 << 20, "this much memory, whatever the page's size"
+
+
+def test_a_piece_of_a_large_page_that_hangs_is_told() -> None:
+    clock = Clock()
+    files: Any = Slow(clock, HANGS_S / 4)
+    files.reads = Reads(lambda record: None, clock)
+    with files.reads.of(1) as read:
+        read.page(files, 0, memoryview(bytearray(9 << 20)), 9 << 20)
+    assert files.hung == [True, True, False]
+
+
+@pytest.mark.usefixtures("small_leaves")
+def test_a_page_of_many_pieces_is_verified_and_its_last_byte_matters(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.disk.reads.VERIFIED_NBYTES", 8192)
+    monkeypatch.setattr("node.disk.reads.PIECE_NBYTES", 8192)
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages = make_pages("large", 50_001)
+    keys = pages.keys(1, 2)
+    pages.put(client, keys, durable=True)
+    assert client.verify(pages.namespace, keys) == (2, 0, 0)
+    pages.drop_from_ram(node)
+    assert pages.get(client, keys) == [True, True]
+    pages.drop_from_ram(node)
+    offset = node.disk.records.offset(node.disk._find(pages.digest, keys[0]))
+    path = nodes.data_dir / "extents" / f"{offset // (64 << 10):06d}"
+    with path.open("r+b") as file:
+        file.seek(offset % (64 << 10) + 50_000)
+        (last,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([last ^ 1]))
+        os.fsync(file.fileno())
+    assert client.verify(pages.namespace, keys) == (1, 1, 0)
+    assert pages.get(client, keys) == [False, True]

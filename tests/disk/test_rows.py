@@ -69,7 +69,7 @@ def test_a_row_is_what_the_format_says() -> None:
 def test_slots_lie_where_the_format_says() -> None:
     """Where they may lie changed without a new format once: most pages of a directory were lost at the start."""
     example = json.loads(GOLDEN.read_text())["disk_blocks"]
-    assert FORMAT_VERSION == example["format"], "a new format, or another place for slots, needs an example of its own"
+    assert example["format"] == FORMAT_VERSION, "a new format, or another place for slots, needs an example of its own"
     extent_nbytes = example["extent_nbytes"]
     for text, block_nbytes in example["block_nbytes_by_slot_nbytes"].items():
         slot_nbytes = int(text)
