@@ -47,6 +47,32 @@ def test_a_graceful_stop_writes_what_is_in_ram_only(nodes: Any, layer: Any, page
     assert pages.get(nodes.connect(node), keys) == [True] * 40
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_stop_checks_tiers_of_few_pages_only(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    """A check looks at every page: that of two million took ten seconds, with nothing to write."""
+    monkeypatch.setattr("node.server.CHECKED_MAX", 3, raising=False)
+    node = nodes.start()
+    pages.put(nodes.connect(node), pages.keys(*range(count)), durable=True)
+    checked: list[str] = []
+    stop = node.stop
+
+    def watched_stop() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(node.tier, "check", lambda: checked.append("RAM") or [])
+            patch.setattr(node.disk, "check", lambda: checked.append("disk") or [])
+            stop()
+
+    node.stop = watched_stop
+    with caplog.at_level(logging.INFO):
+        nodes.stop(node)
+    assert checked == (["disk", "RAM"] if count == 3 else [])
+    assert [
+        f"4 pages in the {where} tier are not checked: more than 3" in caplog.messages for where in ("RAM", "disk")
+    ] == [count == 4] * 2
+
+
 def test_a_write_that_was_interrupted_leaves_free_space(nodes: Any, layer: Any, pages: Any) -> None:
     """The bytes are in the file, the row is not: as if the process had been killed in between."""
     node = nodes.start()
