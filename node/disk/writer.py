@@ -152,12 +152,13 @@ class DiskWriter:
             return barrier
 
     def stop(self, timeout_s: float) -> bool:
-        """Writes and syncs what is queued, then ends the thread."""
+        """Writes and syncs what is queued, then ends the thread: all of it in `timeout_s`."""
+        end = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self._thread.join(max(0.0, end - time.monotonic()))
         return flushed
 
     def _run(self) -> None:

@@ -151,6 +151,18 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     assert time.monotonic() - begun < 5.0
 
 
+def test_a_writer_that_hangs_is_waited_for_once(nodes: Any, layer: Any, pages: Any) -> None:
+    """For its flush and for its thread, each as long as for both."""
+    node = nodes.start(flush_s=1.0)
+    client = nodes.connect(node)
+    layer.writing.clear()
+    pages.put(client, pages.keys(1))
+    assert layer.waiting.acquire(timeout=10.0)
+    begun = time.monotonic()
+    assert not node.disk.writer.stop(4.0)
+    assert time.monotonic() - begun < 7.0
+
+
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
 def test_a_signal_ends_a_node_in_which_a_read_hangs(fault: Fault, pages: Any, tmp_path: Path, wire: str) -> None:
     """Python waits at its end for the threads of pools, which gRPC's calls are in."""
