@@ -50,7 +50,7 @@ def test_a_put_over_grpc_stores_nothing_more(
     monkeypatch.setattr(grpc_wire, "split", later)
     monkeypatch.setattr(wire._stub, "Put", lambda *sent, **named: Interrupted(put(*sent, **named)))
     buffers = [bytearray(pages.content(key)) for key in keys]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as held:  # as by an engine that looks at it
         client.put(pages.namespace, keys, buffers)
     for buffer in buffers:
         buffer[:] = bytes(len(buffer))
@@ -60,3 +60,4 @@ def test_a_put_over_grpc_stores_nothing_more(
     for _ in range(20):
         assert pages.get(other, keys) == [False, False]
         threading.Event().wait(0.02)
+    assert held.tb is not None, "its frames have the stream, which gRPC ends when nobody has it any more"
