@@ -74,15 +74,16 @@ def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
 
 
 def parse_nbytes(text: str) -> int:
-    """'4GiB', '512MiB', '64KiB', '1073741824' -> bytes. Raises ValueError."""
+    """'4GiB', '512MiB', '64KiB', '1073741824' -> bytes. Raises ValueError, also for '4GB', which may mean either."""
     units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     number = text.strip().lower().removesuffix("ib")
     suffix = number[-1:] if number[-1:].isalpha() else ""
-    if suffix not in units:
+    try:
+        value = float(number[: len(number) - len(suffix)])
+    except ValueError:
+        value = math.nan
+    if suffix not in units or not math.isfinite(value):
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 4GiB")
-    value = float(number[: len(number) - len(suffix)])
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a size")
     return int(value * units[suffix])
 
 
