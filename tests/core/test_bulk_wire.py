@@ -1,6 +1,8 @@
 """The bulk wire against a node that answers wrongly: an error of ours each time, never wrong bytes, and
 never the same connection again."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -8,6 +10,7 @@ import pytest
 
 from kvstore import ClientConfig, DeadlineExceeded, Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.checksum import checksum, leaves
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
@@ -171,4 +174,77 @@ def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port:
         wire.call("lookup", LOOKUP, Deadline(0.05))
     assert list(call(wire, "lookup").present) == [True, False]
     assert len(port.accepted) == 1
+    wire.close()
+
+
+# ---- which connection is used, and what is said twice ----------------------------------------------------------------
+
+
+def hello(instance_id: bytes = b"") -> bytes:
+    return frame(hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=instance_id))
+
+
+def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: Any) -> None:
+    """The port is another node's by now, or the node's after a restart that gRPC has not noticed."""
+
+    def talk(connection: FrameSocket) -> None:
+        for answer in (hello(b"another!"), GOOD_LOOKUP):
+            connection.recv_frame(1 << 20)
+            connection.send(answer)
+
+    wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig(), (), b"this one")
+    with pytest.raises(Unavailable, match="is another node's, or the node was restarted"):
+        call(wire, "lookup")
+    wire.close()
+
+
+def ending_after(answer: bytes) -> Callable[[FrameSocket], None]:
+    """The first connection answers one request, and a second one with these bytes, and ends; others answer on."""
+    first = itertools.count(1)
+
+    def talk(connection: FrameSocket) -> None:
+        ends = next(first) == 1
+        for said in (hello(), GOOD_LOOKUP, answer if ends else GOOD_LOOKUP):
+            connection.recv_frame(1 << 20)
+            connection.send(said)
+        if ends:
+            connection.shutdown()
+
+    return talk
+
+
+def test_a_request_that_was_half_answered_is_not_said_again(bulk_port: Any) -> None:
+    """The node heard it, and may have done it."""
+    port = bulk_port(ending_after(GOOD_LOOKUP[:7]))
+    wire = BulkWire("127.0.0.1", port.port, ClientConfig())
+    call(wire, "lookup")
+    with pytest.raises(Unavailable):
+        call(wire, "lookup")
+    assert len(port.accepted) == 1
+    wire.close()
+
+
+def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port: Any) -> None:
+    """The node lets an idle one go between the look at it and the request."""
+    port = bulk_port(ending_after(b""))
+    wire = BulkWire("127.0.0.1", port.port, ClientConfig())
+    for _ in range(2):
+        assert list(call(wire, "lookup").present) == [True, False]
+    assert len(port.accepted) == 2
+    wire.close()
+
+
+def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again(bulk_port: Any) -> None:
+    """Two answers to one request that came together: the second one passed for that to the next request."""
+
+    def talk(connection: FrameSocket) -> None:
+        for said in (hello(), GOOD_LOOKUP + frame(lookup=pb.LookupReply(present=[False, False])), GOOD_LOOKUP):
+            connection.recv_frame(1 << 20)
+            connection.send(said)
+
+    port = bulk_port(talk)
+    wire = BulkWire("127.0.0.1", port.port, ClientConfig())
+    for _ in range(2):
+        assert list(call(wire, "lookup").present) == [True, False]
+    assert len(port.accepted) == 2
     wire.close()

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
+from kvstore import Client, ClientConfig, DeadlineExceeded, KVStoreError, Namespace, Unavailable, opaque_layout
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
+from kvstore.link import EVIDENCE_S, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.frames import FrameSocket, pack_fixed
@@ -233,6 +234,20 @@ def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
     with Client(ClientConfig(address=fake_node.address, timeout_s=3.0, connect_timeout_s=3.0)) as client:
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
         assert client.wire_name == "grpc"
+
+
+def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
+    fake_node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or whoever gives a call less than a node needs has it left alone by all others of its client."""
+    monkeypatch.setattr(NodeLink, "_look_whether_it_lives", lambda link: None)
+    with Client(ClientConfig(address=fake_node.address, wire="grpc", timeout_s=10.0)) as client:
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
+        hold = fake_node.hold = threading.Event()
+        with pytest.raises(DeadlineExceeded):
+            client.lookup(NAMESPACE, KEYS, timeout_s=EVIDENCE_S / 2)
+        hold.set()
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
 
 
 @pytest.mark.parametrize("stage", ["resolver", "grpc", "bulk"])

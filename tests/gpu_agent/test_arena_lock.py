@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gpu_agent.kernels import arena_lock
 from gpu_agent.kernels.arena_lock import ArenaLock, address_of
 from gpu_agent.kernels.simulated import SimulatedDevice
 from gpu_agent.kernels.staged import StagedTransfer
@@ -130,3 +131,37 @@ def test_memory_is_unlocked_before_it_is_unmapped_with_the_transfer() -> None:
     del arena, transfer
     gc.collect()
     assert (told, device.registered, unmapped()) == ([True], [], None)
+
+
+def lock_down(lock: ArenaLock, arena: memoryview) -> None:
+    wait_until(lambda: lock.use(arena))
+
+
+class Keeping(SimulatedDevice):
+    """What it has locked stays locked: unmapped, it would be another's memory that is locked."""
+
+    def unregister(self, address: int) -> None:
+        raise RuntimeError("can not be unlocked")
+
+
+def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = list[memoryview]()
+    monkeypatch.setattr(arena_lock, "_NEVER_UNMAPPED", never)
+    arena = memory()
+    mapped, lock = weakref.ref(arena.obj), ArenaLock(Keeping(1), contextlib.nullcontext)
+    lock_down(lock, arena)
+    del arena, lock
+    gc.collect()
+    assert mapped() is not None
+    assert len(never) == 1
+
+
+def test_memory_of_an_earlier_run_that_can_not_be_unlocked_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_lock.log, "warning", lambda *_: None)  # a record of it would hold the memory, too
+    first, second, lock = memory(), memory(), ArenaLock(Keeping(1), contextlib.nullcontext)
+    mapped = weakref.ref(first.obj)
+    lock_down(lock, first)
+    lock_down(lock, second)
+    del first
+    gc.collect()
+    assert mapped() is not None

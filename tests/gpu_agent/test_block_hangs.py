@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from block_store import TOKENS, FakeRequest
 
-from gpu_agent.blocks.hits import PAUSE_S_MAX
+from gpu_agent.blocks.hits import PAUSE_S_MAX, Hits
 from gpu_agent.blocks.orders import Report
 from kvstore.breaker import CircuitBreaker
 
@@ -45,3 +45,65 @@ def test_where_loads_hang_few_requests_wait_for_one(stores: Any, monkeypatch: py
     store.scheduler.allocated(well, [[11, 12, 13, 14, 15]], 64)
     assert store.loaded().failed == set()
     assert hangs(store, "again") == [64, 64]
+
+
+class Clocked(Hits):
+    """With a clock that is moved by hand, and without `worth`."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.now = 1000.0
+        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: self.now)
+
+    def taken_after(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.takes(0, 100, alone=False, granted=False)
+
+
+def test_hits_are_none_for_as_long_as_a_load_hung_and_twice_as_long_after_the_next_up_to_a_minute() -> None:
+    """What `docs/engines/vllm.md` says. The breaker's own pauses, a tenth of a second and up, passed for it."""
+    hits = Clocked()
+    for pause_s in (10.0, 20.0, 40.0, 60.0, 60.0):
+        hits.failed(10.0)
+        assert not hits.taken_after(pause_s - 0.01), pause_s
+        assert hits.taken_after(0.02), pause_s
+
+
+def test_a_load_that_ends_well_ends_the_doubling() -> None:
+    hits = Clocked()
+    for _ in range(3):
+        hits.failed(10.0)
+        assert hits.taken_after(PAUSE_S_MAX + 1.0)
+    hits.succeeded()
+    hits.failed(10.0)
+    assert hits.taken_after(10.1)
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.99, True), (1.0, False)])
+def test_a_load_that_failed_sooner_than_after_a_second_met_a_page_that_is_gone(seconds: float, taken: bool) -> None:
+    hits = Clocked()
+    hits.failed(seconds)
+    assert hits.taken_after(0.0) == taken
+
+
+def test_a_load_that_fails_on_several_ranks_hung_once(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports name a request again while its other ranks end: each of them doubled the pause."""
+    store, failed = stores(), list[float]()
+    request = FakeRequest("one", TOKENS)
+    store.scheduler.ask(request)
+    monkeypatch.setattr(store.scheduler._hits, "failed", failed.append)
+    for step in (1, 2):
+        store.scheduler.ran(Report(step, failed={"one"}))
+    store.scheduler.finished(request, [[]])
+    assert len(failed) == 1
+
+
+def test_a_step_whose_own_loads_end_well_tells_that_loads_do(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an engine waits for its loads within a step, nothing else does: hits stayed none."""
+    store, ended_well = stores(sync=True), list[bool]()
+    monkeypatch.setattr(store.scheduler._hits, "succeeded", lambda: ended_well.append(True))
+    store.scheduler._sync_loads = {1: {"well", "failed"}, 2: {"failed"}}
+    store.scheduler.ran(Report(1, failed={"failed"}))
+    assert len(ended_well) == 1
+    store.scheduler.ran(Report(2, failed={"failed"}))
+    assert len(ended_well) == 1

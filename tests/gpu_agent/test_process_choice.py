@@ -1,5 +1,6 @@
 """Where agents and lookups live: processes on GPUs, threads on CPUs and where memory can not be shared."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,3 +80,11 @@ def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(monkeypatch
     assert isinstance(choice.asker_of(CLIENT, True, "auto"), ThreadAsker)
     with pytest.raises(OSError, match="no more processes"):
         choice.asker_of(CLIENT, True, "process")
+
+
+def test_an_interpreter_without_a_file_asks_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine starts without the process, and is only slower."""
+    monkeypatch.setattr(sys, "executable", None)
+    asker = choice.asker_of(CLIENT, True, "auto")
+    assert isinstance(asker, ThreadAsker)
+    asker.close()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpu_agent.blocks.worth import PROBED, PROMPT_TOKENS_MIN, SAMPLES_MIN, Line, Worth
+from gpu_agent.blocks.worth import PROBED, PROBED_SOON, PROMPT_TOKENS_MIN, SAMPLES_MIN, Line, Worth
 
 SMALL_S = 0.002
 
@@ -159,6 +159,27 @@ def test_a_slow_first_step_is_forgotten(first_s: float) -> None:
     for _ in range(100):
         engine.prefill(8000)
     assert all(engine.worth.takes(0, 8000, alone=True) for _ in range(3 * PROBED))
+
+
+def test_what_was_nothing_at_first_may_come_to_be_something() -> None:
+    """Samples that are cut to three times what is expected stay nothing for ever."""
+    line = Line()
+    for v in range(1, SAMPLES_MIN + 2):
+        line.learn(1.0, 100.0 * v, 0.0)
+    for v in range(1, 100):
+        line.learn(1.0, 100.0 * (v % 9 + 1), 0.005)
+    assert line.at(1.0, 500.0)[1] > 0.004
+
+
+def test_after_a_load_that_was_much_faster_than_expected_another_is_tried_soon() -> None:
+    """And not one in PROBED: the world has changed, or what was learned of it was never so."""
+    engine = Engine(1e-6, load_s=0.1)
+    engine.learn()
+    while not engine.worth.takes(0, 1000, alone=True):
+        pass
+    engine.load_s = 0.001
+    engine.load(1000)
+    assert any(engine.worth.takes(0, 1000, alone=True) for _ in range(PROBED_SOON))
 
 
 @pytest.mark.parametrize("nth", range(1, 2 * SAMPLES_MIN, 3))
