@@ -1,8 +1,10 @@
 """Orders to a keeper, byte for byte: what comes out is what went in, and what is cut off or too long is refused."""
 
+import contextlib
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +81,23 @@ def test_a_frame_that_comes_late_is_not_lost_in_between(ends: tuple[socket.socke
     sock.close()
     with pytest.raises(EOFError):
         channel.recv(1.0)
+
+
+def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
+    """The other end may be a keeper that SIGKILL does not end while it is in a call of the disk, and closes nothing."""
+    ours, theirs = socket.socketpair()
+    channel, ended = Channel(ours), threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            channel.recv(None)
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    threading.Event().wait(0.2)
+    with theirs:
+        channel.close()
+        assert ended.wait(5.0)
 
 
 @pytest.mark.parametrize(

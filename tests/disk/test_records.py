@@ -354,6 +354,17 @@ def test_no_page_waits_for_the_whole_table_to_grow(monkeypatch: pytest.MonkeyPat
     assert records.check() == []
 
 
+def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
+    """One without a free place would be searched for ever. `check` does not look."""
+    marks = [0, *((number * 0x9E3779B1 & 0xFFFFFFFE) for number in range(1, 1001))]  # all of the segment of even ones
+    table = RecordTable(marks.__getitem__)
+    table.expect(1000)
+    table.fill(range(1, 1001))
+    assert table.check(1000) == []
+    assert all(record in table for record in range(1, 1001))
+    assert max(segment.count for segment in table.segments) <= FULL
+
+
 def test_records_come_and_go_without_growth() -> None:
     """The table keeps no tombstones, which would have filled it twice, and numbers are used again."""
     records = Records(1 << 24, 1 << 20)

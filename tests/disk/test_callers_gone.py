@@ -1,0 +1,56 @@
+"""Nobody waits for a disk that hangs for a caller who has left."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from planted import wait_until
+
+from kvstore.errors import Exhausted
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FrameSocket
+
+WAITS_S = 20.0  # of a durable put, if its caller stays
+SOON_S = 8.0
+
+
+def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(nodes: Any, layer: Any, pages: Any) -> None:
+    """A durable put, or a flush, of more than the queue takes."""
+    node = nodes.start(disk_queue_nbytes=64 << 10, flush_s=WAITS_S)
+    client, keys = nodes.connect(node), pages.keys(*range(40))
+    layer.writing.clear()
+    pages.put(client, keys)
+    assert layer.waiting.acquire(timeout=10.0)
+    durability, left = node.service.durability, threading.Event()
+    wait = durability.begin_wait(0, left.is_set)
+    with ThreadPoolExecutor(1) as pool:
+        offering = pool.submit(durability._offer_all, pages.digest, keys, wait)
+        time.sleep(0.3)
+        assert not offering.done()
+        left.set()
+        with pytest.raises(Exhausted, match="the caller is gone"):
+            offering.result(SOON_S)
+    layer.writing.set()
+
+
+def test_who_waits_over_a_connection_that_ends_does_not_wait_on(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start(flush_s=WAITS_S)
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    layer.writing.clear()
+    pages.put(client, pages.keys(2))
+    assert layer.waiting.acquire(timeout=10.0)
+    before = node.sessions.count
+    connection = FrameSocket(socket.create_connection(("127.0.0.1", node.bulk.port)))
+    connection.arm(5.0)
+    put = pb.PutRequest(namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True)
+    connection.send_frame(pb.BulkRequest(put=put).SerializeToString())
+    wait_until(lambda: node.sessions.count == before + 1)
+    time.sleep(0.5)
+    assert node.sessions.count == before + 1
+    connection.close()
+    wait_until(lambda: node.sessions.count == before, SOON_S)
+    layer.writing.set()

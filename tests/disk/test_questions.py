@@ -1,0 +1,29 @@
+"""What is asked of a keeper beside its orders, while its disk hangs."""
+
+from typing import Any
+
+import pytest
+from planted import Fault, wait_until
+
+from kvstore import Client, ClientConfig
+from kvstore.errors import Exhausted
+from node.disk.kept_dir import QUESTION_S
+from node.server import Node
+
+
+def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alone(
+    kept: Node, fault: Fault, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends by the node's answer, and not by the client's deadline, which says that the node hangs."""
+    assert ClientConfig().timeout_s >= QUESTION_S + 1.0
+    monkeypatch.setattr("node.disk.kept_dir.QUESTION_S", 1.0)
+    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+        pages.put(client, pages.keys(1), durable=True)
+        fault.plant("scan", "hang")
+        with pytest.raises(Exhausted, match="the disk has not answered for 1 s; ask again later"):
+            list(client.list_pages(pages.namespace))
+        wait_until(fault.hangs)
+        assert pages.get(client, pages.keys(1)) == [True]
+        fault.clear()
+        wait_until(lambda: not kept.disk or not kept.disk.poisoned)
+        assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == pages.keys(1)

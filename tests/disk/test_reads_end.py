@@ -1,0 +1,75 @@
+"""Whatever reads a page from disk gives its record back, whichever way that ends: one that stays in use is never
+evicted, and its slot never free."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvstore.errors import KVStoreError
+
+
+def test_a_verify_and_a_scrub_give_their_records_back(nodes: Any, pages: Any) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1, 2), durable=True)
+    assert client.verify(pages.namespace, pages.keys(1, 2)).intact == 2
+    assert client.scrub().intact == 2
+    assert not node.disk.records._busy
+
+
+def test_a_scrub_that_hangs_is_told(nodes: Any, layer: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a read does for a get: others do not wait behind it."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    monkeypatch.setattr("node.disk.reads.HANGS_S", 0.2)
+    layer.reading.clear()
+    with ThreadPoolExecutor(1) as pool:
+        scrubbing = pool.submit(client.scrub)
+        assert layer.waiting.acquire(timeout=10.0)
+        time.sleep(0.3)
+        hangs = node.disk._reads.hang
+        layer.reading.set()
+        scrubbing.result(10.0)
+    assert hangs
+
+
+def test_a_read_for_which_ram_has_no_room_gives_its_record_back(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client, keys = nodes.connect(node), pages.keys(1)
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+
+    def makes_none(*_: Any) -> Iterator[None]:
+        yield from ()
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.tier.loads, "_place", lambda *_: None)
+        patch.setattr(node.tier.eviction, "make_room", makes_none)
+        assert pages.get(client, keys) == [False]
+    assert not node.disk.records._busy
+    assert pages.get(client, keys) == [True]
+
+
+def test_reads_behind_one_that_broke_give_their_records_back(
+    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start()
+    client, keys = nodes.connect(node), pages.keys(*range(4))
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not an OSError")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk.files, "read", fail)
+        with pytest.raises(KVStoreError):
+            pages.get(nodes.connect(node), keys)
+    assert not node.disk.records._busy

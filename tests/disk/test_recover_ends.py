@@ -1,0 +1,55 @@
+"""What a recover leaves behind: no limit for what is ordered later, and nothing that no sync had covered."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from planted import Fault, keeper_of, wait_until
+
+from kvstore import Client, ClientConfig, PutOutcome
+from node.disk.kept_dir import RECOVER_S
+from node.server import Node
+
+
+@pytest.fixture
+def client(kept: Node) -> Iterator[Client]:
+    with Client(ClientConfig(address=f"127.0.0.1:{kept.grpc.port}", wire="bulk", timeout_s=20.0)) as client:
+        yield client
+
+
+def test_the_limit_of_a_recover_ends_with_it(
+    kept: Node, client: Client, fault: Fault, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a minute later every write that waited for its disk was taken for one that hangs, and the tier stopped."""
+    assert kept.disk is not None
+    pages.put(client, pages.keys(1), durable=True)
+    os.kill(keeper_of(kept), signal.SIGKILL)
+    wait_until(lambda: bool(kept.disk and kept.disk.poisoned))
+    client.recover()
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + RECOVER_S + 1.0)
+    monkeypatch.setattr("node.disk.kept_dir.time", later)
+    fault.plant("sync pages", "300000")  # a slow disk is not a broken one
+    assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.STORED]
+    assert not kept.disk.poisoned
+
+
+def test_what_no_sync_had_covered_when_the_keeper_ended_is_forgotten(
+    kept: Node, client: Client, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper's successor can not sync what it has not written itself: such pages passed for safe."""
+    disk = kept.disk
+    assert disk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("node.disk.writer.IDLE_S", 60.0)  # from the next wait on nothing is synced without need
+        pages.put(client, pages.keys(1), durable=True)
+        pages.put(client, pages.keys(2))
+        wait_until(lambda: disk.present(pages.digest, pages.keys(2)) == [True])
+        assert disk.safe(pages.digest, pages.keys(1, 2)) == [True, False]
+        os.kill(keeper_of(kept), signal.SIGKILL)
+        wait_until(lambda: bool(disk._directory.trouble()))
+        client.recover()
+        assert disk.present(pages.digest, pages.keys(1, 2)) == [True, False]

@@ -1,0 +1,45 @@
+"""What is synced: a directory that a node makes, and what a sync that failed had taken upon itself."""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.disk.extent_files import ExtentFiles, FileLayer
+from node.disk.kept_dir import KeptDir
+from node.ram.arena import Arena
+
+
+def test_a_new_directory_is_synced_by_the_node_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a node it is there before the keeper is, which syncs what it makes itself."""
+    synced, sync = list[str](), FileLayer.sync_directory
+
+    def noted(layer: FileLayer, path: Path) -> None:
+        synced.append(os.path.relpath(path, tmp_path))
+        sync(layer, path)
+
+    monkeypatch.setattr(FileLayer, "sync_directory", noted)
+    arena = Arena(1 << 20)
+    KeptDir(tmp_path / "new" / "data", 2 << 20, 64 << 10, arena.fd).close()
+    arena.close()
+    assert synced == ["new", "."]
+
+
+def test_what_a_failed_sync_took_is_synced_by_the_next(tmp_path: Path, layer: Any) -> None:
+    """It covered nothing, and said that all was safe."""
+    memory = memoryview(mmap.mmap(-1, 8192))
+    view: Callable[[int, int], memoryview] = lambda offset, nbytes: memory[offset : offset + nbytes]  # noqa: E731
+    files = ExtentFiles(tmp_path / "extents", 64 << 10, 2, view, layer)
+    files.write_all([(0, 0, 4096)])
+    layer.fail["sync"] = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        files.sync()
+    layer.heal()
+    before = layer.calls["sync"]
+    files.sync()
+    assert layer.calls["sync"] == before + 1
+    files.close()

@@ -1,0 +1,67 @@
+"""What a call takes of a share it gives back when it ends, and not when its connection does."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from waiting import wait_until
+
+from kvstore import Client
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.server import Node
+
+
+def test_misses_over_shared_memory_hold_nothing(
+    start_node: Callable[..., Node], connect: Callable[..., Client], make_pages: Any
+) -> None:
+    """A client releases what it got (docs/FORMAT.md): each miss kept its share of what a process may hold for good, and
+    one with misses was refused everything in the end."""
+    node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
+    client, pages = connect(node, "shm"), make_pages("misses", 1 << 20)
+    for number in range(8):
+        assert pages.get(client, pages.keys(*range(4 * number, 4 * number + 4))) == [False] * 4
+    wait_until(lambda: not node.sessions.held.used)
+
+
+def test_a_large_request_is_counted_until_it_is_answered(
+    node: Node, connect: Callable[..., Client], raw: Callable[[Node], Any], pages: Any
+) -> None:
+    """A client that asks long questions was refused after 256 MiB of them."""
+    connect(node, "grpc").open(pages.namespace)
+    connection = raw(node)
+    for _ in range(2):
+        reply = connection.ask(
+            lookup=pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(4096)))
+        )
+        assert not reply.lookup.prefix_pages
+    wait_until(lambda: not node.service.requests.used)
+    assert connection.ask(node_status=pb.NodeStatusRequest()).node_status.instance_id, "it lives"
+
+
+def test_a_get_over_grpc_ends_when_its_reader_has_left(
+    node: Node, pages: Any, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hashed on, with a transfer of which there are few."""
+    keys = pages.keys(*range(60))
+    pages.put(connect(node), keys)
+    request = pb.GetRequest(
+        namespace=pages.namespace.digest, prefix_hashes=keys, ranges=[pb.ByteRange(offset=0, nbytes=1)]
+    )
+    intact, hashed, begun = node.service._intact, list[Any](), threading.Event()
+
+    def slow(page: Any, ranges: Any) -> bool:
+        hashed.append(page)
+        begun.set()
+        threading.Event().wait(0.1)
+        return intact(page, ranges)
+
+    monkeypatch.setattr(node.service, "_intact", slow)
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        call = KVStoreStub(channel).Get(request, timeout=30.0)
+        assert begun.wait(10.0)
+        call.cancel()
+        wait_until(lambda: not node.grpc._servicer._transfers.used)
+    assert len(hashed) < len(keys)

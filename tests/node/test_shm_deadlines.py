@@ -1,0 +1,59 @@
+"""A call over shared memory whose time is up while it copies stops before the next page, and is not late."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import Client, DeadlineExceeded
+from kvstore.wires import shm
+from node.server import Node
+
+SECONDS = 1.0
+
+
+@pytest.fixture
+def client(node: Node, connect: Callable[..., Client], pages: Any) -> Client:
+    """Connected, with the namespace opened: a call's time is its own."""
+    client = connect(node, "shm")
+    client.open(pages.namespace)
+    return client
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """Copies of this kind, each of which takes more than the call has; they are counted."""
+    copy, copies = getattr(shm, name), list[Any]()
+
+    def counted(*args: Any) -> Any:
+        copies.append(args)
+        threading.Event().wait(SECONDS + 0.1)
+        return copy(*args)
+
+    monkeypatch.setattr(shm, name, counted)
+    return copies
+
+
+def test_a_put_stops_between_two_pages(
+    client: Client, node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = pages.keys(1, 2, 3)
+    with monkeypatch.context() as patch:
+        copies = slow(patch, "_write_page")
+        with pytest.raises(DeadlineExceeded):
+            client.put(pages.namespace, keys, [pages.content(key) for key in keys], timeout_s=SECONDS)
+    assert len(copies) <= 1
+    assert pages.get(connect(node), keys) == [False] * 3
+
+
+def test_a_get_stops_between_two_pages(
+    client: Client, node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = pages.keys(1, 2, 3)
+    pages.put(client, keys)
+    with monkeypatch.context() as patch:
+        copies = slow(patch, "_read_page")
+        with pytest.raises(DeadlineExceeded):
+            client.get(pages.namespace, keys, [bytearray(pages.nbytes) for _ in keys], timeout_s=SECONDS)
+    assert len(copies) <= 1
+    assert pages.get(connect(node), keys) == [True] * 3
