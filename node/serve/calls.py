@@ -27,6 +27,7 @@ class Call:
         self.context = context
         self.peer = _peer(context.peer())
         self.ended_because = ""
+        self.request_nbytes = 0
         self.writing = False  # still True at the end: a reply that nobody takes stays in gRPC's memory
         self._places = places
         self._stall_s = stall_s
@@ -105,6 +106,7 @@ class Call:
             await asyncio.sleep(REQUEST_S_MAX)  # the cancellation is on its way
         if message is None:
             raise InvalidRequest("the call ended where a request was expected")
+        self.request_nbytes = len(message) if isinstance(message, bytes) else message.ByteSize()
         return message
 
     def stay_idle(self) -> None:
@@ -124,19 +126,25 @@ class Call:
             if not running.cancelled():
                 running.exception()  # seen
             raise
+        finally:
+            del running  # its error has this frame, and with it the request
 
 
 def _submitted(threads: Executor, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
     """An executor that can start no thread keeps what it was given and does it later, behind its caller's back: a put
     reserved slots that nobody gave back. Raises Exhausted."""
     future: Future[Result] = Future()
+    mine = [future]
 
     def work() -> None:
+        future = mine.pop()
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function(*arguments))
             except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
                 future.set_exception(error)
+            finally:
+                del future  # as above
 
     try:
         threads.submit(work)

@@ -23,6 +23,7 @@ from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.chunks import runs
 from kvstore.wires.status import status_code
+from node.garbage import refused
 from node.serve.calls import Call, address_of
 from node.serve.grpc_connections import GrpcConnections
 from node.serve.health import SERVICE_NAME as HEALTH_NAME
@@ -213,10 +214,10 @@ class Servicer:
                 with call:
                     return await behaviour(call, messages)
             except KVStoreError as error:
-                await context.abort(status_code(error), str(error))
+                _end(call, status_code(error), str(error))
             except DecodeError:
                 log.info("grpc: a call of %s is refused: its request is no message of the schema", call.peer)
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema")
+                _end(call, grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema")
             except asyncio.CancelledError:
                 if not call.ended_because:
                     raise
@@ -224,12 +225,12 @@ class Servicer:
                 if call.writing:
                     self.hang_up(context.peer())  # a status would wait behind the reply, in memory
                     raise
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
+                _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
             except grpc.aio.BaseError:
-                raise  # gRPC's own: the call was aborted above, or its connection is gone
+                raise  # gRPC's own: its connection is gone
             except Exception as error:
                 log.exception("grpc: a call of %s failed", call.peer)
-                await context.abort(grpc.StatusCode.INTERNAL, f"failed inside the node ({type(error).__name__})")
+                _end(call, grpc.StatusCode.INTERNAL, f"failed inside the node ({type(error).__name__})")
 
         return grpc.stream_stream_rpc_method_handler(run, read, write)
 
@@ -305,7 +306,7 @@ class Servicer:
         try:
             status = self._health.status(name)
         except KeyError:
-            await call.context.abort(grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
+            return _end(call, grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
         await call.write(status)
 
     async def _watch(self, call: Call, messages: Messages) -> None:
@@ -316,7 +317,7 @@ class Servicer:
             async for status in self._health.watch(name):
                 await call.write(status)
         except KeyError:
-            await call.context.abort(grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
+            _end(call, grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
 
     async def _reflect(self, call: Call, messages: Messages) -> None:
         call.stay_idle()
@@ -324,6 +325,14 @@ class Servicer:
         async for message in messages:
             for reply in self._reflection.ServerReflectionInfo(iter([message]), None):
                 await call.write(reply)
+
+
+def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
+    """The status with which a call ends when its handler returns. Not `abort`: gRPC keeps the error that it raises, which
+    keeps the frames that it went through, and they the request."""
+    call.context.set_code(code)
+    call.context.set_details(said)
+    refused(call.request_nbytes * REQUEST_NBYTES_FACTOR)
 
 
 def _part(frame: bytes | None, kind: str) -> Any:
