@@ -54,6 +54,9 @@ DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node w
 _OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
 
 STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
+# What a caller may send on a stream before anybody reads it. gRPC would find out by pings how much the way holds, and
+# who answers them late would get half a GiB.
+STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
 METADATA_NBYTES_MAX = 8 << 10
 CONNECTIONS_MAX = 4096
 # A larger request may take more than 1 ms, in which the loop would answer nobody: a stat takes 10 to 20 us a key.
@@ -70,6 +73,8 @@ def _options(connections_max: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.so_reuseport", 0),  # a second node on the same port must fail, not share it
         ("grpc.max_concurrent_streams", STREAMS_OF_CONNECTION_MAX),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", STREAM_NBYTES_MAX),
         ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
         # A connection that says nothing, or half of HTTP/2's greeting.

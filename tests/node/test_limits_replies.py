@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvstore.pb import kvstore_pb2 as pb
+from node.serve.grpc import STREAM_NBYTES_MAX
 from node.server import Node
 
-SETTINGS, HEADERS, DATA = 4, 1, 0
+SETTINGS, HEADERS, DATA, PING, ACK = 4, 1, 0, 6, 1
 WINDOW = 4  # the setting's number
 CALLS = 12
 
@@ -50,6 +51,16 @@ class Deaf:
         except ConnectionError:
             return True
         return False
+
+    def frames(self, last: int) -> Iterator[tuple[int, int, bytes]]:
+        """(kind, flags, body) of each that comes, until one of kind `last`."""
+        self._socket.settimeout(20.0)
+        with self._socket.makefile("rb") as file:
+            kind = -1
+            while kind != last:
+                head = file.read(9)
+                kind = head[3]
+                yield kind, head[4], file.read(int.from_bytes(head[:3], "big"))
 
     def close(self) -> None:
         self._socket.close()
@@ -108,3 +119,14 @@ def test_replies_that_nobody_takes_do_not_stay_in_memory(
     for _ in range(CALLS):
         rude.call(path, pb.ListRequest(namespace=pages.namespace.digest).SerializeToString() if "List" in path else b"")
     assert rude.hung_up(20.0)
+
+
+def test_a_stream_over_grpc_has_a_window_that_does_not_grow(deaf: Callable[[], Deaf]) -> None:
+    """It grows with what gRPC learns by pings; who answered them late could pour 512 MiB into each stream."""
+    connection = deaf()
+    connection.call("/kvstore.KVStore/Stat", bytes(60_000))
+    frames = list(connection.frames(last=HEADERS))
+    settings = b"".join(body for kind, flags, body in frames if kind == SETTINGS and not flags & ACK)
+    windows = [value for number, value in struct.iter_unpack(">HI", settings) if number == WINDOW]
+    assert windows and max(windows) <= STREAM_NBYTES_MAX
+    assert PING not in [kind for kind, _, _ in frames]

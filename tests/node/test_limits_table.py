@@ -66,6 +66,7 @@ SAID = {
     "gRPC calls over 1 KiB": f"({2 * NodeConfig().grpc_threads})",
     "health calls": f"{limits.HEALTH_CALLS_MAX}, a watch for an hour",
     "reflection streams": f"{limits.REFLECTION_STREAMS_MAX}, each {limits.REFLECTION_S_MAX:g} s",
+    "bytes on a gRPC stream that nobody has read": f"{grpc.STREAM_NBYTES_MAX >> 20} MiB",
     "gRPC metadata": f"{grpc.METADATA_NBYTES_MAX >> 10} KiB a call",
     "time for a put or get": (
         f"its bytes at {limits.TRANSFER_NBYTES_PER_S_MIN >> 20} MiB/s and `--stall-s`; {CHUNK_NBYTES >> 10} KiB in each"
