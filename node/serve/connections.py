@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 from google.protobuf.message import DecodeError
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import Exhausted, KVStoreError, ProtocolError
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket, pack_fixed
 from kvstore.wires.status import status_code
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
-from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FACTOR, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
+from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
+from node.serve.requests import inside
 from node.serve.service import Caller, Service
 from node.serve.session import Session
 
@@ -136,6 +137,10 @@ class Connection(abc.ABC):
         try:  # as in `refusing`, which costs a microsecond
             frame = self.socket.wait_frame(MESSAGE_NBYTES_MAX, self.stall_s)
             return None if frame is None else self.parse(*frame)
+        except InvalidRequest as error:  # all of it was received: the next frame begins behind it
+            self._give_back()
+            self.send_error(error)
+            return None
         except (KVStoreError, OSError) as error:
             raise self._told(error) from error
 
@@ -156,10 +161,10 @@ class Connection(abc.ABC):
 
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""
-        if header_nbytes > REQUEST_NBYTES_FREE:
-            nbytes = header_nbytes * REQUEST_NBYTES_FACTOR
-            self.service.requests.take(self.peer, nbytes)
-            self._request_nbytes += nbytes
+        self._took(self.service.forms.take(self.peer, header_nbytes))
+
+    def _took(self, nbytes: int) -> None:
+        self._request_nbytes += nbytes
 
     def _give_back(self) -> None:
         if self._request_nbytes:
@@ -170,6 +175,9 @@ class Connection(abc.ABC):
         if payload_nbytes:
             raise ProtocolError(f"a payload of {payload_nbytes} bytes where a request was expected")
         try:
+            if len(header) > REQUEST_NBYTES_FREE:
+                op, data = inside(header)
+                return op, self.service.forms.parsed(op, data, self.peer, self._took)
             message = pb.BulkRequest.FromString(header)
         except DecodeError as error:
             raise ProtocolError("a request that is not a BulkRequest message") from error

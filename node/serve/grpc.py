@@ -6,6 +6,7 @@ cancelled or broken call gives back all it held.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import weakref
@@ -35,7 +36,6 @@ from node.serve.limits import (
     REFLECTION_S_MAX,
     REFLECTION_STREAMS_MAX,
     REQUEST_NBYTES_FACTOR,
-    REQUEST_NBYTES_FREE,
     REQUEST_S_MAX,
     TRANSFER_NBYTES_PER_S_MIN,
     Budget,
@@ -193,7 +193,7 @@ class Servicer:
         # Frames with page bytes stay in their wire form: see `chunk_frame`.
         streams = {
             "Put": self._handler(self._put, self._calls, None, pb.PutFrameReply.SerializeToString),
-            "Get": self._handler(self._get, self._calls, pb.GetRequest.FromString, None),
+            "Get": self._handler(self._get, self._calls, None, None),
         }
         ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
         health_forms = Request.FromString, Reply.SerializeToString
@@ -243,57 +243,76 @@ class Servicer:
         op = _OPS[method.input_type.full_name]
         long = op in LONG_CALLS
 
-        async def answer(call: Call, request: Any) -> Any:
-            if long:
-                return await call.in_thread(self._long_threads, self._service.call, op, request, call.caller)
-            nbytes = request.ByteSize()
-            if nbytes <= LOOP_NBYTES_MAX:
-                return self._service.call(op, request, call.caller)
-            lent = nbytes * REQUEST_NBYTES_FACTOR if nbytes > REQUEST_NBYTES_FREE else 0
-            with self._large.lent(call.peer), self._service.requests.lent(call.peer, lent):
-                return await self._in_turn(call, op, request)
+        async def answer(call: Call, data: bytes) -> Any:
+            with self._service.forms.lent(call.peer, op, len(data)):
+                if long:
+                    return await call.in_thread(self._long_threads, self._service.answer, op, data, call.caller)
+                if len(data) <= LOOP_NBYTES_MAX:
+                    return self._service.answer(op, data, call.caller)
+                with self._large.lent(call.peer):
+                    return await self._in_turn(call, op, data)
 
         async def behaviour(call: Call, messages: Messages) -> None:
             await call.write(await answer(call, await call.request(messages)))
 
-        request, reply = (getattr(pb, kind.name) for kind in (method.input_type, method.output_type))
-        forms = request.FromString, reply.SerializeToString
-        return self._handler(behaviour, self._calls, *forms)
+        reply = getattr(pb, method.output_type.name)
+        return self._handler(behaviour, self._calls, None, reply.SerializeToString)
 
-    async def _in_turn(self, call: Call, op: str, request: Any) -> Any:
+    async def _in_turn(self, call: Call, op: str, data: bytes) -> Any:
         """One at a time beside the loop. Of each peer one call waits for that, and its others for that one, so
         peers take turns however many calls they have."""
         async with self._turns.setdefault(call.peer, asyncio.Lock()), self._turn:
-            return await call.in_thread(self._large_thread, self._service.call, op, request, call.caller)
+            return await call.in_thread(self._large_thread, self._service.answer, op, data, call.caller)
 
     # ---- transfers -----------------------------------------------------------------------
 
     async def _put(self, call: Call, messages: Messages) -> None:
-        begin = _part(await call.request(messages), "begin")  # of frames in their wire form
-        durable, gone = self._durable.lent(call.peer, int(begin.durable)), call.caller.gone
-        with durable, self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
-            reply, slots = await self._in_thread(call, self._service.begin_put, session, begin)
-            await call.write(pb.PutFrameReply(begin=reply))
-            if not slots:
-                return
-            self._limit(call, "put", sum(slot.nbytes for slot in slots))
-            await _fill(slots, messages, call)
-            commit = _part(await anext(messages, None), "commit")
+        frame = await call.request(messages)  # frames are in their wire form
+        with self._service.forms.lent(call.peer, "put", len(frame)):
+            begin = _part(frame, "begin")
+            durable, gone = self._durable.lent(call.peer, int(begin.durable)), call.caller.gone
+            with durable, self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
+                await self._put_pages(call, messages, session, begin)
+
+    async def _put_pages(self, call: Call, messages: Messages, session: Session, begin: Any) -> None:
+        reply, slots = await self._in_thread(call, self._service.begin_put, session, begin)
+        await call.write(pb.PutFrameReply(begin=reply))
+        if not slots:
+            return
+        self._limit(call, "put", sum(slot.nbytes for slot in slots))
+        await _fill(slots, messages, call)
+        frame = await anext(messages, None)
+        with self._service.forms.lent(call.peer, "commit", len(frame or b"")):
+            commit = _part(frame, "commit")
             call.untimed()
             reply = await self._in_thread(call, self._service.commit_put, session, commit)
-            await call.write(pb.PutFrameReply(commit=reply))
+        await call.write(pb.PutFrameReply(commit=reply))
 
     async def _get(self, call: Call, messages: Messages) -> None:
-        request = await call.request(messages)
+        data = await call.request(messages)
         gone = call.caller.gone
-        with self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
-            nbytes, reply, pieces = await self._in_thread(call, self._service.begin_get, session, request)
+        with (
+            self._service.forms.lent(call.peer, "get", len(data)),
+            self._transfers.lent(call.peer),
+            contextlib.ExitStack() as more,
+            self._service.sessions.open(call.peer, gone=gone) as session,
+        ):
+            nbytes, reply, pieces = await self._in_thread(call, self._begin_get, session, (data, more))
             self._limit(call, "get", nbytes)
             await call.write(pb.GetFrame(begin=reply).SerializeToString())
             for run in runs(pieces):
                 frame = chunk_frame(run)
                 await call.write(frame)
                 call.moved(len(frame))
+
+    def _begin_get(self, session: Session, request: tuple[bytes, contextlib.ExitStack]) -> Any:
+        """`more` gives back what the parsed request takes of the budget."""
+        data, more = request
+        give = self._service.requests.give
+        parsed = self._service.forms.parsed(
+            "get", data, session.peer, lambda took: more.callback(give, session.peer, took)
+        )
+        return self._service.begin_get(session, parsed)
 
     async def _in_thread(self, call: Call, function: Any, session: Session, request: Any) -> Any:
         """It may read pages from the disk, or wait until they are safe there."""
@@ -333,8 +352,8 @@ class Servicer:
 
 
 def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
-    """The status with which a call ends when its handler returns. Not `abort`: gRPC keeps the error that it raises, which
-    keeps the frames that it went through, and they the request."""
+    """The status with which a call ends when its handler returns. Not `abort`: gRPC keeps the error that it
+    raises, which keeps the frames that it went through, and they the request."""
     call.context.set_code(code)
     call.context.set_details(said)
     refused(call.request_nbytes * REQUEST_NBYTES_FACTOR)

@@ -37,6 +37,7 @@ from node.serve.limits import (
 )
 from node.serve.ranges import check_ranges
 from node.serve.replies import in_range
+from node.serve.requests import Requests
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
 
@@ -81,6 +82,7 @@ class Service:
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
         )
         self.turns = Turns()
+        self.forms = Requests(config, self.requests, self.turns)
         self._long_calls = {
             op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
         }
@@ -109,6 +111,10 @@ class Service:
             "scrub": self._scrub,
             "recover": self._recover,
         }
+
+    def answer(self, op: str, data: bytes, caller: Caller) -> Any:
+        """The reply to a unary request in its wire form."""
+        return self.call(op, self.forms.parsed(op, data, caller.peer, lambda taken: None), caller)
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
         """The reply to a unary request; `op` is its field's name in BulkRequest."""
@@ -187,14 +193,13 @@ class Service:
             raise
 
     def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
         hashes = list(request.prefix_hashes)
-        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
         page_nbytes = self._tier.namespace(request.namespace).page_nbytes
+        if len(hashes) * len(request.ranges) > GET_PIECES_MAX:
+            what = f"{len(request.ranges)} ranges of {len(hashes)} keys"
+            raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
         ranges = [(part.offset, part.nbytes) for part in request.ranges]
-        if len(hashes) * len(ranges) > GET_PIECES_MAX:
-            raise InvalidRequest(
-                f"{len(ranges)} ranges of {len(hashes)} keys are more than {GET_PIECES_MAX} pieces; split the batch"
-            )
         check_ranges(ranges, page_nbytes)
         wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
         self._check_nbytes(len(hashes) * wanted_nbytes)

@@ -11,6 +11,7 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.serve import requests
 from node.server import Node
 
 
@@ -53,3 +54,60 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
         assert errors.alive() == 0
     finally:
         gc.enable()
+
+
+def refusals(node: Node, raw: Any, op: str, body: bytes) -> list[str]:
+    """What the node says to a request in its wire form, over gRPC and bulk; a bulk connection goes on."""
+    said = []
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(f"/kvstore.KVStore/{op.capitalize()}")(body, timeout=20.0))
+        said.append(caught.value.details())
+    connection = raw(node)
+    connection.arm(20.0)
+    connection.ask(hello=pb.HelloRequest())
+    number = pb.BulkRequest.DESCRIPTOR.fields_by_name[op].number
+    assert 1 << 14 <= len(body) < 1 << 21
+    length = bytes([len(body) & 127 | 128, len(body) >> 7 & 127 | 128, len(body) >> 14])
+    connection.send_frame(bytes([number << 3 | 2]) + length + body)
+    said.append(connection.reply()[0].error.message)
+    assert connection.ask(hello=pb.HelloRequest()).hello.bulk_port
+    return said
+
+
+@pytest.mark.parametrize("op", ["stat", "lookup", "get"])
+def test_what_no_request_can_need_is_refused_before_it_is_parsed(
+    node: Node, raw: Any, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """To parse a million empty keys or ranges keeps the GIL for 60 ms: gets from RAM waited for seconds."""
+
+    class Unparsed:
+        @staticmethod
+        def FromString(data: bytes) -> Any:
+            raise AssertionError("it was parsed")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(requests._TYPES, op, (0, Unparsed))
+        for body in (b"\x12\x00" * 1_000_000, b"\x1a\x00" * 500_000):
+            for said in refusals(node, raw, op, body):
+                assert "split the batch" in said
+
+
+def test_large_gets_take_from_the_budget_for_their_ranges(
+    node: Node, raw: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gRPC they took nothing, and became 50 times as large."""
+    connect(node).open(pages.namespace)
+    budget, seen = node.service.requests, []
+    begin = node.service.begin_get
+    monkeypatch.setattr(node.service, "begin_get", lambda *some: seen.append(budget.used) or begin(*some))
+    get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
+    get.ranges.extend([pb.ByteRange(offset=4096, nbytes=1)] * 30_000)
+    body = get.SerializeToString()
+    assert all("leaves the page" in said for said in refusals(node, raw, "get", body))
+    assert len(seen) == 2
+    assert min(seen) >= 8 * len(body) + 192 * 30_000
+    end = time.monotonic() + 20.0
+    while budget.used and time.monotonic() < end:
+        threading.Event().wait(0.01)
+    assert budget.used == 0

@@ -11,6 +11,7 @@ from node.config import NodeConfig
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
 from node.serve import grpc, limits
 from node.serve.connections import DESCRIPTORS_LEFT_MIN
+from node.serve.requests import RANGE_NBYTES
 from node.server import Node
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -73,7 +74,7 @@ SAID = {
     ),
     "bytes of large requests": (
         f"{limits.REQUESTS_NBYTES_MAX >> 20} MiB, {limits.REQUEST_NBYTES_FACTOR} bytes for each byte of requests over "
-        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB"
+        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB, and {RANGE_NBYTES} for each range"
     ),
     "keys, page bytes and ranges of a request": f"{GET_PIECES_MAX:,} pieces",
     "namespaces": (
