@@ -165,6 +165,7 @@ class Servicer:
         self._transfers = Budget(cap("gRPC transfers", transfers, f"{remedy}, or raise grpc_threads"))
         # Of them, those that may wait for the disk: however long it hangs, the others are left for pages in RAM.
         self._durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), f"{remedy}, or raise grpc_threads"))
+        self._loads = Budget(cap("gRPC gets from disk", max(1, transfers * 3 // 4), "make fewer at a time"))
         # Neither pool has a queue: what it runs is counted before.
         self._transfer_threads = futures.ThreadPoolExecutor(transfers, "grpc-transfer")
         self._long_threads = futures.ThreadPoolExecutor(sum(LONG_CALLS.values()), "grpc-long")
@@ -297,6 +298,7 @@ class Servicer:
             contextlib.ExitStack() as more,
             self._service.sessions.open(call.peer, gone=gone) as session,
         ):
+            session.loading = lambda: self._loads.lent(call.peer)
             nbytes, reply, pieces = await self._in_thread(call, self._begin_get, session, (data, more))
             self._limit(call, "get", nbytes)
             await call.write(pb.GetFrame(begin=reply).SerializeToString())

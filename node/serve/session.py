@@ -1,20 +1,25 @@
 """Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from kvstore.checksum import kept, root
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
 from node.disk.durability import Wait
-from node.ram.page import Page
+from node.ram.page import Page, State
 from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
 from node.serve.limits import Budget, cap
 
-# How long a reader waits for a page that another session is loading from disk.
+# How long a reader waits for pages that other sessions are loading from disk, all of them together; how often it looks
+# whether that is of any use still.
 LOAD_S_MAX = 10.0
+LOOK_S = 0.2
 # Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
 TTL_S_MAX = 10 * 366 * 24 * 3600
 # Processes may hold the same pages, so that all together may count more than there is.
@@ -43,6 +48,7 @@ class Session:
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
         self.wait = Wait(0.0, gone)  # for that
+        self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around what waits for disk
 
     def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
         """Raises Exhausted if this peer, or all of them, have reserved too much that is not committed yet."""
@@ -113,11 +119,24 @@ class Session:
             self._sessions.held.take(self.peer, nbytes)
             self._held_nbytes = nbytes
         acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes)
-        pages = self._keep(acquired)
+        from_disk = acquired.loads or any(page is not None and not page.checksum for page in acquired.pages)
+        with self._loading(acquired) if from_disk else contextlib.nullcontext():
+            pages = self._keep(acquired)
         lost_count = pages.count(None) - acquired.pages.count(None)
         if lost_count:
             self._tier.count_lost(digest, lost_count, wanted_nbytes)
         return pages
+
+    @contextlib.contextmanager
+    def _loading(self, acquired: Acquired) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.loading())
+            except Exhausted:
+                self._held = [page for page in acquired.pages if page is not None]
+                self._end_loads(acquired.loads)
+                raise
+            yield
 
     def _keep(self, acquired: Acquired) -> list[Page | None]:
         """Loads what is on disk only, tail first so that the head ends up newest, and waits for what
@@ -135,14 +154,25 @@ class Session:
                 finally:
                     self._tier.loads.end(page, intact)
         finally:  # if one broke, nobody may wait for the others
-            for page, record in loads:
-                self._tier.below.end_read(record)
-                self._tier.loads.end(page, intact=False)
-        return [page if page is not None and self._ready(page) else None for page in pages]
+            self._end_loads(loads)
+        end = time.monotonic() + LOAD_S_MAX
+        return [page if page is not None and self._ready(page, end) else None for page in pages]
 
-    def _ready(self, page: Page) -> bool:
-        """Only a page that is being loaded, or whose load failed, has no checksum."""
-        return bool(page.checksum) or self._tier.loads.wait(page, LOAD_S_MAX)
+    def _end_loads(self, loads: list[tuple[Page, int]]) -> None:
+        for page, record in loads:
+            self._tier.below.end_read(record)
+            self._tier.loads.end(page, intact=False)
+
+    def _ready(self, page: Page, end: float) -> bool:
+        """Only a page that is being loaded, or whose load failed, has no checksum. Nobody waits for it longer than till
+        `end`, nor for a caller who has left or a disk that is known to hang."""
+        wait_s = 0.0
+        while not page.checksum and not self._tier.loads.wait(page, wait_s):
+            wait_s = min(LOOK_S, end - time.monotonic())
+            there = self._tier.below.present(page.namespace.digest, [page.prefix_hash]) == [True]
+            if page.state is not State.LOADING or wait_s <= 0 or self.gone() or not there:
+                return bool(page.checksum) and page.state is not State.LOADING
+        return True
 
     def release(self) -> None:
         held, self._held = self._held, []

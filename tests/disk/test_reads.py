@@ -1,13 +1,15 @@
 """A read from disk that hangs costs its own caller, and nobody else."""
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvstore import DeadlineExceeded, Unavailable
+from kvstore import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.checksum import leaves
 from node.disk.reads import HANGS_S, Reads
 
@@ -160,3 +162,78 @@ def test_a_page_of_many_pieces_is_verified_and_its_last_byte_matters(
         os.fsync(file.fileno())
     assert client.verify(pages.namespace, keys) == (1, 1, 0)
     assert pages.get(client, keys) == [False, True]
+
+
+@pytest.fixture
+def hanging(nodes: Any, layer: Any, pages: Any) -> Iterator[tuple[Any, Any]]:
+    """A node in which one read hangs, of page 1; page 3 is in RAM, page 2 on disk."""
+    node = nodes.start(grpc_threads=8)  # six transfers, four from disk, of which one peer has two
+    client = nodes.connect(node, timeout_s=60.0)
+    pages.put(client, pages.keys(1, 2), durable=True)
+    pages.drop_from_ram(node)
+    pages.put(client, pages.keys(3))
+    layer.reading.clear()
+    first = threading.Thread(target=pages.get, args=(client, pages.keys(1)))
+    first.start()
+    assert layer.waiting.acquire(timeout=10.0)
+    yield node, pages.keys(1)[0]
+    layer.reading.set()
+    first.join(20.0)
+
+
+def wait_for(node: Any, digest: bytes, keys: list[bytes], gone: Any = lambda: False) -> tuple[list[bool], float]:
+    began = time.monotonic()
+    with node.sessions.open("another", gone=gone) as session:
+        hits = [page is not None for page in session.acquire(digest, keys, False, 1)]
+    return hits, time.monotonic() - began
+
+
+def test_one_deadline_for_all_pages_that_another_loads(
+    hanging: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 10 s for each, also of a key that stood there a thousand times."""
+    monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
+    monkeypatch.setattr("node.serve.session.LOAD_S_MAX", 1.0)
+    hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]] * 20)
+    assert hits == [False] * 20
+    assert took_s < 10.0
+
+
+def test_nobody_waits_for_anothers_load_for_a_caller_who_has_left_or_while_the_disk_hangs(
+    hanging: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.serve.session.LOAD_S_MAX", 30.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("node.disk.reads.HANGS_S", 3600.0)
+        hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]], lambda: True)
+        assert hits == [False]
+        assert took_s < 15.0
+    monkeypatch.setattr("node.disk.reads.HANGS_S", 0.1)
+    hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]])
+    assert hits == [False]
+    assert took_s < 15.0
+
+
+def test_gets_from_a_disk_that_hangs_leave_transfers_to_others(
+    hanging: Any, nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had all of their peer's for as long as it hung, though their callers had left."""
+    monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
+    node, client = hanging[0], nodes.connect(hanging[0], "grpc", timeout_s=20.0)
+    hasty = [nodes.connect(node, "grpc", timeout_s=20.0) for _ in range(3)]
+    threads = [threading.Thread(target=lambda c=c: suppressed(lambda: pages.get(c, pages.keys(1)))) for c in hasty]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 10.0
+    while node.grpc._servicer._loads.used < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(Exhausted, match="gRPC gets from disk: 2 of"):
+        pages.get(client, pages.keys(2))
+    assert pages.get(client, pages.keys(3)) == [True]
+    for thread in threads:
+        thread.join(30.0)
+
+
+def suppressed(call: Any) -> None:
+    with contextlib.suppress(Exhausted, DeadlineExceeded, Unavailable):
+        call()

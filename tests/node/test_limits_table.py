@@ -44,7 +44,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     servicer = node.grpc._servicer
     budgets = [node.service.requests, node.sessions.reserved, node.sessions.held, servicer._transfers]
     budgets += node.service._long_calls.values()
-    budgets += [servicer._durable, servicer._large]
+    budgets += [servicer._durable, servicer._loads, servicer._large]
     places = [node.bulk._places, node.shm._places, servicer._calls, servicer._health_calls, servicer._reflections]
     places += [node.metrics._places]
     caps = [one.cap for one in (*budgets, *places)] + [node.grpc._connections._cap]
@@ -64,6 +64,7 @@ SAID = {
     "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {grpc.STREAMS_OF_CONNECTION_MAX} of a connection",
     "gRPC transfers": f"({NodeConfig().grpc_threads * 3 // 4})",
     "gRPC durable puts": f"({NodeConfig().grpc_threads * 3 // 8})",
+    "gRPC gets from disk": f"({NodeConfig().grpc_threads * 9 // 16})",
     "gRPC calls over 1 KiB": f"({2 * NodeConfig().grpc_threads})",
     "health calls": f"{limits.HEALTH_CALLS_MAX}, a watch for an hour",
     "reflection streams": f"{limits.REFLECTION_STREAMS_MAX}, each {limits.REFLECTION_S_MAX:g} s",
