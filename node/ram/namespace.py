@@ -14,6 +14,7 @@ from node.ram.page import Page
 # All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
+DIGEST_NBYTES = 16
 SHRUNK = 8  # a namespace of an eighth of the pages that it had gives memory back
 PAGES_SMALL = 512  # not worth it, until it is empty
 
@@ -82,7 +83,7 @@ class Namespaces:
         room made: it is there, and an earlier run had room."""
         if digest != value.digest:
             raise LayoutMismatch(
-                f"namespace digest {digest.hex()} does not belong to this description, whose digest is "
+                f"namespace digest {_named(digest)} does not belong to this description, whose digest is "
                 f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
                 f"{value.layout.page_nbytes} bytes a page); compute it from the same layout"
             )
@@ -128,8 +129,15 @@ class Namespaces:
     def find(self, digest: bytes) -> NamespaceIndex:
         index = self._by_digest.get(digest)
         if index is None:
-            raise UnknownNamespace(f"namespace {digest.hex() or '(empty)'} is not open here; send OpenNamespace first")
+            raise UnknownNamespace(f"namespace {_named(digest)} is not open here; send OpenNamespace first")
         return index
 
     def all(self) -> list[NamespaceIndex]:
         return list(self._by_digest.values())
+
+
+def _named(digest: bytes) -> str:
+    """As an error says it: a stranger's may have megabytes."""
+    if len(digest) > DIGEST_NBYTES:
+        return f"of {len(digest)} bytes, where a digest has {DIGEST_NBYTES},"
+    return digest.hex() or "(empty)"

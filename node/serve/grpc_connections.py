@@ -120,7 +120,13 @@ class GrpcConnections:
 
 
 def _duplicate(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
+    """Raises OSError if it is no socket any more."""
+    mine = os.dup(fd)
+    try:
+        return socket.socket(fileno=mine)
+    except OSError:
+        os.close(mine)
+        raise
 
 
 def _importance(fd: int) -> tuple[bool, int]:

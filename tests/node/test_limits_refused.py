@@ -1,6 +1,7 @@
 """Requests that are refused: nothing of them stays."""
 
 import gc
+import os
 import threading
 import time
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.errors import InvalidRequest
+from kvstore import Namespace, opaque_layout
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from node.serve import requests
+from node.serve import grpc_connections, requests
+from node.serve.service import THE_NODE
 from node.server import Node
 
 
@@ -111,3 +115,23 @@ def test_large_gets_take_from_the_budget_for_their_ranges(
     while budget.used and time.monotonic() < end:
         threading.Event().wait(0.01)
     assert budget.used == 0
+
+
+def test_an_error_does_not_hold_a_whole_digest(node: Node) -> None:
+    """2 MiB of it were 4 MiB of text, for each call that was refused."""
+    digest = bytes(60_000)
+    opening = pb.OpenNamespaceRequest(namespace=namespace_message(Namespace("m", opaque_layout(4096))), digest=digest)
+    lookup = pb.LookupRequest(namespace=digest, prefix_hashes=[bytes(32)])
+    for op, request in (("open_namespace", opening), ("lookup", lookup)):
+        with pytest.raises(KVStoreError, match="of 60000 bytes") as caught:
+            node.service.call(op, request, THE_NODE)
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_descriptor_that_is_no_socket_any_more_leaves_no_duplicate() -> None:
+    with open(os.devnull) as file:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(100):
+            with pytest.raises(OSError, match="socket"):
+                grpc_connections._duplicate(file.fileno())
+        assert len(os.listdir("/proc/self/fd")) < before + 50
