@@ -17,12 +17,17 @@ def begin(done: "Future[Result]", pool: Executor, function: Callable[..., Result
     """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is cancelled. Who may
     be interrupted puts `done` where `end` finds it before."""
 
+    own = [done]
+
     def work() -> None:
-        if done.set_running_or_notify_cancel():
-            try:
+        done = own.pop()
+        try:
+            if done.set_running_or_notify_cancel():
                 done.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
-                done.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
+            done.set_exception(error)
+        finally:
+            del done  # its error has this frame, and with it what was asked for: they would wait for a collection
 
     try:
         pool.submit(work)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.threads import begin
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
 from node.serve.service import Caller
 
@@ -131,26 +132,10 @@ class Call:
 
 
 def _submitted(threads: Executor, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """An executor that can start no thread keeps what it was given and does it later, behind its caller's back: a put
-    reserved slots that nobody gave back. Raises Exhausted."""
+    """Raises Exhausted where no thread can be started: then it does not happen later either."""
     future: Future[Result] = Future()
-    mine = [future]
-
-    def work() -> None:
-        future = mine.pop()
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
-                future.set_exception(error)
-            finally:
-                del future  # as above
-
-    try:
-        threads.submit(work)
-    except RuntimeError as error:
-        if future.cancel():
-            raise Exhausted("this node can start no more threads; raise its limit of processes") from error
+    if not begin(future, threads, function, *arguments):
+        raise Exhausted("this node can start no more threads; raise its limit of processes")
     return future
 
 
