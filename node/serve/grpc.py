@@ -185,8 +185,7 @@ class Servicer:
     async def end_idle(self) -> None:
         """Calls that wait, for a request or for something to tell, do not delay a stop."""
         for places in (self._calls, self._health_calls, self._reflections):
-            while places.drop_idle():
-                pass
+            places.close()
 
     # ---- how methods are called ----------------------------------------------------------
 

@@ -202,6 +202,7 @@ class Places:
         self._counts: dict[str, int] = {}
         # Of each peer, longest idle first: those that never asked for anything, and the others.
         self._idle: dict[str, tuple[OrderedDict[Place, None], OrderedDict[Place, None]]] = {}
+        self._closed = False
 
     @property
     def count(self) -> int:
@@ -233,6 +234,12 @@ class Places:
         if goes is not None:
             goes.leave()
         return goes is not None
+
+    def close(self) -> None:
+        """Who is idle leaves, and who will be."""
+        self._closed = True
+        while self.drop_idle():
+            pass
 
     def _greediest(self) -> str:
         """Of the peers that have idle places, the one with the most places."""
@@ -272,6 +279,8 @@ class Places:
                 if idle is None:
                     idle = self._idle[place.peer] = (OrderedDict(), OrderedDict())
                 idle[place.known][place] = None
+        while self._closed and self.drop_idle():
+            pass
 
     def set_busy(self, place: Place) -> bool:
         with self._lock:

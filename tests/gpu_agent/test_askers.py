@@ -194,11 +194,14 @@ def test_a_process_that_was_named_too_many_namespaces_is_replaced(
     asker = AskProcess(ClientConfig(address=shared_node.address), COMMAND)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
+    answers = []
+    for name in names:  # an epoch is over when the next one begins
 
-    def found() -> bool:
-        answers = [ended(asker, asker.look_up([([name], KEYS)], 20.0)) for name in names]
-        return answers[-1] == ((True, True, False, False),)
+        def answered(name: Namespace = name) -> bool:
+            answers.append(ended(asker, asker.look_up([([name], KEYS)], 20.0)))
+            return not isinstance(answers[-1], Exception)
 
-    until(asker, found)
+        until(asker, answered)
+    assert answers[-1] == ((True, True, False, False),)
     assert asker._child.pid != pid
     asker.close()

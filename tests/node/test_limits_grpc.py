@@ -259,6 +259,17 @@ def test_calls_that_wait_do_not_delay_a_stop(silence: Any) -> None:
         assert time.monotonic() - began < 30.0
 
 
+def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
+    start_node: Callable[..., Node], silence: Any
+) -> None:
+    """It came behind the look at those that wait, and had all of `drain_s`."""
+    node = start_node()
+    node.grpc._run(node.grpc._servicer.end_idle())
+    with channel_to(node) as channel:
+        late = channel.stream_unary("/kvstore.KVStore/Lookup").future(iter(silence()), timeout=30.0)
+        assert late.code() is EXHAUSTED
+
+
 def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.serve.grpc.HEALTH_WATCH_S_MAX", 0.3)
     with pytest.raises(grpc.RpcError) as caught:
