@@ -251,3 +251,30 @@ def test_blocks_are_announced_when_they_are_in_the_store(make: Engines) -> None:
         list(request.all_token_ids)[i : i + BLOCK] for i in (0, 16, 32, 48)
     ]
     assert [event.parent_block_hash for event in stored] == [None, *(event.block_hashes[0] for event in stored[:-1])]
+
+
+def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs 60 of 88, and short prompts keep coming behind it. Whenever its answer was renewed vLLM was told "not
+    known
+    yet", passed over it, and gave the blocks that had become free to those behind it: it never ran."""
+    monkeypatch.setattr(scheduler, "REFRESH_S", 0.2)
+    engine, count = make(blocks=89), 0
+
+    def short() -> None:
+        nonlocal count
+        count += 1
+        engine.add(f"short {count}", [count % 500 + 5, count // 500 + 5, *tokens(3, 63)], 100)
+
+    for _ in range(8):  # staggered, so that blocks become free bit by bit
+        short()
+        for _ in range(12):
+            engine.step()
+    engine.add("long", tokens(7, 960), 4)
+    for _ in range(400):
+        while sum(request.status.name.startswith("WAITING") for request in engine.scheduler.requests.values()) < 4:
+            short()
+        engine.step()
+        time.sleep(0.006)
+        if "long" in engine.steps[-1]:
+            return
+    raise AssertionError(f"it waits after 400 steps; {count} requests came")
