@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A file's tests stay together in one worker: they share their node. Half of the time they wait, for deadlines and
 # outages: twice as many workers as processors.
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 

@@ -24,6 +24,26 @@ LATE_S = 0.25
 # On a host that gives its processors to others for seconds, a node that lives takes longer than two to say hello.
 CONNECT_S = 5.0
 MEASURED_COUNT = 3
+# Files of few tests that take long, most of it waiting: they begin first, or the last worker would be alone with one.
+LONG = (
+    "test_process_faults.py",
+    "test_transformers_paged.py",
+    "test_hangs.py",
+    "test_demo.py",
+    "test_wheel.py",
+    "test_reads.py",
+    "test_keeper.py",
+    "test_imports.py",
+    "test_epochs.py",
+    "test_askers.py",
+    "test_reconnect.py",
+    "test_r11_pages_on_disk_outlive_the_process.py",
+    "test_crash_short.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:
