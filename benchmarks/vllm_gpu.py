@@ -41,6 +41,7 @@ MODELS = {"0.9b": (16, 2048, 5632, 16, 8, 32_000), "8b": (32, 4096, 14_336, 32, 
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 1024, 128
 STORED_S = 1.0  # until what was computed is saved; a prompt that is no hit then ends the run
 SETTLED_S = 60.0
+OPS = ("miss", "skip", "hit", "local")
 WARMUPS = 1
 
 
@@ -216,8 +217,6 @@ def main(argv: list[str]) -> None:
         report.show(args.json)
         print()
 
-
-OPS = ("miss", "skip", "hit", "local")
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -37,6 +37,7 @@ from kvstore.client import PREFIX_HASHES_MAX, Client
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
+from kvstore.threads import begun
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +321,7 @@ class Agent:
                         error = "the agent is closed"
                         break
             if len(parts) > 1 and in_place > parts[0].stop:  # the pages are there, whatever comes of this
-                self._ahead.submit(self._touch, job, job.prefix_hashes[:in_place])
+                begun(self._ahead, self._touch, job, job.prefix_hashes[:in_place])
             self._outage.report(None)
         except KVStoreError as failure:
             error = str(failure)

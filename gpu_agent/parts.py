@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 
 from gpu_agent.carriers import Fetched
-from kvstore.threads import begin, end
+from kvstore.threads import begun, end
 
 ABREAST = 2
 
@@ -59,13 +59,14 @@ def _abreast(
     running: collections.deque[concurrent.futures.Future[int]] = collections.deque()
     try:
         for part in parts:
-            running.append(concurrent.futures.Future())
-            if not begin(running[-1], ahead, move, part):
-                running.pop()
+            moving = begun(ahead, move, part)
+            if moving is None:
                 while running:
                     yield running.popleft().result()
                 yield move(part)
-            elif len(running) == ABREAST:
+                continue
+            running.append(moving)
+            if len(running) == ABREAST:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
@@ -83,9 +84,7 @@ def _one_by_one(
     try:
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             fetched = next_one.result() if next_one else fetch(part)
-            next_one = concurrent.futures.Future() if following else None
-            if next_one and following and not begin(next_one, ahead, fetch, following):
-                next_one = None
+            next_one = begun(ahead, fetch, following) if following else None
             with contextlib.closing(fetched):
                 yield place(part, fetched)
     finally:

@@ -16,7 +16,6 @@ Result = TypeVar("Result")
 def begin(done: "Future[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any) -> bool:
     """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is cancelled. Who may
     be interrupted puts `done` where `end` finds it before."""
-
     own = [done]
 
     def work() -> None:
@@ -36,19 +35,25 @@ def begin(done: "Future[Result]", pool: Executor, function: Callable[..., Result
     return True
 
 
-def end(begun: Collection["Future[Any]"]) -> None:
+def begun(pool: Executor, function: Callable[..., Result], *arguments: Any) -> "Future[Result] | None":
+    """The same for who is not interrupted; None: no thread does it."""
+    done: Future[Result] = Future()
+    return done if begin(done, pool, function, *arguments) else None
+
+
+def end(futures: Collection["Future[Any]"]) -> None:
     """What has not begun never will, and what has is waited for. An interrupt is raised afterwards."""
     try:
-        wait_for([done for done in begun if not done.cancel()])
+        wait_for([done for done in futures if not done.cancel()])
     except BaseException:
-        end(begun)
+        end(futures)
         raise
 
 
-def wait_for(begun: Collection["Future[Any]"]) -> None:
+def wait_for(futures: Collection["Future[Any]"]) -> None:
     """Until all of them, which nobody has cancelled, have ended. An interrupt is raised afterwards."""
     try:
-        concurrent.futures.wait(begun)
+        concurrent.futures.wait(futures)
     except BaseException:
-        wait_for(begun)
+        wait_for(futures)
         raise

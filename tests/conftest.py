@@ -11,12 +11,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.measure.node_process import NodeProcess
 
+sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return.

@@ -151,10 +151,9 @@ class BlockScheduler:
         if age_s is None:  # it was preempted after its first admission
             self._ask(request)
             state.polled, state.declined = False, None
-        elif (
-            age_s > REFRESH_S
-        ):  # it waits so long that other pages are there now; until they are known it waits no more:
-            # an engine that is told None gives the blocks that it saved up for this one to those behind it
+        elif age_s > REFRESH_S:  # it waits so long that other pages are there now
+            # Until they are known the old answer stands: told None, an engine gives the blocks that it saved up for
+            # this one to those behind it.
             self._ask(request, self._lookups.answer(request.request_id))
         answer = self._lookups.answer(request.request_id)
         if not state.polled:

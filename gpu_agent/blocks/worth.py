@@ -8,8 +8,8 @@ a small model on a fast GPU waits longer for its KV than for itself.
 
 That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about them. So a load
 that waited for another one counts from that one's end, and one that is much faster than expected outweighs what was
-learned before. One whose end was seen behind somebody's prompt took no longer than until then and no shorter than
-until that step began: it counts where that says that loads are faster, or slower, than expected.
+learned before. One whose end was seen behind somebody's prompt took no longer than until then, and no shorter than
+until two looks before: it counts where that says that loads are faster, or slower, than expected.
 """
 
 from dataclasses import dataclass

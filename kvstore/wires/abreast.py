@@ -52,10 +52,10 @@ class Abreast:
                     del others[number]
                     break
             own = {number: _caught(call) for number, call in enumerate(calls) if number not in others}
+            wait_for(others.values())
         except BaseException:
             end(others.values())
             raise
-        wait_for(others.values())
         return [own[number] if number in own else others[number].result() for number in range(len(calls))]
 
     def _begin(self, done: "concurrent.futures.Future[T | KVStoreError]", call: Callable[[], T]) -> bool:

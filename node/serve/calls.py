@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.threads import begin
+from kvstore.threads import begun
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
 from node.serve.service import Caller
 
@@ -133,8 +133,8 @@ class Call:
 
 def _submitted(threads: Executor, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
     """Raises Exhausted where no thread can be started: then it does not happen later either."""
-    future: Future[Result] = Future()
-    if not begin(future, threads, function, *arguments):
+    future = begun(threads, function, *arguments)
+    if future is None:
         raise Exhausted("this node can start no more threads; raise its limit of processes")
     return future
 

@@ -139,25 +139,26 @@ class Budget:
 
     def take(self, peer: str, amount: int = 1) -> None:
         """Raises Exhausted, and takes nothing, if that would be too much. Nothing can always be had."""
+        if not amount:
+            return
         with self._lock:
             used_by_peer = self._by_peer.get(peer, 0)
-            over = self.used + amount > self.cap.total or used_by_peer + amount > self.cap.per_peer
-            if over and amount:
+            if self.used + amount > self.cap.total or used_by_peer + amount > self.cap.per_peer:
                 raise self.cap.refusal(peer, self.used, used_by_peer)
-            if amount:
-                self.used += amount
-                self._by_peer[peer] = used_by_peer + amount
+            self.used += amount
+            self._by_peer[peer] = used_by_peer + amount
 
     def give(self, peer: str, amount: int = 1) -> None:
+        if not amount:
+            return
         with self._lock:
-            if amount:
-                self.used -= amount
-                left = self._by_peer[peer] - amount
-                assert left >= 0
-                if left:
-                    self._by_peer[peer] = left
-                else:
-                    del self._by_peer[peer]
+            self.used -= amount
+            left = self._by_peer[peer] - amount
+            assert left >= 0
+            if left:
+                self._by_peer[peer] = left
+            else:
+                del self._by_peer[peer]
 
     @contextmanager
     def lent(self, peer: str, amount: int = 1) -> Iterator[None]:

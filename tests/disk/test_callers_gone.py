@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from planted import wait_until
+from waiting import wait_until
 
 from kvstore.errors import Exhausted
 from kvstore.pb import kvstore_pb2 as pb

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.errors import ConfigError, Exhausted
+from kvstore.errors import ConfigError, Exhausted, KVStoreError
 from node.config import NodeConfig
 from node.disk.rows import page_key
 
@@ -114,8 +114,9 @@ def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
 
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.files, "read", fail)
-        with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever the edge makes of it
+        with pytest.raises(KVStoreError):
             pages.get(nodes.connect(node), keys)
+    assert not node.disk.records._busy, "also those behind it give their records back"
     assert pages.get(client, keys) == [True] * 4
     assert node.tier.writing_count == 0
 

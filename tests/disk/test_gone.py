@@ -1,48 +1,15 @@
 """Rows of pages that are gone, however many at once: they are deleted, and nobody waits for that."""
 
-import sys
-import threading
 import time
-from types import FrameType
 from typing import Any
 
 import pytest
+from counted_lock import CountedLock
 
 from node.disk.rows import PageRow
 
 MANY = 60_000
 LONGEST = 100_000  # bytecodes under one lock; once it took some 15 for each row
-
-
-class CountedLock:
-    """A lock that counts the bytecodes of its owner between taking and giving it back."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self.longest = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._count = 0
-        frame = sys._getframe(1)
-        frame.f_trace = self._step
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        sys.settrace(self._enter)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        sys._getframe(1).f_trace = None
-        self.longest = max(self.longest, self._count)
-        self._lock.release()
-
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
-        self._count += event == "opcode"
-        return self._step
 
 
 def expire(node: Any, count: int) -> list[bytes]:

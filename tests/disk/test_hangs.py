@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from planted import PORTS, SMALL, Fault, children, flags, keeper_of, wait_until
+from planted import PORTS, SMALL, Fault, children, flags, keeper_of
+from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import PORTS, SMALL, Fault, children, flags, is_running, keeper_of, wait_until
+from planted import PORTS, SMALL, Fault, children, flags, is_running, keeper_of
+from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Keep, PutOutcome
 from kvstore.errors import ConfigError, Exhausted

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from planted import Fault, wait_until
+from planted import Fault
+from waiting import wait_until
 
 from kvstore import Client, ClientConfig
 from kvstore.errors import Exhausted

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import KVStoreError
-
 
 def test_a_verify_and_a_scrub_give_their_records_back(nodes: Any, pages: Any) -> None:
     node = nodes.start()
@@ -55,21 +53,3 @@ def test_a_read_for_which_ram_has_no_room_gives_its_record_back(
         assert pages.get(client, keys) == [False]
     assert not node.disk.records._busy
     assert pages.get(client, keys) == [True]
-
-
-def test_reads_behind_one_that_broke_give_their_records_back(
-    nodes: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = nodes.start()
-    client, keys = nodes.connect(node), pages.keys(*range(4))
-    pages.put(client, keys, durable=True)
-    pages.drop_from_ram(node)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("not an OSError")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(node.disk.files, "read", fail)
-        with pytest.raises(KVStoreError):
-            pages.get(nodes.connect(node), keys)
-    assert not node.disk.records._busy

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planted import Fault, keeper_of, wait_until
+from planted import Fault, keeper_of
+from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
 from node.disk.kept_dir import RECOVER_S

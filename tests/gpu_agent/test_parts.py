@@ -3,14 +3,19 @@
 import contextlib
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from page_pools import WAIT_S
+from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes
 
+from gpu_agent import Agent, AgentConfig, TorchTransfer
 from gpu_agent.carriers import Fetched
+from gpu_agent.kernels.simulated import SimulatedDevice
+from gpu_agent.kernels.staged import StagedTransfer
 from gpu_agent.parts import travelled
+from kvstore import Client, Namespace
 
 
 @pytest.mark.parametrize("abreast", [False, True])
@@ -65,3 +70,31 @@ def test_parts_for_which_there_is_no_thread_move_in_the_callers_and_never_again(
             assert list(travelled(parts, fetch, place, ahead, abreast)) == [1] * 4
         ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
     assert fetched == placed == parts
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_load_without_threads_for_its_parts_ends_well_and_writes_nothing_later(
+    gpu: bool, shm_client: Client, token_pool: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """It failed, and a part of it was moved into the slots when they were another request's."""
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
+    namespace = Namespace(model=f"parts-{uuid.uuid4()}", layout=token_pool.layout)
+    transfer: Any = StagedTransfer(SimulatedDevice(seed), 4096) if gpu else TorchTransfer()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvstore-ahead"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with Agent(shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer) as agent:
+        assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            result = agent.load(hashes(), TARGET).done.result(WAIT_S)
+        assert (result.pages, result.error) == (PAGES, None)
+        for plane in token_pool.planes:
+            plane.bits[TARGET] = 0
+        agent._ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
+        agent._ahead.shutdown()
+        assert not any(plane.bits[TARGET].any() for plane in token_pool.planes)

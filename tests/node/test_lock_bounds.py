@@ -1,12 +1,10 @@
 """Nothing under the RAM tier's lock grows with pages, sizes, holds or pins: counted in bytecodes, not in time."""
 
-import sys
-import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
+from counted_lock import CountedLock
 
 from kvstore.errors import Exhausted
 from node.ram.inventory import Inventory
@@ -15,37 +13,6 @@ PAGE = 4096
 EXTENT = 1 << 18
 FEW, MANY = 200, 3200
 LONGEST = 400_000  # bytecodes under one lock: a few hundred steps of a few hundred each
-
-
-class CountedLock:
-    """A lock that counts the bytecodes of its owner between taking and giving it back."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self.longest = 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._count = 0
-        frame = sys._getframe(1)
-        frame.f_trace = self._step
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        sys.settrace(self._enter)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        sys._getframe(1).f_trace = None
-        self.longest = max(self.longest, self._count)
-        self._lock.release()
-
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
-        self._count += event == "opcode"
-        return self._step
 
 
 def longest(box: Any, work: Callable[[], object]) -> int:
