@@ -99,7 +99,6 @@ def test_a_flipped_byte_is_a_miss(
             slots.arena.memory[slots.offsets[0] + 100] ^= 4
     targets = objects_of(3, fill=False)
     assert driver.load(keys, targets) == [True, False, True]
-    assert not targets[1].raw_data.view(torch.uint8).any()
     assert bytes(targets[2].byte_array) == bytes(sources[2].byte_array)
     assert driver.lookup(keys) == [True, False, True]
 
