@@ -100,7 +100,8 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
         f"({percent(disk.used_nbytes, disk.capacity_nbytes)})  pages {disk.page_count:,}  "
         f"queue {human_nbytes(disk.queue_nbytes)} of {human_nbytes(disk.queue_nbytes_max)}  "
         f"in {disk.data_dir}{'' if disk.direct_io else ' (no O_DIRECT)'}",
-        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}  evicted {disk.pages_evicted:,}  "
+        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}, in part {disk.pages_read_in_part:,}  "
+        f"evicted {disk.pages_evicted:,}  "
         f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
     ]
     if disk.state != "SERVING":
