@@ -456,7 +456,7 @@ class SizeClass(_message.Message):
     def __init__(self, slot_nbytes: _Optional[int] = ..., block_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
 
 class RamStatus(_message.Message):
-    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes")
+    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes", "huge_nbytes")
     CAPACITY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     USED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     EXTENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +467,7 @@ class RamStatus(_message.Message):
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     PINNED_COUNT_FIELD_NUMBER: _ClassVar[int]
     SIZE_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    HUGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     capacity_nbytes: int
     used_nbytes: int
     extent_nbytes: int
@@ -477,7 +478,8 @@ class RamStatus(_message.Message):
     held_count: int
     pinned_count: int
     size_classes: _containers.RepeatedCompositeFieldContainer[SizeClass]
-    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ...) -> None: ...
+    huge_nbytes: int
+    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ..., huge_nbytes: _Optional[int] = ...) -> None: ...
 
 class DiskStatus(_message.Message):
     __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read", "pages_read_in_part")

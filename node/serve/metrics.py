@@ -48,6 +48,7 @@ _RAM = (
     "writing_count",
     "held_count",
     "pinned_count",
+    "huge_nbytes",
 )
 
 

@@ -89,7 +89,7 @@ class Service:
         self._long_calls = {
             op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
         }
-        self._status = Status(config, tier, disk)
+        self._status = Status(config, arena, tier, disk)
         self.limits = pb.Limits(
             batch_keys_max=config.batch_keys_max,
             batch_nbytes_max=config.batch_nbytes_max,

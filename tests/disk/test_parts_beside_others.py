@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_bytes_are_right_beside_puts_and_removals(nodes: Any, node: Node, large:
     assert disk.pages_corrupt == 0
 
 
+def wait_for_hang(node: Node) -> None:
+    assert node.disk is not None
+    end = time.monotonic() + 10.0
+    while not node.disk.reading.hang:
+        assert time.monotonic() < end, "no read hangs"
+        time.sleep(0.01)
+
+
 # ---- limits ------------------------------------------------------------------------------
 
 
@@ -195,9 +204,7 @@ def test_while_a_read_of_a_part_hangs_others_do_not_wait_for_the_disk(
     first = threading.Thread(target=functools.partial(ask, client, large, stored[:1], (LEAF, 1)))
     first.start()
     assert layer.waiting.acquire(timeout=10.0)
-    assert node.disk is not None
-    while not node.disk.reading.hang:
-        threading.Event().wait(0.01)
+    wait_for_hang(node)
     assert ask(client, large, stored, (LEAF, 1)) == [False, False]
     layer.reading.set()
     first.join(10.0)
@@ -220,8 +227,7 @@ def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
         hits: list[bool] = []
         first = threading.Thread(target=lambda: hits.extend(ask(client, large, stored[:1], (LEAF, 1))))
         first.start()
-        while not node.disk.reading.hang:
-            threading.Event().wait(0.01)
+        wait_for_hang(node)
         assert client.lookup(large.namespace, stored).present == (False, False)
         go_on.set()
         first.join(10.0)
