@@ -152,7 +152,7 @@ class Session:
         self._held = [page for page in pages if page is not None]
         loads = acquired.loads
         try:
-            while loads:
+            while loads and not (acquired.in_part and self.gone()):  # a page others may wait for, but no part of one
                 page, record = loads.pop()
                 intact = False
                 try:

@@ -16,7 +16,7 @@ import pytest
 from planted import keeper_of
 from ranged import LEAF, PAGE, ask
 
-from kvstore import ByteRange, Client
+from kvstore import ByteRange, Client, Unavailable
 from kvstore.errors import Exhausted
 from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
@@ -209,6 +209,19 @@ def test_while_a_read_of_a_part_hangs_others_do_not_wait_for_the_disk(
     layer.reading.set()
     first.join(10.0)
     assert ask(client, large, stored, (LEAF, 1)) == [True, True]
+
+
+def test_nobody_goes_on_reading_parts_for_a_caller_who_has_left(
+    node: Node, layer: Any, large: Any, stored: list[bytes]
+) -> None:
+    before = layer.calls["read"]
+    with node.sessions.open("test", gone=lambda: layer.calls["read"] > before) as session:
+        with pytest.raises(Unavailable, match="the caller is gone"):
+            node.service.begin_get(session, large_request(large, stored))
+        assert not session.held
+    assert layer.calls["read"] == before + 2, "both parts of one page"
+    assert node.disk is not None
+    assert node.disk.present(large.digest, stored) == [True, True]
 
 
 def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
