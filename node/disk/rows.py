@@ -74,7 +74,7 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     body_fits = len(body) >= _HEAD.size and len(leaves) % LEAF_SUM_NBYTES == 0
     if not hash_fits or not body_fits or row_checksum(key + body) != mark:
         return None
-    return PageRow(int.from_bytes(key[1:3], "big"), prefix_hash, *(*_HEAD.unpack_from(body), leaves))
+    return PageRow._make((int.from_bytes(key[1:3], "big"), prefix_hash, *_HEAD.unpack_from(body), leaves))
 
 
 def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
