@@ -21,7 +21,7 @@ BULK_PORT = 7441
 METRICS_PORT = 7442
 
 # Protocol: one version, checked at connect. Raised by every change of docs/FORMAT.md's wire part.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # One gRPC message and one bulk header. Pages cross gRPC in chunks well below it, so that the
 # 4 MiB default of other languages' gRPC libraries is enough: 1 MiB chunk + envelope < 2 MiB.

@@ -61,7 +61,8 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         f"sessions {reply.session_count}  bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}",
         f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
         f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
-        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}",
+        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}"
+        f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}",
         f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
         f"{human_nbytes(ram.extent_nbytes)} each",
         f"limits {limits.batch_keys_max:,} keys, {human_nbytes(limits.batch_nbytes_max)} a batch, "
@@ -100,7 +101,8 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
         f"({percent(disk.used_nbytes, disk.capacity_nbytes)})  pages {disk.page_count:,}  "
         f"queue {human_nbytes(disk.queue_nbytes)} of {human_nbytes(disk.queue_nbytes_max)}  "
         f"in {disk.data_dir}{'' if disk.direct_io else ' (no O_DIRECT)'}",
-        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}  evicted {disk.pages_evicted:,}  "
+        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}, in part {disk.pages_read_in_part:,}  "
+        f"evicted {disk.pages_evicted:,}  "
         f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
     ]
     if disk.state != "SERVING":

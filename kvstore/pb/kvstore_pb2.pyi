@@ -456,7 +456,7 @@ class SizeClass(_message.Message):
     def __init__(self, slot_nbytes: _Optional[int] = ..., block_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
 
 class RamStatus(_message.Message):
-    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes")
+    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes", "huge_nbytes")
     CAPACITY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     USED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     EXTENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +467,7 @@ class RamStatus(_message.Message):
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     PINNED_COUNT_FIELD_NUMBER: _ClassVar[int]
     SIZE_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    HUGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     capacity_nbytes: int
     used_nbytes: int
     extent_nbytes: int
@@ -477,10 +478,11 @@ class RamStatus(_message.Message):
     held_count: int
     pinned_count: int
     size_classes: _containers.RepeatedCompositeFieldContainer[SizeClass]
-    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ...) -> None: ...
+    huge_nbytes: int
+    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ..., huge_nbytes: _Optional[int] = ...) -> None: ...
 
 class DiskStatus(_message.Message):
-    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read")
+    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read", "pages_read_in_part")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +503,7 @@ class DiskStatus(_message.Message):
     ROWS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     NBYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     NBYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    PAGES_READ_IN_PART_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     data_dir: str
@@ -521,7 +524,8 @@ class DiskStatus(_message.Message):
     rows_damaged: int
     nbytes_written: int
     nbytes_read: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ...) -> None: ...
+    pages_read_in_part: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ..., pages_read_in_part: _Optional[int] = ...) -> None: ...
 
 class ShmStatus(_message.Message):
     __slots__ = ("socket", "client_count", "orphan_count", "orphan_page_count")

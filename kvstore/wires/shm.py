@@ -127,14 +127,14 @@ class ShmWire:
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
-        whole = (0, max(map(len, buffers), default=0))
-        parts = [(part.offset, part.offset + part.nbytes) for part in request.ranges] or [whole]
-        with self.acquiring(request, max(end for _, end in parts), deadline) as acquired:
+        count = max(1, len(request.ranges))  # of the pieces of each hit
+        with self.acquiring(request, max(map(len, buffers), default=0), deadline) as acquired:
             hits, corrupt = acquired.hits, []
             found = [i for i, hit in enumerate(hits) if hit]
-            for i, slot, expected in zip(found, acquired.pages, acquired.checksums, strict=True):
+            for number, (i, expected) in enumerate(zip(found, acquired.checksums, strict=True)):
                 deadline.remaining()
-                if root(_read_page(buffers[i], [slot[start:end] for start, end in parts]), seeds[i]) != expected:
+                pieces = acquired.pages[number * count : (number + 1) * count]
+                if root(_read_page(buffers[i], pieces), seeds[i]) != expected:
                     hits[i] = False
                     corrupt.append(i)
             return hits, corrupt

@@ -16,6 +16,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires import abreast, bulk
 from kvstore.wires.abreast import LANES_MAX, THREADS_MAX, Abreast, lane_count, shares
 from kvstore.wires.bulk import BulkWire
+from node.ram.inventory import Inventory
 from node.server import Node
 
 LANES = 3
@@ -68,7 +69,7 @@ def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages
     assert client.get_ranges(pages.namespace, keys, [ByteRange(5, 7)], buffers) == [True] * 9
     assert buffers == [pages.content(key)[5:12] for key in keys]
     for bad in (1, 5, 8):
-        with node.tier.inspected(pages.namespace.digest, keys[bad]) as page:
+        with Inventory(node.tier).inspected(pages.namespace.digest, keys[bad]) as page:
             assert page is not None
             node.arena.view(page.offset, 1)[0] ^= 1
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
