@@ -101,6 +101,27 @@ def check_name(what: str, name: str) -> None:
         raise ConfigError(f"{what} is called {name!r}; use up to {NAME_NBYTES_MAX} of a-z, A-Z, 0-9, - and _")
 
 
+def static_view(text: str) -> View:
+    """Of `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`: a cluster whose members never change. Raises ConfigError."""
+    scheme, _, rest = text.partition(":")
+    cluster, slash, members = rest.partition("/")
+    if scheme != "static" or not slash:
+        raise ConfigError(f"cluster={text!r} is not static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...")
+    return View(cluster, 1, tuple(_described(member) for member in members.split(",")))
+
+
+def _described(text: str) -> Member:
+    member, equals, rest = text.strip().partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no member; write ID=HOST:PORT, with @ZONE and *WEIGHT if they matter")
+    rest, _, weight = rest.partition("*")
+    address, _, zone = rest.partition("@")
+    try:
+        return Member(member, address, float(weight or 1.0), zone)
+    except ValueError as error:
+        raise ConfigError(f"the weight of {member} is {weight!r}, which is no number") from error
+
+
 def view_message(view: View) -> pb.View:
     members = [
         pb.Member(
