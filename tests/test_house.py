@@ -52,6 +52,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("wires/",),
         ("link.py",),
         ("batches.py",),
+        ("calls.py", "cluster/"),
+        ("management.py",),
         ("client.py",),
         ("__init__.py",),
         ("measure/",),
@@ -60,7 +62,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "node": (
         ("__init__.py", "config.py", "garbage.py", "slots.py"),
         ("ram/",),
-        ("disk/",),
+        ("disk/", "peers/"),
         ("serve/",),
         ("server.py",),
         ("main.py",),

@@ -249,7 +249,7 @@ class ObjectStore:
         self._add(
             stored=ended.values.count(PutOutcome.STORED),
             existing=ended.values.count(PutOutcome.EXISTS) + ended.values.count(PutOutcome.BUSY),
-            refused=ended.values.count(PutOutcome.FULL),
+            refused=ended.values.count(PutOutcome.FULL) + ended.values.count(PutOutcome.AWAY),
             store_failed=ended.values.count(None),
         )
 

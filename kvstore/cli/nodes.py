@@ -1,10 +1,11 @@
-"""`kvstore status`: a node, its tiers and its namespaces, and why nothing hits."""
+"""A node, its tiers and its namespaces, and why nothing hits."""
 
 from typing import Any
 
 from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show
+from kvstore.client import Client
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
@@ -12,28 +13,18 @@ from kvstore.pb import kvstore_pb2 as pb
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
-def status(run: Invocation) -> None:
-    """Show the node, its tiers and its namespaces.
-
-    Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
-    revision, data type, TP size or salt differs from that of the namespace that holds the pages.
-
-    \b
-    Examples:
-      kvstore status
-      kvstore status -a node7:7440 --json | jq .ram.used_nbytes
-    """
-    with run.client() as client:
-        reply = client.node_status()
-        known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
-        found = hints(known)
-        if run.as_json:
-            namespaces = [namespace_json(namespace, info) for namespace, info in known]
-            emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
-            return
-        _show_node(client.config.address, reply)
+def show_status(run: Invocation, client: Client) -> None:
+    """What `kvstore status` shows of one node."""
+    reply = client.node_status()
+    known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
+    found = hints(known)
+    if run.as_json:
+        namespaces = [namespace_json(namespace, info) for namespace, info in known]
+        emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
+        return
+    _show_node(client.config.address, reply)
     if known:
-        _show_namespaces(sorted(known, key=lambda entry: -page_count(entry[1])))
+        show_namespaces(known)
     for hint in found:
         note(f"hint: {hint}")
 
@@ -110,7 +101,8 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
     return lines
 
 
-def _show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
+def show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
+    """Those with most pages first."""
     columns = (
         "NAMESPACE",
         "MODEL",
@@ -121,7 +113,7 @@ def _show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
         *(f">{reason.upper()}" for reason in MISS_REASONS),
     )
     rows = []
-    for namespace, info in known:
+    for namespace, info in sorted(known, key=lambda entry: -page_count(entry[1])):
         counters = info.counters
         hit = percent(counters.prefix_hits, counters.pages_asked)
         misses = [getattr(counters, f"miss_{reason}") for reason in MISS_REASONS]

@@ -6,6 +6,13 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBER_STATE_UNSPECIFIED: _ClassVar[MemberState]
+    MEMBER_JOINING: _ClassVar[MemberState]
+    MEMBER_SERVING: _ClassVar[MemberState]
+    MEMBER_DRAINING: _ClassVar[MemberState]
+
 class PutVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PUT_VERDICT_UNSPECIFIED: _ClassVar[PutVerdict]
@@ -13,6 +20,10 @@ class PutVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXISTS: _ClassVar[PutVerdict]
     BUSY: _ClassVar[PutVerdict]
     FULL: _ClassVar[PutVerdict]
+MEMBER_STATE_UNSPECIFIED: MemberState
+MEMBER_JOINING: MemberState
+MEMBER_SERVING: MemberState
+MEMBER_DRAINING: MemberState
 PUT_VERDICT_UNSPECIFIED: PutVerdict
 WRITE: PutVerdict
 EXISTS: PutVerdict
@@ -40,7 +51,7 @@ class Limits(_message.Message):
     def __init__(self, batch_keys_max: _Optional[int] = ..., batch_nbytes_max: _Optional[int] = ..., page_nbytes_max: _Optional[int] = ..., message_nbytes_max: _Optional[int] = ..., pin_ttl_ms_max: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits", "shm_socket", "arena_nbytes")
+    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits", "shm_socket", "arena_nbytes", "view", "member_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +59,8 @@ class HelloReply(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
     ARENA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     version: str
     instance_id: bytes
@@ -55,7 +68,35 @@ class HelloReply(_message.Message):
     limits: Limits
     shm_socket: str
     arena_nbytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shm_socket: _Optional[str] = ..., arena_nbytes: _Optional[int] = ...) -> None: ...
+    view: View
+    member_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shm_socket: _Optional[str] = ..., arena_nbytes: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., member_id: _Optional[str] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("id", "address", "weight", "zone", "state")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    address: str
+    weight: float
+    zone: str
+    state: MemberState
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., weight: _Optional[float] = ..., zone: _Optional[str] = ..., state: _Optional[_Union[MemberState, str]] = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("cluster", "number", "replicas", "members")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    number: int
+    replicas: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, cluster: _Optional[str] = ..., number: _Optional[int] = ..., replicas: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Plane(_message.Message):
     __slots__ = ("name", "dtype", "unit_tokens", "unit_shape")

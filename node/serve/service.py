@@ -19,6 +19,7 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.scrub import scrub
 from node.disk.tier import DiskTier
+from node.peers.membership import Membership
 from node.ram.arena import Arena
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.page import Page
@@ -80,6 +81,7 @@ class Service:
         self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.draining = False
+        self.membership = Membership(config.cluster, config.member)
         self.durability = Durability(tier, disk, config.flush_s)
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
@@ -243,7 +245,7 @@ class Service:
             raise ProtocolError(
                 f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
             )
-        return pb.HelloReply(
+        hello = pb.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             version=kvstore.__version__,
             instance_id=self.instance_id,
@@ -252,6 +254,8 @@ class Service:
             shm_socket=self.shm_status().socket if self.shm_status else "",
             arena_nbytes=self._arena.nbytes if self.shm_status else 0,
         )
+        self.membership.tell(hello)
+        return hello
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest, caller: Caller) -> pb.OpenNamespaceReply:
         nbytes = request.namespace.ByteSize()

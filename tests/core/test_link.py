@@ -342,7 +342,7 @@ def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: 
 def test_threads_that_lose_one_link_make_one_new_link(fake_node: Any) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
-        old = client._node._link
+        old = client._fan_out.nodes.only._link
         assert old is not None
         barrier = threading.Barrier(8)
         results: list[Any] = []

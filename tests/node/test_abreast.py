@@ -34,7 +34,7 @@ def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.Monke
 
 
 def link_of(client: Client) -> BulkWire:
-    wire = client._node._link.wire
+    wire = client._fan_out.nodes.only._link.wire
     assert isinstance(wire, BulkWire)
     return wire
 
@@ -302,14 +302,18 @@ def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
 def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages: Any, node: Node) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
-    connects, known = client._node.connect_count, link_of(client)
+    connects, known = client._fan_out.nodes.only.connect_count, link_of(client)
     for _ in range(3):
         idle = len(known._pool._idle)
         assert idle
         while node.bulk._places.drop_idle():
             pass
         assert pages.get(client, keys) == [True] * 9
-    assert (link_of(client), client._node.connect_count, client._node.failure_count) == (known, connects, 0)
+    assert (link_of(client), client._fan_out.nodes.only.connect_count, client._fan_out.nodes.only.failure_count) == (
+        known,
+        connects,
+        0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_put_over_grpc_stores_nothing_more(
     """What had come into the buffers meanwhile was stored under the old keys, with checksums that fit."""
     client, keys, reused = connect(node, "grpc"), pages.keys(1, 2), threading.Event()
     client.open(pages.namespace)
-    wire, split, sent = client._node._link.wire, grpc_wire.split, threading.Event()
+    wire, split, sent = client._fan_out.nodes.only._link.wire, grpc_wire.split, threading.Event()
     assert isinstance(wire, GrpcWire)
     put = wire._stub.Put
 
