@@ -17,7 +17,6 @@ from kvstore.client import Client
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.log_rate import LogRate
 from kvstore.results import PutOutcome
-from kvstore.wires.grpc_wire import GrpcWire
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -44,8 +43,6 @@ class ObjectMover:
     def put(self, part: Part, values: list[PutOutcome | None]) -> None:
         self._client.open(part.namespace, part.deadline.remaining())  # so that it is known how objects travel
         views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))  # each once
-        if self._client.wire_name == GrpcWire.name:  # its sending thread may read on when the call is over
-            views = {prefix_hash: _copied(view) for prefix_hash, view in views.items()}
         timeout_s = part.deadline.remaining()
         outcomes = self._client.put(part.namespace, list(views), list(views.values()), timeout_s=timeout_s)
         by_hash = dict(zip(views, outcomes, strict=True))
@@ -112,9 +109,3 @@ class ObjectMover:
             self._client.verify(part.namespace, list(dict.fromkeys(damaged)), timeout_s=part.deadline.remaining())
         except KVStoreError as error:
             log.warning("could not report damaged objects: %s", error)
-
-
-def _copied(view: memoryview) -> memoryview:
-    own = byte_view(torch.empty(view.nbytes, dtype=torch.uint8))
-    copy(own, view)
-    return own

@@ -88,12 +88,6 @@ def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
 
 
-def test_other_threads_run_while_an_object_is_copied_for_grpc(others_run: Any) -> None:
-    view = memoryview(bytearray(16 << 20))
-    assert others_run(lambda: mover._copied(view))
-    assert mover._copied(view) == view
-
-
 def test_storing_again_moves_nothing(store: ObjectStore, scope: Namespace) -> None:
     names, sources = names_of(scope, 3), contents(3)
     store.put(names, sources).result(WAIT_S)
