@@ -170,6 +170,7 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
 	$(BIN)/python benchmarks/bulk.py
+	$(BIN)/python benchmarks/grpc_stream.py
 	$(BIN)/python benchmarks/shm.py
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/metadata.py

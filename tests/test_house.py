@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "google.protobuf": (
         "kvstore/cli/",
         "kvstore/wires/connections.py",
+        "kvstore/wires/grpc_wire.py",
         "kvstore/messages.py",
         "node/serve/connections.py",
         "node/serve/grpc.py",

@@ -4,13 +4,9 @@ A load receives where the bytes are wanted and compares what is there with its c
 nothing of meaning then, and is no hit.
 """
 
-import torch
-
 from gpu_agent.objects.parts import Part
-from kvstore.buffers import byte_view, copy
 from kvstore.client import Client
 from kvstore.results import PutOutcome
-from kvstore.wires.grpc_wire import GrpcWire
 
 
 class ObjectMover:
@@ -21,10 +17,7 @@ class ObjectMover:
         self._client = client
 
     def put(self, part: Part, values: list[PutOutcome | None]) -> None:
-        self._client.open(part.namespace, part.deadline.remaining())  # so that it is known how objects travel
         views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))  # each once
-        if self._client.wire_name == GrpcWire.name:  # its sending thread may read on when the call is over
-            views = {prefix_hash: _copied(view) for prefix_hash, view in views.items()}
         timeout_s = part.deadline.remaining()
         outcomes = self._client.put(part.namespace, list(views), list(views.values()), timeout_s=timeout_s)
         by_hash = dict(zip(views, outcomes, strict=True))
@@ -33,9 +26,3 @@ class ObjectMover:
     def get(self, part: Part, values: list[bool | None]) -> None:
         timeout_s = part.deadline.remaining()
         values[:] = self._client.get(part.namespace, part.hashes, part.views, timeout_s=timeout_s)
-
-
-def _copied(view: memoryview) -> memoryview:
-    own = byte_view(torch.empty(view.nbytes, dtype=torch.uint8))
-    copy(own, view)
-    return own

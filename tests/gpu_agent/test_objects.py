@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.objects import mover, parts
+from gpu_agent.objects import parts
 from gpu_agent.objects.known_layouts import ANY
 from gpu_agent.objects.parts import ObjectName
 from gpu_agent.objects.store import ObjectStore
@@ -85,12 +85,6 @@ def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
     targets = [torch.zeros_like(source) for source in sources]
     assert all(store.get(names, targets).result(WAIT_S).values)
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
-
-
-def test_other_threads_run_while_an_object_is_copied_for_grpc(others_run: Any) -> None:
-    view = memoryview(bytearray(16 << 20))
-    assert others_run(lambda: mover._copied(view))
-    assert mover._copied(view) == view
 
 
 def test_storing_again_moves_nothing(store: ObjectStore, scope: Namespace) -> None:
