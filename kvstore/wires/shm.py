@@ -13,10 +13,11 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvstore.buffers import copy
+from kvstore.buffers import HELD_NBYTES_MAX, copy, copying
 from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
@@ -28,10 +29,10 @@ from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, release
 from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket, connected
 
 log = logging.getLogger(__name__)
-# Copied, then hashed, without the GIL, which is asked for again after both. Beside a thread that computes, each asking
-# stops that thread and may wait 5 ms: 1 MiB was 2.4 x as fast there as 256 KiB, and costs a tenth more processor time
-# where nobody disturbs, because the hash finds less in the nearest cache.
-STEP_NBYTES = 1 << 20
+# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as that holds.
+STEP_NBYTES = 256 << 10
+# Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
+CROWDED_BELOW = 400e6
 
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
@@ -214,13 +215,29 @@ def _own_pidfd() -> Iterator[int]:
         os.close(pidfd)
 
 
+class _Pace:
+    """In which steps pages are copied and hashed. After each step the GIL is asked for twice, which takes a few us,
+    and beside a thread that computes 5 ms each time: there it is one step for all that is left. One for the process,
+    as the GIL is."""
+
+    def __init__(self) -> None:
+        self._crowded = False
+
+    def end_of_step(self, start: int, nbytes: int) -> int:
+        """No short one remains."""
+        return nbytes if self._crowded or nbytes - start < 2 * STEP_NBYTES else start + STEP_NBYTES
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        self._crowded = nbytes < seconds * CROWDED_BELOW
+
+
+_pace = _Pace()
+
+
 def _write_page(slot: memoryview, page: memoryview) -> bytes:
-    """Copies a page and hashes the caller's bytes step by step, while they are in a cache. Returns their leaves."""
+    """Copies a page and hashes the caller's bytes. Returns their leaves."""
     running = Leaves(page.nbytes)
-    for start in range(0, page.nbytes, STEP_NBYTES):
-        chunk = page[start : start + STEP_NBYTES]
-        copy(slot[start : start + STEP_NBYTES], chunk)
-        running.update(chunk)
+    _copy_hashed(slot, page, page, running)
     return running.digest()
 
 
@@ -230,10 +247,25 @@ def _read_page(buffer: memoryview, parts: Sequence[memoryview]) -> bytes:
     running = Leaves(buffer.nbytes)
     position = 0
     for part in parts:
-        for start in range(0, part.nbytes, STEP_NBYTES):
-            source = part[start : start + STEP_NBYTES]
-            target = buffer[position : position + source.nbytes]
-            copy(target, source)
-            running.update(target)
-            position += source.nbytes
+        target = buffer[position : position + part.nbytes]
+        _copy_hashed(target, part, target, running)
+        position += part.nbytes
     return running.digest()
+
+
+def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:
+    """Step by step; `hashed` is one of the two."""
+    nbytes = source.nbytes
+    if nbytes <= HELD_NBYTES_MAX:
+        copy(target, source)
+        running.update(hashed)
+        return
+    with copying(target, source) as copy_piece:
+        start, began = 0, time.perf_counter()
+        while start < nbytes:
+            end = _pace.end_of_step(start, nbytes)
+            copy_piece(start, end)
+            running.update(hashed[start:end])
+            ended = time.perf_counter()
+            _pace.took(end - start, ended - began)
+            start, began = end, ended
