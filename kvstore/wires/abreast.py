@@ -64,7 +64,7 @@ class Abreast:
             if self._busy == THREADS_MAX:
                 return False
             if self._threads is None:
-                self._threads = concurrent.futures.ThreadPoolExecutor(THREADS_MAX, "kvstore-bulk")
+                self._threads = concurrent.futures.ThreadPoolExecutor(THREADS_MAX, "kvstore-abreast")
             self._busy += 1
             done.add_done_callback(self._ended)
             threads = self._threads

@@ -9,6 +9,7 @@ released: no time limit, and no eviction under a reader (docs/decisions/0009).
 """
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -21,8 +22,9 @@ from kvstore.buffers import HELD_NBYTES_MAX, copy, copying
 from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import ProtocolError, Unavailable
+from kvstore.errors import KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, release
@@ -34,6 +36,7 @@ STEP_NBYTES = 256 << 10
 # Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
 CROWDED_BELOW = 400e6
 
+T = TypeVar("T")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 
@@ -54,6 +57,7 @@ class ShmWire:
         self._lock = threading.Lock()
         self._arena: ArenaMap | None = None
         self._closed = threading.Event()
+        self._abreast = Abreast()
         self.elsewhere = False
 
     @property
@@ -116,11 +120,12 @@ class ShmWire:
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         with self.reserving(request, deadline) as reserved:
-            leaves = []
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
-            for i, slot in zip(chosen, reserved.pages, strict=True):
-                deadline.remaining()
-                leaves.append(_write_page(slot, pages[i]))
+
+            def write(number: int) -> bytes:
+                return _write_page(reserved.pages[number], pages[chosen[number]])
+
+            leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
             if chosen:
                 reserved.commit(leaves)
             return reserved.verdicts
@@ -128,17 +133,43 @@ class ShmWire:
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
-        whole = (0, max(map(len, buffers), default=0))
-        parts = [(part.offset, part.offset + part.nbytes) for part in request.ranges] or [whole]
+        nbytes = max(map(len, buffers), default=0)
+        parts = [(part.offset, part.offset + part.nbytes) for part in request.ranges] or [(0, nbytes)]
         with self.acquiring(request, max(end for _, end in parts), deadline) as acquired:
-            hits, corrupt = acquired.hits, []
+            hits = acquired.hits
             found = [i for i, hit in enumerate(hits) if hit]
-            for i, slot, expected in zip(found, acquired.pages, acquired.checksums, strict=True):
-                deadline.remaining()
-                if root(_read_page(buffers[i], [slot[start:end] for start, end in parts]), seeds[i]) != expected:
-                    hits[i] = False
-                    corrupt.append(i)
+
+            def read(number: int) -> bool:
+                i, slot = found[number], acquired.pages[number]
+                leaves = _read_page(buffers[i], [slot[start:end] for start, end in parts])
+                return root(leaves, seeds[i]) == acquired.checksums[number]
+
+            intact = self._each(read, len(found), nbytes, deadline)
+            corrupt = [i for i, good in zip(found, intact, strict=True) if not good]
+            for i in corrupt:
+                hits[i] = False
             return hits, corrupt
+
+    def _each(self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline) -> list[T]:
+        """What `work` makes of each of so many pages, of each of which it moves `nbytes`: by several threads where
+        there are cores for them, of which none touches a page any more when this ends."""
+
+        def of_share(share: slice) -> list[T]:
+            made = []
+            for number in range(count)[share]:
+                deadline.remaining()
+                made.append(work(number))
+            return made
+
+        lanes = lane_count(count, nbytes)
+        if lanes == 1:
+            return of_share(slice(count))
+        made = []
+        for result in self._abreast.run([functools.partial(of_share, share) for share in shares(count, lanes)]):
+            if isinstance(result, KVStoreError):
+                raise result
+            made += result
+        return made
 
     # ---- connecting ----------------------------------------------------------------------
 
@@ -190,6 +221,7 @@ class ShmWire:
             arena = None if self._closed.is_set() else self._arena
             self._closed.set()
         self._pool.close()
+        self._abreast.close()
         if arena is not None:
             _beside("kvstore-depopulate", arena.depopulate)
 
