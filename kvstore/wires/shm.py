@@ -32,7 +32,7 @@ from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket, connec
 
 log = logging.getLogger(__name__)
 # Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as that holds.
-STEP_NBYTES = 256 << 10
+STEP_NBYTES = 512 << 10
 # Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
 CROWDED_BELOW = 400e6
 
