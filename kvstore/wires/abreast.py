@@ -36,7 +36,7 @@ class Abreast:
     """Threads of a wire or a client, made when they are needed. A call waits for none: behind other calls it would
     miss its deadline."""
 
-    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-bulk") -> None:
+    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-abreast") -> None:
         self._threads_max = threads_max
         self._name = name
         self._lock = threading.Lock()

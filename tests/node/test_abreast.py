@@ -180,7 +180,7 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name.startswith("kvstore-bulk"):
+        if thread.name.startswith("kvstore-abreast"):
             signal.raise_signal(signal.SIGINT)
 
     buffers = [bytearray(pages.content(key)) for key in keys]
