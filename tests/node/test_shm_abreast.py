@@ -11,6 +11,7 @@ import pytest
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Namespace, PutOutcome, opaque_layout
 from kvstore.wires import abreast, shm
+from node.ram.inventory import Inventory
 from node.server import Node
 
 LANES = 3
@@ -58,7 +59,7 @@ def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, p
     assert client.get_ranges(pages.namespace, keys, [ByteRange(5, 7)], buffers) == [True] * 9
     assert buffers == [pages.content(key)[5:12] for key in keys]
     for bad in (1, 5, 8):
-        with node.tier.inspected(pages.namespace.digest, keys[bad]) as page:
+        with Inventory(node.tier).inspected(pages.namespace.digest, keys[bad]) as page:
             assert page is not None
             node.arena.view(page.offset, 1)[0] ^= 1
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
@@ -101,7 +102,7 @@ def test_small_batches_and_machines_take_no_other_thread(
     client = connect(node, "shm")
     client.open(namespace)
     content, taken = os.urandom(page_nbytes), []
-    wire = client._node._link.wire
+    wire = client._fan_out.nodes.only._link.wire
     assert isinstance(wire, shm.ShmWire)
     run = wire._abreast.run
     monkeypatch.setattr(wire._abreast, "run", lambda calls: taken.append(len(calls)) or run(calls))

@@ -92,9 +92,7 @@ def test_a_flipped_byte_is_a_miss(
     driver = open_adapter(spec(form, shared_node.address, wire=wire))
     keys, sources = keys_of(3), objects_of(3)
     assert driver.store(keys, sources).is_successful()
-    client = (
-        driver.adapter._client._fan_out.nodes.only.client if form == "native_plugin" else driver.adapter._node.client
-    )
+    client = driver.adapter._client._node.client if form == "native_plugin" else driver.adapter._node.client
     with Client(ClientConfig(address=shared_node.address, wire="shm")) as mine:
         namespace = next(
             found for found, info in mine.namespaces() if found.digest in client._fan_out.nodes.only._link.opened
