@@ -38,9 +38,9 @@ help:
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
-	@echo "make bench        seven benchmarks, of the wires, lookups, metadata and the disk; TRACE=path adds two of hit rates, DIR=path"
+	@echo "make bench        eight benchmarks, of the wires, lookups, metadata and the disk; TRACE=path adds two of hit rates, DIR=path"
 	@echo "                  puts the data on another disk; not those of locks, calls abreast, GPUs (make gpu-test) and engines"
-	@echo "                  (13 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
+	@echo "                  (15 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
 	@echo "make format       rewrite the sources in the project's format"
 
@@ -176,11 +176,13 @@ soak: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
 	$(BIN)/python benchmarks/bulk.py
+	$(BIN)/python benchmarks/grpc_stream.py
 	$(BIN)/python benchmarks/shm.py
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/metadata.py
 	$(BIN)/python benchmarks/disk.py $(if $(DIR),--dir $(DIR))
 	$(BIN)/python benchmarks/disk_latency.py $(if $(DIR),--dir $(DIR))
+	$(BIN)/python benchmarks/disk_ranges.py $(if $(DIR),--dir $(DIR))
 	$(BIN)/python benchmarks/restart.py $(if $(DIR),--dir $(DIR))
 	$(if $(TRACE),$(BIN)/python benchmarks/eviction.py $(TRACE))
 	$(if $(TRACE),$(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))

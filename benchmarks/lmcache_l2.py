@@ -11,7 +11,9 @@ a time; contenders are the adapters that LMCache makes of their JSON:
 They take turns in one process; a turn is four times store, lookup and load of 32 new objects, of which the first does
 not count. After a turn the objects are deleted; `lm://` can not and overwrites, which is the faster case for it.
 Bytes that came back are compared in every turn. MB/s: 2^20 bytes, as the tool has it, in the median of all calls.
-Aim: store and load each at least twice Redis and `lm://` for objects of 1 MiB and above.
+Aim for objects of 1 MiB and above: store and load each at least twice the better of Redis and `lm://` over shared
+memory, 1.2 times over TCP. torch's threads do not spin when they are done (OMP_WAIT_POLICY): the tool zeroes its
+buffers right before a load, and a thread that spins would have one of two cores while that is measured.
 
 Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache) and name a python that has the node:
 
@@ -33,6 +35,7 @@ from typing import Any
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from lmcache.cli.commands.bench.l2_adapter_bench import data, runner
@@ -48,7 +51,7 @@ OBJECT_KIB = (512, 1024, 2048, 4096)
 KEYS, IN_FLIGHT = 16, 2
 TURN = 4
 WARMUPS = 1
-AIM = 2.0
+AIMS = {"kvstore, shm": 2.0, "kvstore, bulk": 1.2}
 AIM_KIB_MIN = 1024
 OPERATIONS = ("store", "load", "lookup")
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
@@ -191,9 +194,9 @@ def size_rows(turns: dict[str, Callable[[Objects], Samples]], kib: int, count: i
             row[f"{op} MB/s"] = round(mib / found[op])
             row[f"{op} to best rival"] = round(min(rival[op] for rival in rivals) / found[op], 2) if rivals else None
         row["lookup keys/s"] = round(KEYS * IN_FLIGHT / found["lookup"])
-        aimed = name.startswith("kvstore") and kib >= AIM_KIB_MIN and rivals
-        met = aimed and min(row["store to best rival"], row["load to best rival"]) >= AIM
-        yield row | {f"aim {AIM:g}": ("met" if met else "missed") if aimed else None}
+        aim = AIMS.get(name) if kib >= AIM_KIB_MIN and rivals else None
+        met = aim and min(row["store to best rival"], row["load to best rival"]) >= aim
+        yield row | {"aim": f"{aim:g} {'met' if met else 'missed'}" if aim else None}
 
 
 def main(argv: list[str]) -> None:

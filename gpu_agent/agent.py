@@ -33,10 +33,11 @@ from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
 from gpu_agent.units import Units, UnitTable
 from kvstore import PutOutcome
-from kvstore.client import PREFIX_HASHES_MAX, Client
+from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
+from kvstore.management import PREFIX_HASHES_MAX
 from kvstore.threads import begun
 
 log = logging.getLogger(__name__)
@@ -268,6 +269,8 @@ class Agent:
                 outcomes = carrier.save(job.chunk(self.namespace, chunk), read)
                 stored += outcomes.count(PutOutcome.STORED)
                 existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
+                if PutOutcome.AWAY in outcomes:
+                    reason = "members of the cluster do not answer"
                 if PutOutcome.FULL in outcomes:  # without its head the rest of a chain is of no use
                     reason = "the node is full of pages that it may not evict"
                     break

@@ -20,6 +20,7 @@ LEAF_SUM_NBYTES = 8
 # Of a part. Smaller ones would ask for the GIL more often, each time up to 5 ms beside a thread that computes.
 LEAF_NBYTES = 1 << 20
 LEAVES_MAX = 64  # of a page; parts of larger pages are larger
+hash64 = xxhash.xxh3_64_intdigest  # of few bytes: it keeps the GIL
 
 # Hashing right behind a copy of this many bytes finds them in the cache: measured at 256 KiB,
 # receiving and hashing a 1 MiB page costs no more than receiving it (docs/decisions/0003).
@@ -118,7 +119,7 @@ def kept(of_leaves: bytes) -> bytes:
 
 def key_seed(namespace_digest: bytes, prefix_hash: bytes) -> int:
     """Seed of a page's checksum: xxh3_64 of its key."""
-    return xxhash.xxh3_64_intdigest(namespace_digest + prefix_hash)
+    return hash64(namespace_digest + prefix_hash)
 
 
 def root(of_leaves: bytes, seed: int) -> bytes:

@@ -21,7 +21,7 @@ BULK_PORT = 7441
 METRICS_PORT = 7442
 
 # Protocol: one version, checked at connect. Raised by every change of docs/FORMAT.md's wire part.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # One gRPC message and one bulk header. Pages cross gRPC in chunks well below it, so that the
 # 4 MiB default of other languages' gRPC libraries is enough: 1 MiB chunk + envelope < 2 MiB.
@@ -30,6 +30,8 @@ GRPC_CHUNK_NBYTES = 1 << 20
 
 # Keys x byte ranges of one get: a node keeps a 200-byte view of each piece, so at most 13 MB.
 GET_PIECES_MAX = 1 << 16
+
+_TRUTHS = {"1": True, "0": False, "true": True, "false": False}
 
 Config = TypeVar("Config")
 
@@ -66,6 +68,10 @@ def load(
 
 def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
     kind: Any = type(field.default)
+    if kind is bool:
+        if text.lower() not in _TRUTHS:
+            raise ConfigError(f"{name}={text!r} must be one of {', '.join(_TRUTHS)}")
+        return _TRUTHS[text.lower()]
     try:
         return parse_nbytes(text) if "nbytes" in field.name else kind(text)
     except ValueError as error:
@@ -151,7 +157,11 @@ def split_address(address: str) -> tuple[str, int]:
 class ClientConfig:
     """How a client talks to a node. Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ..."""
 
-    address: str = setting(f"localhost:{GRPC_PORT}", "gRPC address of the node, host:port")
+    address: str = setting(
+        f"localhost:{GRPC_PORT}",
+        "gRPC address of the node, host:port; of a cluster, those of one or more members: a,b,c",
+    )
+    direct: bool = setting(False, "the named node alone, though it is of a cluster")
     wire: str = setting(
         "auto",
         "auto: shared memory with a node on this host, else bulk TCP, gRPC if that is unreachable",
@@ -165,12 +175,17 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        split_address(self.address)
+        for address in self.addresses:
+            split_address(address)
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "
                 "connecting is part of a call"
             )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(address.strip() for address in self.address.split(","))
 
 
 def client_config(**values: Any) -> ClientConfig:

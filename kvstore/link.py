@@ -55,7 +55,7 @@ class Link:
 
     @property
     def limits(self) -> pb.Limits:
-        return self.way.limits
+        return self.way.hello.limits
 
     def enter(self) -> bool:
         """A call begins, and ends with `leave`. False: this link takes no more."""
@@ -84,8 +84,16 @@ class Link:
 class NodeLink:
     """Keeps at most one `Link` to one node and runs calls on it. Thread-safe."""
 
-    def __init__(self, address: str, config: ClientConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._address = address
+    def __init__(
+        self,
+        address: str,
+        config: ClientConfig,
+        clock: Callable[[], float] = time.monotonic,
+        learn: Callable[[pb.HelloReply], None] = lambda hello: None,
+    ) -> None:
+        """`learn` is told what the node says of itself, whenever it is connected to; what it raises ends the call."""
+        self.address = address
+        self._learn = learn
         self._config = config
         self._clock = clock
         self._breaker = CircuitBreaker(address, config.backoff_s_max, clock)
@@ -136,7 +144,7 @@ class NodeLink:
         except Unavailable as error:
             if fresh:
                 raise
-            log.info("%s: connecting again: %s", self._address, error)
+            log.info("%s: connecting again: %s", self.address, error)
         finally:
             link.leave()
         link, _ = self._connected(deadline)
@@ -171,7 +179,13 @@ class NodeLink:
                 return link, False
             if self._closed:
                 raise Unavailable("this client is closed")
-            link = self._linked(self._negotiation.open(deadline))
+            way = self._negotiation.open(deadline)
+            try:
+                self._learn(way.hello)
+            except BaseException:
+                way.close()
+                raise
+            link = self._linked(way)
             link.enter()
             if not self._take(None, link):
                 link.leave()
@@ -182,7 +196,7 @@ class NodeLink:
     def _connecting(self, deadline: Deadline) -> Iterator[None]:
         """One thread connects; the others wait no longer than they may."""
         if not self._turn.acquire(timeout=deadline.remaining()):
-            raise DeadlineExceeded(f"{self._address} was still being connected to after {deadline.seconds:g} s")
+            raise DeadlineExceeded(f"{self.address} was still being connected to after {deadline.seconds:g} s")
         try:
             yield
         finally:
@@ -234,7 +248,7 @@ class NodeLink:
             threading.Thread(target=run, name=name, daemon=True).start()
         except RuntimeError as error:  # no more threads can be had
             self._running.discard(name)
-            log.warning("%s: no thread for %s: %s", self._address, name, error)
+            log.warning("%s: no thread for %s: %s", self.address, name, error)
 
     def _look_whether_it_lives(self) -> None:
         """A call that was not answered in time says little of a node that answers others at once: its disk may hang,
@@ -246,7 +260,7 @@ class NodeLink:
             link.wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(LIVES_S))
             self._breaker.success()
         except KVStoreError as error:
-            log.info("%s: it does not say that it lives: %s", self._address, error)
+            log.info("%s: it does not say that it lives: %s", self.address, error)
         finally:
             link.leave()
 
@@ -258,7 +272,7 @@ class NodeLink:
             else:
                 way.close()
         except KVStoreError as error:  # calls go on over the link that is there, and notice if that fails too
-            log.info("%s: no better wire: %s", self._address, error)
+            log.info("%s: no better wire: %s", self.address, error)
         finally:
             link.retry_at = self._clock() + BETTER_RETRY_S
 

@@ -128,3 +128,11 @@ _PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].numbe
 # Of both kinds of frames, which tests/core/test_messages.py compares with what protobuf makes.
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)
+
+
+def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:
+    """Pages and counters of one namespace at another node."""
+    total.page_count += more.page_count
+    total.disk_page_count += more.disk_page_count
+    for field, value in more.counters.ListFields():
+        setattr(total.counters, field.name, getattr(total.counters, field.name) + value)

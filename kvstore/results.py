@@ -14,6 +14,12 @@ class PutOutcome(enum.Enum):
     EXISTS = pb.EXISTS  # was there already; counts as a use
     BUSY = pb.BUSY  # another writer is just storing it
     FULL = pb.FULL  # the node has no space it may free
+    AWAY = -1  # of a cluster: none of the key's owners could be asked
+
+    @property
+    def kept(self) -> bool:
+        """Whether the store has the page, or is about to."""
+        return self in (PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY)
 
 
 @dataclass(frozen=True)

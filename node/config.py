@@ -50,6 +50,10 @@ class NodeConfig:
     disk_queue_nbytes: int = setting(0, "pages that wait to be written, held in RAM; 0: ram_nbytes/4", 0, 1 << 46)
     flush_s: float = setting(60.0, "time that a flush or a durable put gets", 0.1, 3600.0)
     scrub_nbytes_per_s: int = setting(8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40)
+    cluster: str = setting(
+        "", "members of its cluster, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., the same at all; empty: it is alone"
+    )
+    member: str = setting("", "which of them this node is")
     drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
     log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 

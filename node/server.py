@@ -131,6 +131,7 @@ class Node:
         except BaseException:
             self.stop()
             raise
+        log.info("RAM: %d bytes, of which %d are in huge pages", self.arena.nbytes, self.arena.huge_nbytes)
         self._started = True
         if self.disk is not None:
             self.disk.on_health = self.grpc.set_disk_healthy

@@ -14,7 +14,7 @@ import { loadSync } from "@grpc/proto-loader";
 import { createXXHash128, createXXHash3 } from "hash-wasm";
 
 const PROTO = fileURLToPath(new URL("../../proto/kvstore/pb/kvstore.proto", import.meta.url));
-const PROTOCOL_VERSION = 2;
+const PROTOCOL_VERSION = 3;
 const CHUNK_NBYTES = 1 << 20;
 const LEAF_NBYTES = 1 << 20;
 const MESSAGE_NBYTES_MAX = 2 << 20;

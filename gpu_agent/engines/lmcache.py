@@ -34,6 +34,7 @@ from gpu_agent.options import Options, read_options
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.results import PutOutcome
+from kvstore.wires.abreast import THREADS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class _Node:
             raise ConfigError(f"kv_format={kv_format!r} must be a str")
         self.naming = Naming(options.identity, kv_format)
         # A thread never waits for a connection: a lookup would, behind loads of gigabytes.
-        threads = 2 * options.agent.workers + QUERY_WORKERS
+        threads = 2 * options.agent.workers + QUERY_WORKERS + THREADS_MAX
         client_config = replace(options.client, connections_max=max(options.client.connections_max, threads))
         self.client = Client(client_config)
         self.objects = ObjectStore(self.client, options.agent)

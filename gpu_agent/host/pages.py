@@ -16,7 +16,6 @@ from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
 from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.pool import KVPool
-from kvstore import PutOutcome
 from kvstore.client import Client
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
@@ -73,7 +72,7 @@ class HostPages:
         except KVStoreError as error:
             log.info("%d pages were not stored: %s", len(hashes), error)
             return [False] * len(hashes)
-        return [outcome is not PutOutcome.FULL for outcome in outcomes]
+        return [outcome.kept for outcome in outcomes]
 
     def get(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
         """Like `load`, into buffers; those of misses hold nothing of meaning."""

@@ -11,9 +11,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import PageLayout
 
-# One task of a lane: large enough that its round trip does not count, small enough that the threads share a
-# call of a few objects.
-PART_NBYTES = 8 << 20
+# One task of a lane: large enough that its round trip does not count (half a millisecond beside busy cores, in which
+# one moves 3 MiB), small enough that the threads share a call of a few large objects.
+PART_NBYTES = 16 << 20
 # A call of many objects is cut into larger parts, so that the lane's bookkeeping stays small.
 PARTS_MAX = 64
 

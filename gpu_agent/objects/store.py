@@ -7,8 +7,7 @@ For engines that hand over bytes in host memory instead of slots of a pool. One 
 Nothing here blocks the caller. Every call's future has its result by the call's deadline, which is counted
 from the call and covers the time in the queue; whatever goes wrong with the store is a value, never an
 exception. Callers' memory belongs to them again when the result is there: no view is touched after that, and
-none after the deadline. What is read is received elsewhere (in the node's mapped memory, or in a buffer of
-the lane), compared with its checksum there, and copied only then.
+none after the deadline. What is read is received in its view and compared with its checksum there.
 """
 
 import concurrent.futures
@@ -57,9 +56,7 @@ class ObjectStats:
 class ObjectStore:
     """Thread-safe. One per process; `client` may be shared and is not closed here.
 
-    Of `config`: `workers` threads store, as many load; timeouts; `pending_nbytes_max` for stores and for loads;
-    `staging_nbytes` for each loading thread, used on wires that map no memory (a larger object gets memory of
-    its own each time, which is slower).
+    Of `config`: `workers` threads store, as many load; timeouts; `pending_nbytes_max` for stores and for loads.
     """
 
     def __init__(self, client: Client, config: AgentConfig) -> None:
@@ -71,8 +68,8 @@ class ObjectStore:
         self._lock = threading.Lock()  # stats
         none, pending = (1, 1), config.pending_nbytes_max
         self._stores: Lane[Ended[PutOutcome | None]] = Lane("store", config.workers, none, pending)
-        self._loads: Lane[Ended[bool | None]] = Lane("load", config.workers, (1, config.staging_nbytes), pending)
-        self._mover = ObjectMover(client, self._loads.stopping)
+        self._loads: Lane[Ended[bool | None]] = Lane("load", config.workers, none, pending)
+        self._mover = ObjectMover(client)
         self._queries: Lane[ObjectResults[Any]] = Lane("query", QUERY_WORKERS, none, QUERIES_NBYTES_MAX)
 
     # ---- the caller's side -----------------------------------------------------------------
@@ -87,16 +84,14 @@ class ObjectStore:
         """
         flat = [byte_view(view) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.save_timeout_s))
-        return self._submit(
-            self._stores, parts, len(names), lambda part, values, _: self._mover.put(part, values), self._count_puts
-        )
+        return self._submit(self._stores, parts, len(names), self._mover.put, self._count_puts)
 
     def get(
         self, names: Sequence[ObjectName], views: Sequence[Any]
     ) -> concurrent.futures.Future[ObjectResults[bool | None]]:
         """Reads objects into writable `views`; True for each that is there, intact and in its view.
 
-        None for an object that could not be read in time. The views of others hold what they held.
+        None for an object that could not be read in time. The views of others hold nothing of meaning.
         """
         flat = [byte_view(view, writable=True) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.load_timeout_s))
@@ -136,14 +131,14 @@ class ObjectStore:
         lane: Lane[Ended[Value | None]],
         parts: list[Part],
         count: int,
-        move: Callable[[Part, list[Value | None], torch.Tensor], None],
+        move: Callable[[Part, list[Value | None]], None],
         counted: Callable[[Ended[Value | None]], None],
     ) -> concurrent.futures.Future[ObjectResults[Value | None]]:
         batch: Batch[Value | None] = Batch(count, len(parts), None)
 
-        def run(part: Part, buffer: torch.Tensor) -> Ended[Value | None]:
+        def run(part: Part, _: torch.Tensor) -> Ended[Value | None]:
             values: list[Value | None] = [None] * len(part.hashes)
-            error = self._guarded(partial(move, part, values, buffer), part.deadline)
+            error = self._guarded(partial(move, part, values), part.deadline)
             return Ended(part, values, error)
 
         def failed(part: Part, reason: str) -> Ended[Value | None]:
@@ -254,7 +249,7 @@ class ObjectStore:
         self._add(
             stored=ended.values.count(PutOutcome.STORED),
             existing=ended.values.count(PutOutcome.EXISTS) + ended.values.count(PutOutcome.BUSY),
-            refused=ended.values.count(PutOutcome.FULL),
+            refused=ended.values.count(PutOutcome.FULL) + ended.values.count(PutOutcome.AWAY),
             store_failed=ended.values.count(None),
         )
 

@@ -5,9 +5,10 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import disk, listing, load, nodes, pages, payload, pins
+from kvstore.cli import cluster, disk, listing, load, pages, payload, pins
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
+from kvstore.cli.status import status
 from kvstore.cli.top import top
 
 HELP = """Look into kvstore nodes, move pages, measure.
@@ -23,6 +24,7 @@ Examples:
   kvstore lookup --tokens-file prompt.txt --json
   kvstore get 9c0d41 --decode
   kvstore replay trace.jsonl --capacity-pages 10000
+  kvstore cluster -a node1:7440,node2:7440
 
 \b
 Exit codes:
@@ -50,7 +52,11 @@ def options(
     address: Annotated[
         str | None,
         typer.Option(
-            "--address", "-a", envvar="KVSTORE_ADDRESS", metavar="HOST:PORT", help="Node. [default: localhost:7440]"
+            "--address",
+            "-a",
+            envvar="KVSTORE_ADDRESS",
+            metavar="HOST:PORT",
+            help="Node, or members of a cluster. [default: localhost:7440]",
         ),
     ] = None,
     timeout_s: Annotated[
@@ -65,7 +71,7 @@ def options(
 
 
 for _name, _function in (
-    ("status", nodes.status),
+    ("status", status),
     ("top", top),
     ("ls", listing.ls),
     ("stat", pages.stat),
@@ -83,3 +89,8 @@ for _name, _function in (
     ("replay", load.replay_command),
 ):
     app.command(_name)(command(_function))
+
+_cluster = typer.Typer(rich_markup_mode=None)
+_cluster.callback(invoke_without_command=True)(command(cluster.cluster))
+_cluster.command("owners")(command(cluster.owners))
+app.add_typer(_cluster, name="cluster")

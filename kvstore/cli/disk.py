@@ -37,7 +37,7 @@ def scrub(run: Invocation) -> int:
     """
     intact = damaged = nbytes = 0
     cursor = b""
-    with run.client() as client:
+    with run.client(direct=True) as client:
         total = client.node_status().disk.used_nbytes
         with progress("verifying", total) as report:
             while True:
@@ -64,7 +64,7 @@ def recover(run: Invocation) -> int:
     Example:
       kvstore recover
     """
-    with run.client() as client:
+    with run.client(direct=True) as client:
         client.recover(timeout_s=run.timeout_s or PATIENT_S)
     if run.as_json:
         emit({"recovered": True})

@@ -66,6 +66,9 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         address, timeout_s, as_json = (arguments.pop(name) for name in ("address", "timeout_s", "as_json"))
         timeout_s = outer.timeout_s if timeout_s is None else timeout_s
         run = Invocation(address or outer.address, timeout_s, as_json or outer.as_json)
+        if ctx.invoked_subcommand:  # of a group that is a command itself
+            ctx.obj = run
+            return
         try:
             code = function(run, **arguments)
             sys.stdout.flush()

@@ -1,10 +1,11 @@
-"""`kvstore status`: a node, its tiers and its namespaces, and why nothing hits."""
+"""A node, its tiers and its namespaces, and why nothing hits."""
 
 from typing import Any
 
 from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show
+from kvstore.client import Client
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
@@ -12,28 +13,18 @@ from kvstore.pb import kvstore_pb2 as pb
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
-def status(run: Invocation) -> None:
-    """Show the node, its tiers and its namespaces.
-
-    Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
-    revision, data type, TP size or salt differs from that of the namespace that holds the pages.
-
-    \b
-    Examples:
-      kvstore status
-      kvstore status -a node7:7440 --json | jq .ram.used_nbytes
-    """
-    with run.client() as client:
-        reply = client.node_status()
-        known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
-        found = hints(known)
-        if run.as_json:
-            namespaces = [namespace_json(namespace, info) for namespace, info in known]
-            emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
-            return
-        _show_node(client.config.address, reply)
+def show_status(run: Invocation, client: Client) -> None:
+    """What `kvstore status` shows of one node."""
+    reply = client.node_status()
+    known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
+    found = hints(known)
+    if run.as_json:
+        namespaces = [namespace_json(namespace, info) for namespace, info in known]
+        emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
+        return
+    _show_node(client.config.address, reply)
     if known:
-        _show_namespaces(sorted(known, key=lambda entry: -page_count(entry[1])))
+        show_namespaces(known)
     for hint in found:
         note(f"hint: {hint}")
 
@@ -61,7 +52,8 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         f"sessions {reply.session_count}  bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}",
         f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
         f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
-        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}",
+        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}"
+        f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}",
         f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
         f"{human_nbytes(ram.extent_nbytes)} each",
         f"limits {limits.batch_keys_max:,} keys, {human_nbytes(limits.batch_nbytes_max)} a batch, "
@@ -100,7 +92,8 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
         f"({percent(disk.used_nbytes, disk.capacity_nbytes)})  pages {disk.page_count:,}  "
         f"queue {human_nbytes(disk.queue_nbytes)} of {human_nbytes(disk.queue_nbytes_max)}  "
         f"in {disk.data_dir}{'' if disk.direct_io else ' (no O_DIRECT)'}",
-        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}  evicted {disk.pages_evicted:,}  "
+        f"disk written {disk.pages_written:,}  read {disk.pages_read:,}, in part {disk.pages_read_in_part:,}  "
+        f"evicted {disk.pages_evicted:,}  "
         f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
     ]
     if disk.state != "SERVING":
@@ -108,7 +101,8 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
     return lines
 
 
-def _show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
+def show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
+    """Those with most pages first."""
     columns = (
         "NAMESPACE",
         "MODEL",
@@ -119,7 +113,7 @@ def _show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
         *(f">{reason.upper()}" for reason in MISS_REASONS),
     )
     rows = []
-    for namespace, info in known:
+    for namespace, info in sorted(known, key=lambda entry: -page_count(entry[1])):
         counters = info.counters
         hit = percent(counters.prefix_hits, counters.pages_asked)
         misses = [getattr(counters, f"miss_{reason}") for reason in MISS_REASONS]

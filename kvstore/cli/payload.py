@@ -223,6 +223,8 @@ def put(
         print(f"{len(hashes)} pages of {human_nbytes(space.layout.page_nbytes)} in {space.digest.hex()}: {said}")
         for prefix_hash, outcome in zip(hashes, outcomes, strict=True):
             print(f"{prefix_hash.hex()} {outcome.name.lower()}")
+    if PutOutcome.AWAY in outcomes:
+        return ExitCode.UNAVAILABLE
     return ExitCode.EXHAUSTED if PutOutcome.FULL in outcomes else ExitCode.OK
 
 

@@ -51,7 +51,7 @@ def top(
         raise InvalidRequest(f"--interval {interval:g} is below {INTERVAL_S_MIN} s")
     if count < 0:
         raise InvalidRequest(f"--count {count} is negative; 0 goes on until Ctrl-C")
-    with run.client() as client:
+    with run.client(direct=True) as client:
         samples = _samples(client, interval, 1 if once else count)
         try:
             _watch(samples, run.as_json, client.config.address)

@@ -150,7 +150,7 @@ class _Worker:
             outcomes = self._client.put(self._namespace, self._hashes, self._pages)
         stored = outcomes.count(PutOutcome.STORED)
         self.watches["put"].nbytes += stored * nbytes
-        self.pages_full += outcomes.count(PutOutcome.FULL)
+        self.pages_full += sum(not outcome.kept for outcome in outcomes)
         with self.watches["lookup"].timed():
             self._client.lookup(self._namespace, self._hashes)
         for buffer in self._buffers:

@@ -171,7 +171,7 @@ class _Replay:
         stored = outcomes.count(PutOutcome.STORED)
         watch.nbytes += stored * self._page_nbytes
         report.pages_stored += stored
-        report.pages_full += outcomes.count(PutOutcome.FULL)
+        report.pages_full += sum(not outcome.kept for outcome in outcomes)
 
     def _content(self, prefix_hash: bytes) -> bytes:
         return page_content(self._namespace.digest, prefix_hash, self._page_nbytes)

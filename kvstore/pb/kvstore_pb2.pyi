@@ -6,6 +6,13 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBER_STATE_UNSPECIFIED: _ClassVar[MemberState]
+    MEMBER_JOINING: _ClassVar[MemberState]
+    MEMBER_SERVING: _ClassVar[MemberState]
+    MEMBER_DRAINING: _ClassVar[MemberState]
+
 class PutVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PUT_VERDICT_UNSPECIFIED: _ClassVar[PutVerdict]
@@ -13,6 +20,10 @@ class PutVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXISTS: _ClassVar[PutVerdict]
     BUSY: _ClassVar[PutVerdict]
     FULL: _ClassVar[PutVerdict]
+MEMBER_STATE_UNSPECIFIED: MemberState
+MEMBER_JOINING: MemberState
+MEMBER_SERVING: MemberState
+MEMBER_DRAINING: MemberState
 PUT_VERDICT_UNSPECIFIED: PutVerdict
 WRITE: PutVerdict
 EXISTS: PutVerdict
@@ -40,7 +51,7 @@ class Limits(_message.Message):
     def __init__(self, batch_keys_max: _Optional[int] = ..., batch_nbytes_max: _Optional[int] = ..., page_nbytes_max: _Optional[int] = ..., message_nbytes_max: _Optional[int] = ..., pin_ttl_ms_max: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits", "shm_socket", "arena_nbytes")
+    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits", "shm_socket", "arena_nbytes", "view", "member_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +59,8 @@ class HelloReply(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SHM_SOCKET_FIELD_NUMBER: _ClassVar[int]
     ARENA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     version: str
     instance_id: bytes
@@ -55,7 +68,35 @@ class HelloReply(_message.Message):
     limits: Limits
     shm_socket: str
     arena_nbytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shm_socket: _Optional[str] = ..., arena_nbytes: _Optional[int] = ...) -> None: ...
+    view: View
+    member_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shm_socket: _Optional[str] = ..., arena_nbytes: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., member_id: _Optional[str] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("id", "address", "weight", "zone", "state")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    address: str
+    weight: float
+    zone: str
+    state: MemberState
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., weight: _Optional[float] = ..., zone: _Optional[str] = ..., state: _Optional[_Union[MemberState, str]] = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("cluster", "number", "replicas", "members")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    number: int
+    replicas: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, cluster: _Optional[str] = ..., number: _Optional[int] = ..., replicas: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
 
 class Plane(_message.Message):
     __slots__ = ("name", "dtype", "unit_tokens", "unit_shape")
@@ -456,7 +497,7 @@ class SizeClass(_message.Message):
     def __init__(self, slot_nbytes: _Optional[int] = ..., block_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
 
 class RamStatus(_message.Message):
-    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes")
+    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes", "huge_nbytes")
     CAPACITY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     USED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     EXTENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +508,7 @@ class RamStatus(_message.Message):
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     PINNED_COUNT_FIELD_NUMBER: _ClassVar[int]
     SIZE_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    HUGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     capacity_nbytes: int
     used_nbytes: int
     extent_nbytes: int
@@ -477,10 +519,11 @@ class RamStatus(_message.Message):
     held_count: int
     pinned_count: int
     size_classes: _containers.RepeatedCompositeFieldContainer[SizeClass]
-    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ...) -> None: ...
+    huge_nbytes: int
+    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ..., huge_nbytes: _Optional[int] = ...) -> None: ...
 
 class DiskStatus(_message.Message):
-    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read")
+    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read", "pages_read_in_part")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +544,7 @@ class DiskStatus(_message.Message):
     ROWS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
     NBYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     NBYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    PAGES_READ_IN_PART_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     data_dir: str
@@ -521,7 +565,8 @@ class DiskStatus(_message.Message):
     rows_damaged: int
     nbytes_written: int
     nbytes_read: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ...) -> None: ...
+    pages_read_in_part: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ..., pages_read_in_part: _Optional[int] = ...) -> None: ...
 
 class ShmStatus(_message.Message):
     __slots__ = ("socket", "client_count", "orphan_count", "orphan_page_count")

@@ -33,10 +33,12 @@ def shares(count: int, lanes: int) -> list[slice]:
 
 
 class Abreast:
-    """Threads of a wire, made when they are needed. A call waits for none: behind other calls it would miss its
-    deadline."""
+    """Threads of a wire or a client, made when they are needed. A call waits for none: behind other calls it would
+    miss its deadline."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-abreast") -> None:
+        self._threads_max = threads_max
+        self._name = name
         self._lock = threading.Lock()
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._busy = 0
@@ -61,10 +63,10 @@ class Abreast:
     def _begin(self, done: "concurrent.futures.Future[T | KVStoreError]", call: Callable[[], T]) -> bool:
         """False: there is no thread; or the wire is closed, as the call is going to say."""
         with self._lock:
-            if self._busy == THREADS_MAX:
+            if self._busy == self._threads_max:
                 return False
             if self._threads is None:
-                self._threads = concurrent.futures.ThreadPoolExecutor(THREADS_MAX, "kvstore-bulk")
+                self._threads = concurrent.futures.ThreadPoolExecutor(self._threads_max, self._name)
             self._busy += 1
             done.add_done_callback(self._ended)
             threads = self._threads

@@ -42,12 +42,13 @@ class ArenaMap:
         self._map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self._map)
 
-    def views(self, offsets: Sequence[int], nbytes: int) -> list[memoryview]:
-        """Raises ProtocolError if a slot lies outside the arena."""
-        for offset in offsets:
+    def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Raises ProtocolError if one lies outside the arena."""
+        places = list(zip(offsets, sizes, strict=True))
+        for offset, nbytes in places:
             if offset + nbytes > self.nbytes:
                 raise ProtocolError(f"a slot at {offset}+{nbytes} in an arena of {self.nbytes} bytes")
-        return [self.memory[offset : offset + nbytes] for offset in offsets]
+        return [self.memory[offset : offset + nbytes] for offset, nbytes in places]
 
     def populate(self, stop: threading.Event) -> None:
         """Enters the arena into this process's page table, until done or told to stop.

@@ -3,17 +3,14 @@
 from collections.abc import Iterable, Iterator
 
 from kvstore.buffers import copy
+from kvstore.checksum import Leaves
 from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
 
 
-def split(views: Iterable[memoryview]) -> Iterator[bytes]:
-    """The concatenated views in chunks of GRPC_CHUNK_NBYTES; the last one may be shorter."""
-    return map(b"".join, runs(views))
-
-
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The same, each chunk as the pieces that it is made of."""
+    """The concatenated views in chunks of GRPC_CHUNK_NBYTES, each as the pieces that it is made of; the last one may
+    be shorter. A view is taken when those before it are used up."""
     gathered: list[memoryview] = []
     room = GRPC_CHUNK_NBYTES
     for view in views:
@@ -28,20 +25,26 @@ def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield gathered
 
 
-def fill(views: Iterable[memoryview], chunks: Iterator[bytes]) -> None:
-    """Copies chunks one after the other through the views. Takes no chunk more than it needs.
+def fill(views: Iterable[memoryview], chunks: Iterator[memoryview]) -> list[bytes]:
+    """Copies chunks one after the other through the views, and hashes each right behind, while it is in the cache: the
+    leaves of each view. Takes no chunk more than it needs.
 
     Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
     """
-    rest = memoryview(b"")
+    made = []
+    rest = empty = memoryview(b"")
     for view in views:
+        running = Leaves(view.nbytes)
         while view.nbytes:
             if not rest.nbytes:
-                rest = memoryview(next(chunks, b""))
+                rest = next(chunks, empty)
                 if not rest.nbytes:
                     raise InvalidRequest(f"page bytes ended early: {view.nbytes} bytes of a page are missing")
             count = min(rest.nbytes, view.nbytes)
             copy(view[:count], rest[:count])
+            running.update(view[:count])
             view, rest = view[count:], rest[count:]
+        made.append(running.digest())
     if rest.nbytes:
         raise InvalidRequest(f"{rest.nbytes} page bytes more than announced")
+    return made

@@ -1,19 +1,21 @@
 """The gRPC wire, client side: works through proxies and from any language; pages cross in chunks."""
 
 import contextlib
-import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvstore.checksum import checksum, leaves
+from kvstore.checksum import leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
+from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wires.chunks import fill, split
+from kvstore.wires.chunks import fill, runs
+from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
 
 _METHODS = {
@@ -56,6 +58,9 @@ class GrpcWire:
             ],
         )
         self._stub = KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
+        # Frames with page bytes stay in their wire form: see `chunk_frame`.
+        self._put = self._channel.stream_stream("/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString)
+        self._get = self._channel.unary_stream("/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None)
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         try:
@@ -64,51 +69,49 @@ class GrpcWire:
             raise _translated(error) from error
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
-        begun: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-
-        def frames() -> Iterator[pb.PutFrame]:
-            yield pb.PutFrame(begin=request)
-            chosen = begun.get()
-            for data in split(pages[i] for i in chosen):
-                yield pb.PutFrame(chunk=pb.PageChunk(data=data))
-            if chosen:
-                yield pb.PutFrame(commit=pb.CommitRequest(leaves=[leaves(pages[i]) for i in chosen]))
-
+        outbox = Outbox()
         try:
-            with _whole(self._stub.Put(frames(), timeout=deadline.remaining())) as replies:
+            with _whole(self._put(iter(outbox), timeout=deadline.remaining())) as replies:
+                replies.add_done_callback(outbox.end)  # nothing waits for a stream that the node or the time ended
+                outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
                 if len(verdicts) != len(pages):
                     raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
-                begun.put([i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE])
+                chosen = [page for page, verdict in zip(pages, verdicts, strict=True) if verdict == pb.WRITE]
+                if chosen:
+                    _send(chosen, outbox)
+                outbox.end()
+                if chosen:
+                    next(replies)  # of the commit
                 for _ in replies:
-                    pass  # the commit's reply; an error would be raised here
+                    pass  # an error would be raised here
             return verdicts
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
         except StopIteration as error:
             raise ProtocolError("the node ended a put without an answer") from error
         finally:
-            begun.put([])  # gRPC's sending thread waits here after a refusal; it must not stay
+            outbox.end()  # gRPC's sending thread waits there; it must not stay
 
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
         try:
-            with _whole(self._stub.Get(request, timeout=deadline.remaining())) as frames:
-                begin = next(frames).begin
+            with _whole(self._get(request, timeout=deadline.remaining())) as frames:
+                begin = pb.GetFrame.FromString(next(frames)).begin
                 hits = list(begin.hits)
                 found = [i for i, hit in enumerate(hits) if hit]
                 if len(hits) != len(buffers) or len(begin.checksums) != len(found):
                     raise ProtocolError("the reply to a get does not fit its request")
-                fill([buffers[i] for i in found], (frame.chunk.data for frame in frames))
+                made = fill([buffers[i] for i in found], map(_page_bytes, frames))
                 if next(frames, None) is not None:
                     raise ProtocolError("the node sent more page bytes than it announced")
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
-        except (StopIteration, InvalidRequest) as error:
+        except (StopIteration, InvalidRequest, DecodeError) as error:
             raise ProtocolError(f"the node's answer to a get is incomplete: {error}") from error
         corrupt = [
-            i for i, expected in zip(found, begin.checksums, strict=True) if checksum(buffers[i], seeds[i]) != expected
+            i for i, of, expected in zip(found, made, begin.checksums, strict=True) if root(of, seeds[i]) != expected
         ]
         for i in corrupt:
             hits[i] = False
@@ -118,10 +121,22 @@ class GrpcWire:
         self._channel.close()
 
 
+def _send(pages: list[memoryview], outbox: Outbox) -> None:
+    """The pages in chunks, each page hashed right behind its last one, then the commit."""
+    made = []
+
+    def hashed() -> Iterator[memoryview]:
+        for page in pages:
+            yield page
+            made.append(leaves(page))
+
+    if all(outbox.put(chunk_frame(run)) for run in runs(hashed())):
+        outbox.put(pb.PutFrame(commit=pb.CommitRequest(leaves=made)).SerializeToString())
+
+
 @contextlib.contextmanager
 def _whole(replies: Any) -> Iterator[Any]:
-    """Around hearing all that a stream answers. Whatever ends that early, an interrupt too, ends the stream: its other
-    half is another thread's, which would read pages that are the caller's again."""
+    """Around hearing all that a stream answers. Whatever ends that early, an interrupt too, ends the stream."""
     try:
         yield replies
     except BaseException:
@@ -133,3 +148,9 @@ def _translated(error: grpc.RpcError | ValueError) -> Exception:
     if isinstance(error, ValueError):  # how gRPC says that the channel is closed
         return Unavailable(f"the connection was closed: {error}")
     return from_status(error.code().value[0], error.details() or error.code().name)
+
+
+def _page_bytes(frame: bytes) -> memoryview:
+    """Of a GetFrame with a chunk; none of any other. Raises DecodeError for what is no GetFrame."""
+    data = chunk_of(frame)
+    return memoryview(pb.GetFrame.FromString(frame).chunk.data) if data is None else data

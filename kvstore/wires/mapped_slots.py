@@ -36,7 +36,7 @@ class ReservedSlots:
         if len(self.verdicts) != len(request.prefix_hashes) or len(self.offsets) != self.verdicts.count(pb.WRITE):
             raise ProtocolError("the reply to a put does not fit its request")
         self.arena = arena
-        self.pages = arena.views(self.offsets, request.page_nbytes)
+        self.pages = arena.views(self.offsets, [request.page_nbytes] * len(self.offsets))
         self._lease = lease
         self._deadline = deadline
         self._waiting = bool(self.offsets)
@@ -64,7 +64,8 @@ class ReservedSlots:
 
 class AcquiredSlots:
     """`hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
-    each, the checksum that its bytes must have, and where in `arena` it is. Used by one thread."""
+    each, the checksum that its bytes must have, and where in `arena` it is. Of a request with ranges `pages` and
+    `offsets` have each range of each hit. Used by one thread."""
 
     def __init__(
         self,
@@ -77,11 +78,13 @@ class AcquiredSlots:
         self.hits = list(reply.hits)
         self.checksums = list(reply.checksums)
         self.offsets = list(reply.offsets)
+        sizes = [part.nbytes for part in request.ranges] or [page_nbytes]
         count = self.hits.count(True)
-        if len(self.hits) != len(request.prefix_hashes) or not len(self.checksums) == len(self.offsets) == count:
+        fits = len(self.hits) == len(request.prefix_hashes) and len(self.checksums) == count
+        if not fits or len(self.offsets) != count * len(sizes):
             raise ProtocolError("the reply to a get does not fit its request")
         self.arena = arena
-        self.pages = [view.toreadonly() for view in arena.views(self.offsets, page_nbytes)]
+        self.pages = [view.toreadonly() for view in arena.views(self.offsets, sizes * count)]
         self._lease = lease
 
     def end(self) -> None:

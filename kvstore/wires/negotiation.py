@@ -29,12 +29,12 @@ RANK = {ShmWire.name: 0, BulkWire.name: 1, GrpcWire.name: 2}
 
 @dataclass
 class Way:
-    """An open way to one run of a node. `better`: a wire that should have worked did not, so asking again may
-    find a better one."""
+    """An open way to one run of a node, which said `hello`. `better`: a wire that should have worked did not, so asking
+    again may find a better one."""
 
     wire: Wire
     control: GrpcWire
-    limits: pb.Limits
+    hello: pb.HelloReply
     better: bool
 
     @property
@@ -76,7 +76,7 @@ class Negotiation:
         except BaseException:
             control.close()
             raise
-        return Way(wire, control, hello.limits, better)
+        return Way(wire, control, hello, better)
 
     def _best(
         self, control: GrpcWire, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline

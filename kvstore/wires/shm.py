@@ -9,30 +9,34 @@ released: no time limit, and no eviction under a reader (docs/decisions/0009).
 """
 
 import contextlib
+import functools
 import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvstore.buffers import copy
+from kvstore.buffers import HELD_NBYTES_MAX, copy, copying
 from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import ProtocolError, Unavailable
+from kvstore.errors import KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, release
 from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket, connected
 
 log = logging.getLogger(__name__)
-# Copied, then hashed, without the GIL, which is asked for again after both. Beside a thread that computes, each asking
-# stops that thread and may wait 5 ms: 1 MiB was 2.4 x as fast there as 256 KiB, and costs a tenth more processor time
-# where nobody disturbs, because the hash finds less in the nearest cache.
-STEP_NBYTES = 1 << 20
+# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as that holds.
+STEP_NBYTES = 512 << 10
+# Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
+CROWDED_BELOW = 400e6
 
+T = TypeVar("T")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 
@@ -53,6 +57,7 @@ class ShmWire:
         self._lock = threading.Lock()
         self._arena: ArenaMap | None = None
         self._closed = threading.Event()
+        self._abreast = Abreast()
         self.elsewhere = False
 
     @property
@@ -115,11 +120,12 @@ class ShmWire:
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         with self.reserving(request, deadline) as reserved:
-            leaves = []
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
-            for i, slot in zip(chosen, reserved.pages, strict=True):
-                deadline.remaining()
-                leaves.append(_write_page(slot, pages[i]))
+
+            def write(number: int) -> bytes:
+                return _write_page(reserved.pages[number], pages[chosen[number]])
+
+            leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
             if chosen:
                 reserved.commit(leaves)
             return reserved.verdicts
@@ -127,17 +133,42 @@ class ShmWire:
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
-        whole = (0, max(map(len, buffers), default=0))
-        parts = [(part.offset, part.offset + part.nbytes) for part in request.ranges] or [whole]
-        with self.acquiring(request, max(end for _, end in parts), deadline) as acquired:
-            hits, corrupt = acquired.hits, []
+        nbytes = max(map(len, buffers), default=0)
+        count = max(1, len(request.ranges))  # of the pieces of each hit
+        with self.acquiring(request, nbytes, deadline) as acquired:
+            hits = acquired.hits
             found = [i for i, hit in enumerate(hits) if hit]
-            for i, slot, expected in zip(found, acquired.pages, acquired.checksums, strict=True):
-                deadline.remaining()
-                if root(_read_page(buffers[i], [slot[start:end] for start, end in parts]), seeds[i]) != expected:
-                    hits[i] = False
-                    corrupt.append(i)
+
+            def read(number: int) -> bool:
+                i, pieces = found[number], acquired.pages[number * count : (number + 1) * count]
+                return root(_read_page(buffers[i], pieces), seeds[i]) == acquired.checksums[number]
+
+            intact = self._each(read, len(found), nbytes, deadline)
+            corrupt = [i for i, good in zip(found, intact, strict=True) if not good]
+            for i in corrupt:
+                hits[i] = False
             return hits, corrupt
+
+    def _each(self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline) -> list[T]:
+        """What `work` makes of each of so many pages, of each of which it moves `nbytes`: by several threads where
+        there are cores for them, of which none touches a page any more when this ends."""
+
+        def of_share(share: slice) -> list[T]:
+            made = []
+            for number in range(count)[share]:
+                deadline.remaining()
+                made.append(work(number))
+            return made
+
+        lanes = lane_count(count, nbytes)
+        if lanes == 1:
+            return of_share(slice(count))
+        made = []
+        for result in self._abreast.run([functools.partial(of_share, share) for share in shares(count, lanes)]):
+            if isinstance(result, KVStoreError):
+                raise result
+            made += result
+        return made
 
     # ---- connecting ----------------------------------------------------------------------
 
@@ -189,6 +220,7 @@ class ShmWire:
             arena = None if self._closed.is_set() else self._arena
             self._closed.set()
         self._pool.close()
+        self._abreast.close()
         if arena is not None:
             _beside("kvstore-depopulate", arena.depopulate)
 
@@ -214,13 +246,29 @@ def _own_pidfd() -> Iterator[int]:
         os.close(pidfd)
 
 
+class _Pace:
+    """In which steps pages are copied and hashed. After each step the GIL is asked for twice, which takes a few us,
+    and beside a thread that computes 5 ms each time: there it is one step for all that is left. One for the process,
+    as the GIL is."""
+
+    def __init__(self) -> None:
+        self._crowded = False
+
+    def end_of_step(self, start: int, nbytes: int) -> int:
+        """No short one remains."""
+        return nbytes if self._crowded or nbytes - start < 2 * STEP_NBYTES else start + STEP_NBYTES
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        self._crowded = nbytes < seconds * CROWDED_BELOW
+
+
+_pace = _Pace()
+
+
 def _write_page(slot: memoryview, page: memoryview) -> bytes:
-    """Copies a page and hashes the caller's bytes step by step, while they are in a cache. Returns their leaves."""
+    """Copies a page and hashes the caller's bytes. Returns their leaves."""
     running = Leaves(page.nbytes)
-    for start in range(0, page.nbytes, STEP_NBYTES):
-        chunk = page[start : start + STEP_NBYTES]
-        copy(slot[start : start + STEP_NBYTES], chunk)
-        running.update(chunk)
+    _copy_hashed(slot, page, page, running)
     return running.digest()
 
 
@@ -230,10 +278,25 @@ def _read_page(buffer: memoryview, parts: Sequence[memoryview]) -> bytes:
     running = Leaves(buffer.nbytes)
     position = 0
     for part in parts:
-        for start in range(0, part.nbytes, STEP_NBYTES):
-            source = part[start : start + STEP_NBYTES]
-            target = buffer[position : position + source.nbytes]
-            copy(target, source)
-            running.update(target)
-            position += source.nbytes
+        target = buffer[position : position + part.nbytes]
+        _copy_hashed(target, part, target, running)
+        position += part.nbytes
     return running.digest()
+
+
+def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:
+    """Step by step; `hashed` is one of the two."""
+    nbytes = source.nbytes
+    if nbytes <= HELD_NBYTES_MAX:
+        copy(target, source)
+        running.update(hashed)
+        return
+    with copying(target, source) as copy_piece:
+        start, began = 0, time.perf_counter()
+        while start < nbytes:
+            end = _pace.end_of_step(start, nbytes)
+            copy_piece(start, end)
+            running.update(hashed[start:end])
+            ended = time.perf_counter()
+            _pace.took(end - start, ended - began)
+            start, began = end, ended

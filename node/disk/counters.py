@@ -9,6 +9,7 @@ class DiskCounters:
 
     pages_written: int = 0
     pages_read: int = 0
+    pages_read_in_part: int = 0  # for ranges of them; their bytes are in nbytes_read, too
     pages_evicted: int = 0
     pages_corrupt: int = 0
     pages_refused: int = 0  # stayed in RAM only: the queue was full, the tier poisoned or full of pins

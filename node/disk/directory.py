@@ -24,6 +24,9 @@ class RowStore(Protocol):
     def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
         """Raises Exhausted if the disk hangs."""
 
+    def page(self, key: bytes) -> PageRow | None:
+        """The row of one page; None if there is none. Raises Exhausted if the disk hangs."""
+
     def all_pages(self) -> Iterator[tuple[bytes, bytes]]: ...
 
 

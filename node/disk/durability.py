@@ -55,11 +55,11 @@ class Durability:
 
     def verify(self, digest: bytes, prefix_hash: bytes) -> bool | None:
         """Whether the copy on disk is intact, None if there is none. Raises Exhausted if it can not be told."""
-        borrowed = self._disk.borrow_page(digest, prefix_hash) if self._disk is not None else None
+        borrowed = self._disk.reading.borrow_page(digest, prefix_hash) if self._disk is not None else None
         if self._disk is None or borrowed is None:
             return None
         try:
-            return self._disk.verify(borrowed)
+            return self._disk.reading.verify(borrowed)
         except OSError as error:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 

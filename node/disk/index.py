@@ -260,4 +260,4 @@ class DiskIndex:
     def _row(self, page: Page, record: int, now_s: int) -> PageRow:
         number = self.spaces.known(page.namespace.digest)
         size, offset = page.namespace.slot_nbytes, self.records.offset(record)
-        return PageRow(number, page.prefix_hash, offset, size, now_s, now_s, page.expiry_s, page.checksum)
+        return PageRow(number, page.prefix_hash, offset, size, now_s, now_s, page.expiry_s, page.checksum, page.leaves)

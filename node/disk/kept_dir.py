@@ -21,7 +21,7 @@ from node.disk.data_dir import allow_open_files, make_directory, refused, take_l
 from node.disk.extent_files import FileLayer, OpenExtents, Slot
 from node.disk.keeper_process import END_S, KeeperProcess, Patience, Silent
 from node.disk.orders import Kind, Pair, Task
-from node.disk.rows import PageRow, numbered, pairs
+from node.disk.rows import PageRow, numbered, page_at, pairs
 
 log = logging.getLogger(__name__)
 
@@ -165,18 +165,22 @@ class KeptRows:
     def pages(self, start: bytes = b"P") -> Iterator[Pair]:
         """Asked for piece by piece: nothing is kept open there while somebody reads slowly here."""
         nbytes = QUESTION_NBYTES
-        while True:
-            try:
-                question = orders.pack_question(nbytes, start)
-                piece = self._directory.keeper.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
-            except Silent as error:
-                raise Exhausted(f"the disk has not answered for {QUESTION_S:g} s; ask again later") from error
-            if not piece:
-                return
-            for key, value, _ in orders.unpack_pairs(piece):
-                yield key, value
-            start = key + b"\0"
+        while some := self._some(nbytes, start):
+            yield from some
+            start = some[-1][0] + b"\0"
             nbytes = min(2 * nbytes, QUESTION_NBYTES_MAX)
+
+    def page(self, key: bytes) -> PageRow | None:
+        return page_at(key, self._some(1, key))
+
+    def _some(self, nbytes: int, start: bytes) -> list[Pair]:
+        """From the key `start` on, one at least if there is one."""
+        try:
+            question = orders.pack_question(nbytes, start)
+            piece = self._directory.keeper.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
+        except Silent as error:
+            raise Exhausted(f"the disk has not answered for {QUESTION_S:g} s; ask again later") from error
+        return [(key, value) for key, value, _ in orders.unpack_pairs(piece)]
 
 
 class KeptFiles:

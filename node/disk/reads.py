@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from kvstore.checksum import Leaves, leaves
+from kvstore.checksum import LEAF_SUM_NBYTES, Leaves, cuts, leaf, leaves
 from kvstore.layout import slot_nbytes
 from node.disk.directory import PageFiles
+from node.ram.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,21 @@ class Read:
 
     def page(self, files: PageFiles, offset: int, slot: memoryview, page_nbytes: int) -> bytes:
         """Fills the slot; the leaves of the page, none if it can not be there. Raises OSError."""
-        for start in range(0, slot.nbytes, PIECE_NBYTES):
-            if not self._piece(files, offset + start, slot[start : start + PIECE_NBYTES]):
+        return leaves(slot[:page_nbytes]) if self._pieces(files, offset, slot) else b""
+
+    def parts(self, files: PageFiles, offset: int, slot: memoryview, parts: Parts, known: bytes) -> bytes:
+        """Fills the slot with parts of a page. The leaves of the page, those of other parts as they are `known`."""
+        at, found = 0, bytearray(known)
+        for start, end in parts.runs:
+            if not self._pieces(files, offset + start, slot[at : at + end - start]):
                 return b""
-        return leaves(slot[:page_nbytes])
+            at += end - start
+        for number in parts.numbers:
+            start, end = cuts(parts.page_nbytes)[number]
+            place = parts.place(start)
+            part = slot[place : place + end - start]
+            found[LEAF_SUM_NBYTES * number : LEAF_SUM_NBYTES * (number + 1)] = leaf(part)
+        return bytes(found)
 
     def leaves(self, files: PageFiles, offset: int, page_nbytes: int) -> bytes:
         """The same of a page that nobody wants but for that."""
@@ -47,6 +59,12 @@ class Read:
                 return b""
             found.update(view[: page_nbytes - start])
         return found.digest()
+
+    def _pieces(self, files: PageFiles, offset: int, slot: memoryview) -> bool:
+        return all(
+            self._piece(files, offset + start, slot[start : start + PIECE_NBYTES])
+            for start in range(0, slot.nbytes, PIECE_NBYTES)
+        )
 
     def _piece(self, files: PageFiles, offset: int, view: memoryview) -> bool:
         self._begin(self)

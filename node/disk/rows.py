@@ -3,8 +3,8 @@
     "F"                                   format version, extent bytes: "1 16777216"
     "N" u16be number                      a Namespace message
     "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
-                                          expiry s u32, page checksum 16, xxh3_64 of key and value
-                                          before it u64
+                                          expiry s u32, page checksum 16, its leaves 8 each if it
+                                          has several, xxh3_64 of key and value before it u64
 
 A page counts as stored only when its row is there. Rows of one batch appear together. The binding
 keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
@@ -17,18 +17,19 @@ from typing import NamedTuple, cast
 
 from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
 
-from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
+from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
 from node.disk.shortage import code_in
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 
 
 class PageRow(NamedTuple):
-    """A page on disk. Times in seconds since the epoch; `expiry_s` 0: it has no time to live."""
+    """A page on disk. Times in seconds since the epoch; `expiry_s` 0: it has no time to live. `leaves`: of a page
+    that has several, so that a part of it can be verified (`kvstore.checksum.kept`)."""
 
     namespace: int
     prefix_hash: bytes
@@ -38,6 +39,7 @@ class PageRow(NamedTuple):
     used_s: int
     expiry_s: int
     checksum: bytes
+    leaves: bytes = b""
 
     @property
     def key(self) -> bytes:
@@ -46,7 +48,8 @@ class PageRow(NamedTuple):
     def value(self) -> bytes:
         assert len(self.checksum) == CHECKSUM_NBYTES
         head = _HEAD.pack(self.offset, self.slot_nbytes, self.stored_s, self.used_s, self.expiry_s, self.checksum)
-        return head + row_checksum(self.key + head)
+        body = head + self.leaves
+        return body + row_checksum(self.key + body)
 
 
 def page_key(namespace: int, prefix_hash: bytes) -> bytes:
@@ -67,11 +70,18 @@ def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     body, mark = value[:-_SUM_NBYTES], value[-_SUM_NBYTES:]
     prefix_hash = key[3:]
     hash_fits = PREFIX_HASH_NBYTES_MIN <= len(prefix_hash) <= PREFIX_HASH_NBYTES_MAX
-    if not hash_fits or len(body) != _HEAD.size or row_checksum(key + body) != mark:
+    leaves = body[_HEAD.size :]
+    body_fits = len(body) >= _HEAD.size and len(leaves) % LEAF_SUM_NBYTES == 0
+    if not hash_fits or not body_fits or row_checksum(key + body) != mark:
         return None
-    offset, slot_nbytes, stored_s, used_s, expiry_s, checksum = _HEAD.unpack(body)
-    namespace = int.from_bytes(key[1:3], "big")
-    return PageRow(namespace, prefix_hash, offset, slot_nbytes, stored_s, used_s, expiry_s, checksum)
+    return PageRow._make((int.from_bytes(key[1:3], "big"), prefix_hash, *_HEAD.unpack_from(body), leaves))
+
+
+def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
+    """The row of this key, if it is the first of those from there on."""
+    for found, value in pages:
+        return parse_page_row(key, value) if found == key else None
+    return None
 
 
 def hashes_of(pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
@@ -159,6 +169,10 @@ class Rows:
     def all_pages(self) -> Iterator[tuple[bytes, bytes]]:
         """The same from the first one on, at a start, when nobody waits for anything else."""
         return self.pages()
+
+    def page(self, key: bytes) -> PageRow | None:
+        """The row of one page; None if there is none."""
+        return page_at(key, self.pages(key))
 
     def scan(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         """(key, value) from the key `start` on, of rows of its kind."""

@@ -31,11 +31,11 @@ def scrub(disk: DiskTier, cursor: bytes, nbytes_max: int, enough: Callable[[], b
         if nbytes >= nbytes_max or enough():
             return ScrubResult(intact, damaged, nbytes, key)
         row = parse_page_row(key, value)
-        borrowed = disk.borrow(row) if row is not None else None
+        borrowed = disk.reading.borrow(row) if row is not None else None
         if row is None or borrowed is None:
             continue
         try:
-            good = disk.verify(borrowed)
+            good = disk.reading.verify(borrowed)
         except OSError:
             _raise_poisoned(disk)  # with the reason, or else it is not the disk's
             raise

@@ -1,6 +1,6 @@
-"""The disk tier: what is on disk, read straight into arena slots and checked on the way.
+"""The disk tier: what is on disk, and how it comes there; `reading.py` brings it back.
 
-    find, begin_read -> read (bytes, checksum) -> end_read      any thread; a short lock, no rows
+    find                                                        any thread; a short lock, no rows
     store                                                       the writer thread: slot, bytes, row
 
 A page is found only after its row is written; a row is deleted no later than its slot is given to another page, in
@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.checksum import kept, key_seed, root
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.disk.directory import Directory
-from node.disk.index import AGAIN, Borrowed, DiskIndex
-from node.disk.reads import Reads
+from node.disk.index import AGAIN, DiskIndex
+from node.disk.reading import Reading
 from node.disk.records import Records
-from node.disk.rows import PageRow, hashes_of, page_key
+from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
@@ -48,14 +47,14 @@ class DiskTier:
         self.poisoned = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
-        self._shortages, self._reads = Shortages(), Reads(self.end_read)
-        self._view = view
+        self._shortages = Shortages()
         self._clock_s = clock_s
         self._lock = threading.Lock()
         # One at a time stores, syncs or recovers: what a sync made safe, or lost, must be certain.
         self._io = threading.Lock()
         self._index = DiskIndex(records)
         self.counters = self._index.counters
+        self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
         self.writer = DiskWriter(self, queue_nbytes_max)
 
     def restore(
@@ -79,7 +78,7 @@ class DiskTier:
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Which of the pages can be had: of those on disk none while a read hangs."""
-        return [False] * len(prefix_hashes) if self._reads.hang else self._on_disk(digest, prefix_hashes)
+        return [False] * len(prefix_hashes) if self.reading.hang else self._on_disk(digest, prefix_hashes)
 
     def _on_disk(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -130,50 +129,13 @@ class DiskTier:
     # ---- read ----------------------------------------------------------------------------
 
     def begin_read(self, digest: bytes, prefix_hash: bytes) -> int:
-        """A record whose slot stays as it is until `read` is done; 0 for a miss."""
-        if self._reads.hang:
-            return 0
-        with self._lock:
-            record = self._find(digest, prefix_hash)
-            if record:
-                self.records.begin_use(record)
-            return record
+        return self.reading.begin(digest, prefix_hash)
 
     def end_read(self, record: int) -> None:
-        """Gives a record back that `begin_read` or `borrow` gave."""
-        with self._lock:
-            self.records.end_use(record)
+        self.reading.end(record)
 
     def read(self, record: int, page: Page) -> bool:
-        """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
-        are not what was written, the page is gone."""
-        index = page.namespace
-        with self._reads.of(record) as read:
-            slot = self._view(page.offset, index.slot_nbytes)
-            with self._lock:
-                offset, expected = self.records.offset(record), self.records.checksum(record)
-                expiry_s = self.records.expiry_s(record)
-            try:
-                found = read.page(self.files, offset, slot, index.page_nbytes)
-            except (OSError, MemoryError) as error:
-                self.blame("reading", error)
-                return False
-            intact = root(found, index.seed(page.prefix_hash)) == expected
-            with self._lock:
-                if intact:
-                    page.checksum, page.leaves, page.expiry_s = expected, kept(found), expiry_s
-                    self.counters.pages_read += 1
-                    self.counters.nbytes_read += index.page_nbytes
-                else:
-                    self._quarantine(record, index.digest, page.prefix_hash)
-            return intact
-
-    def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
-        """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
-        self.counters.pages_corrupt += 1
-        log.error("page %s of namespace %s is damaged on disk; dropped", prefix_hash.hex(), digest.hex())
-        if self._index.find(digest, prefix_hash, self._clock_s()) == record:
-            self._index.forget(record)
+        return self.reading.read(record, page)
 
     # ---- forget --------------------------------------------------------------------------
 
@@ -352,38 +314,6 @@ class DiskTier:
         with self._lock:
             self.poisoned = ""
         return forgotten
-
-    # ---- verify --------------------------------------------------------------------------
-
-    def borrow(self, row: PageRow) -> Borrowed | None:
-        """The page of a row, in use until `verify`; None if the row is of a page that was there before."""
-        with self._lock:
-            record = 0 if self.poisoned else self.records.find(row.namespace, row.prefix_hash)
-            if not record or self.records.offset(record) != row.offset:
-                return None
-            return self._index.borrow(record, row.namespace, row.prefix_hash)
-
-    def borrow_page(self, digest: bytes, prefix_hash: bytes) -> Borrowed | None:
-        """The same of a key; None if it is not on disk."""
-        with self._lock:
-            record = self._find(digest, prefix_hash)
-            return self._index.borrow(record, self._index.spaces.known(digest), prefix_hash) if record else None
-
-    def verify(self, borrowed: Borrowed) -> bool:
-        """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
-        record, space, prefix_hash, offset, expected = borrowed
-        with self._reads.of(record) as read:
-            try:
-                found = read.leaves(self.files, offset, space.layout.page_nbytes)
-            except OSError as error:
-                self.blame("reading", error)
-                raise
-            good = root(found, key_seed(space.digest, prefix_hash)) == expected
-            with self._lock:
-                self.counters.pages_scrubbed += 1
-                if not good:
-                    self._quarantine(record, space.digest, prefix_hash)
-            return good
 
     # ---- tell ----------------------------------------------------------------------------
 

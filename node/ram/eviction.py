@@ -37,7 +37,7 @@ class Eviction:
         self.order = UseOrder(slots, self.turn)
         self._clearing = Clearing(slots, self.order, self.turn, forget, hold, self._make_place)
         self.watchers = self._clearing.watchers
-        self.placed_nbytes = 0  # of all slots ever given out: the clock of how fast RAM turns over
+        self.placed_nbytes = 0  # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
 
     @property
     def pins(self) -> Pins:
@@ -46,15 +46,20 @@ class Eviction:
     def place(self, page: Page) -> bool:
         """Gives a new page a slot: a free one, or that of the oldest page if that is of the same size.
         False: `make_room` may help."""
+        if not self.lend(page):
+            return False
+        self.placed_nbytes += page.namespace.slot_nbytes
+        return True
+
+    def lend(self, page: Page) -> bool:
+        """The same for a page that is given back when it is read: RAM does not turn over by it."""
         size = page.namespace.slot_nbytes
         offset = self._slots.allocate(size, page)
         if offset is not None:
             page.offset = offset
             self._slots.block_of(offset).used_sum += page.used_ms
-        elif not self._succeed_oldest(page, size):
-            return False
-        self.placed_nbytes += size
-        return True
+            return True
+        return self._succeed_oldest(page, size)
 
     def release(self, page: Page, successor: Page | None = None) -> None:
         """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""

@@ -1,7 +1,8 @@
 """What is in which tier, told page by page and in sums. Changes nothing but pins that are over."""
 
+import contextlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -79,6 +80,19 @@ class Inventory:
             on_disk=on_disk,
             ttl_ms=(page.expiry_s - self._tier.clock_s()) * 1000 if page.expiry_s else 0,
         )
+
+    @contextlib.contextmanager
+    def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
+        """The page, held, if it is visible in RAM. Neither a use nor counted, and nothing is loaded for it."""
+        with self._tier.lock:
+            page = self._tier.live(self._tier.namespaces.find(digest), prefix_hash)
+            if page is not None:
+                self._tier.hold_page(page)
+        try:
+            yield page
+        finally:
+            if page is not None:
+                self._tier.release([page])
 
     def list_pages(self, digest: bytes, key_prefix: bytes, after: bytes, limit: int) -> tuple[list[PageInfo], bytes]:
         """Up to `limit` pages whose hash starts with `key_prefix` and is above `after`, and the `after`

@@ -1,4 +1,5 @@
-"""Pages on their way from the tier below into RAM: one thread reads, any number wait for it."""
+"""Pages on their way from the tier below into RAM: one thread reads, any number wait for it. Of a page of which only
+parts are wanted these are read for that one caller, into a slot that is free when it releases them."""
 
 import threading
 from collections.abc import Callable
@@ -6,41 +7,59 @@ from collections.abc import Callable
 from node.ram.below import Below
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
+from node.ram.parts import Parts
+from node.ram.reservation import Acquired
 
 
 class Loads:
     """Part of the RAM tier, under its `lock`. `begin` and `forget` are called with it held.
 
-    `place` gives a page a slot, if there is one; `settle` takes a page that came to be visible, or that
-    is not coming, out of those being written.
+    `place` makes a page with a slot, if there is one, and `lend` gives one a slot; `settle` takes a page that
+    came to be visible, or that is not coming, out of those being written.
     """
 
     def __init__(
         self,
         lock: threading.Lock,
-        place: Callable[[NamespaceIndex, bytes], Page | None],
+        place: Callable[[NamespaceIndex, bytes, int], Page | None],
+        lend: Callable[[Page], bool],
         settle: Callable[[Page, bool], None],
+        clock_ms: Callable[[], int],
     ) -> None:
         self._lock = lock
         self._over = threading.Condition(lock)
         self._place = place
+        self._lend = lend
         self._settle = settle
+        self._clock_ms = clock_ms
 
     def begin(
-        self, below: Below, index: NamespaceIndex, prefix_hash: bytes, loads: list[tuple[Page, int]]
+        self, below: Below, space: NamespaceIndex | Parts, prefix_hash: bytes, acquired: Acquired
     ) -> tuple[Page | None, bool]:
-        """A slot for a page of the tier below, added to `loads`; the caller reads it and calls `end`.
-        (None, True) if RAM has no room for it, (None, False) if it is not there."""
-        record = below.begin_read(index.digest, prefix_hash)
+        """A slot for a page of the tier below, or for its parts, added to what is `acquired`; the caller holds and
+        reads it and calls `end`. (None, True) if RAM has no room for it, (None, False) if it is not there."""
+        record = below.begin_read(space.digest, prefix_hash)
         if not record:
             return None, False
-        page = self._place(index, prefix_hash)
+        page = self._begun(space, prefix_hash, acquired)
         if page is None:
             below.end_read(record)
             return None, True
-        page.state = State.LOADING
-        loads.append((page, record))
+        acquired.loads.append((page, record))
         return page, False
+
+    def _begun(self, space: NamespaceIndex | Parts, prefix_hash: bytes, acquired: Acquired) -> Page | None:
+        if isinstance(space, Parts):
+            part = Page(space, prefix_hash, self._clock_ms())
+            part.state = State.DOOMED  # its slot waits for its readers, and for nobody else
+            if not self._lend(part):
+                return None
+            acquired.in_part[prefix_hash] = part
+            return part
+        page = self._place(space, prefix_hash, self._clock_ms())
+        if page is not None:
+            page.state = State.LOADING
+        return page
 
     def forget(self, page: Page) -> None:
         """The page was removed meanwhile: its bytes go only to those who wait for it already."""

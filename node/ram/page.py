@@ -35,7 +35,7 @@ class State(enum.IntEnum):
 
     WRITING = 0  # a writer owns the slot; nobody else may look
     VISIBLE = 1
-    DOOMED = 2  # forgotten, but the slot waits for its readers
+    DOOMED = 2  # nobody can find it (any more), but the slot waits for its readers
     LOADING = 3  # on its way from the tier below; readers may wait for it
 
 

@@ -51,7 +51,9 @@ class Reservation:
 
 class Acquired(NamedTuple):
     """`pages`: one or None per key, all held. `loads`: those of them that the caller must read from
-    the tier below, with the record to read, before it, or anyone, may look at them."""
+    the tier below, with the record to read, before it, or anyone, may look at them. `in_part`: those of these
+    that nobody else can find, because only parts of them are read."""
 
     pages: list[Page | None]
     loads: list[tuple[Page, int]]
+    in_part: dict[bytes, Page]

@@ -8,10 +8,9 @@ What may take long (making room, going through all pages) is done in turns (`tur
 says what each takes at most.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.errors import Exhausted, LayoutMismatch
@@ -23,6 +22,7 @@ from node.ram.ghosts import Ghosts
 from node.ram.loads import Loads
 from node.ram.namespace import NamespaceIndex, Namespaces
 from node.ram.page import Page, State
+from node.ram.parts import Parts
 from node.ram.reservation import Acquired, Reservation, Verdict
 from node.ram.turn import STEPS, Move, Work, in_turns
 from node.ram.walk import remove_all
@@ -50,11 +50,9 @@ class RamTier:
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
-        self.loads = Loads(
-            self.lock, lambda index, prefix_hash: self._place(index, prefix_hash, clock_ms()), self._settle
-        )
         self._ghosts = Ghosts()
-        self.eviction = Eviction(slots, self._forget, self._hold_page)
+        self.eviction = Eviction(slots, self._forget, self.hold_page)
+        self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         self.writing_count = 0
         self.held_count = 0
@@ -145,7 +143,7 @@ class RamTier:
         known = [page for h in prefix_hashes if (page := self.live(index, h)) is not None]
         self._touch_chain(known)
         for page in known:  # making room for the batch must not evict the batch
-            self._hold_page(page)
+            self.hold_page(page)
         index.busy += 1
         result = Reservation(index, list(prefix_hashes))
         try:
@@ -237,13 +235,13 @@ class RamTier:
         with self.lock:
             held = [page for page in pages if page.state is State.VISIBLE]
             for page in held:
-                self._hold_page(page)
+                self.hold_page(page)
             return held
 
     def _offer(self, pages: list[Page], urgent: bool) -> int:
         taken = self.below.offer(pages, urgent)
         for page in pages[:taken]:
-            self._hold_page(page)
+            self.hold_page(page)
         return taken
 
     def abort(self, reservation: Reservation) -> None:
@@ -261,16 +259,23 @@ class RamTier:
 
     # ---- read ----------------------------------------------------------------------------
 
-    def acquire(self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int) -> Acquired:
+    def acquire(
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        prefix_only: bool,
+        wanted_nbytes: int,
+        parts: Parts | None = None,
+    ) -> Acquired:
         """A page or None per key; each page is held until `release`. Counts as a use. `wanted_nbytes`: bytes of each
-        page that the caller is going to read, for the counters."""
-        return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes))
+        page that the caller is going to read, for the counters; `parts`: all that he wants of what is only below."""
+        return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts))
 
     def _acquire(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int
+        self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int, parts: Parts | None
     ) -> Work[Acquired]:
         index = self.namespaces.find(digest)
-        acquired = yield from self._hold_all(index, prefix_hashes, prefix_only)
+        acquired = yield from self._hold_all(index, prefix_hashes, prefix_only, parts)
         self._touch_chain(acquired.pages)
         self.below.touch(digest, prefix_hashes)
         misses = acquired.pages.count(None)
@@ -282,35 +287,25 @@ class RamTier:
         with self.lock:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
-    @contextlib.contextmanager
-    def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
-        """The page, held, if it is visible in RAM. Neither a use nor counted, and nothing is loaded for it."""
-        with self.lock:
-            page = self.live(self.namespaces.find(digest), prefix_hash)
-            if page is not None:
-                self._hold_page(page)
-        try:
-            yield page
-        finally:
-            if page is not None:
-                self.release([page])
-
-    def _hold_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], prefix_only: bool) -> Work[Acquired]:
-        acquired = Acquired([None] * len(prefix_hashes), [])
+    def _hold_all(
+        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], prefix_only: bool, parts: Parts | None = None
+    ) -> Work[Acquired]:
+        acquired = Acquired([None] * len(prefix_hashes), [], {})
+        space = parts or index
         index.busy += 1
         try:
             for position, prefix_hash in enumerate(prefix_hashes):
-                page = self.live(index, prefix_hash)
+                page = acquired.in_part.get(prefix_hash) or self.live(index, prefix_hash)
                 while page is None:
                     page = index.pages.get(prefix_hash)
                     if page is not None:
                         page = page if page.state in (State.VISIBLE, State.LOADING) else None
                         break
-                    page, is_full = self.loads.begin(self.below, index, prefix_hash, acquired.loads)
-                    if not is_full or not (yield from self.eviction.make_room(index.slot_nbytes, self.clock_ms())):
+                    page, is_full = self.loads.begin(self.below, space, prefix_hash, acquired)
+                    if not is_full or not (yield from self.eviction.make_room(space.slot_nbytes, self.clock_ms())):
                         break
                 if page is not None:
-                    self._hold_page(page)
+                    self.hold_page(page)
                     acquired.pages[position] = page
                 elif prefix_only:
                     break
@@ -322,7 +317,8 @@ class RamTier:
             index.busy -= 1
         return acquired
 
-    def _hold_page(self, page: Page) -> None:
+    def hold_page(self, page: Page) -> None:
+        """The caller has the lock."""
         page.holds += 1
         self.held_count += page.holds == 1
 

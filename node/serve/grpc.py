@@ -77,6 +77,8 @@ def _options(connections_max: int) -> list[tuple[str, int]]:
         ("grpc.http2.lookahead_bytes", STREAM_NBYTES_MAX),
         ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
+        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the node's processor time.
+        ("grpc.http2.max_frame_size", MESSAGE_NBYTES_MAX),
         # A connection that says nothing, or half of HTTP/2's greeting.
         ("grpc.server_handshake_timeout_ms", int(REQUEST_S_MAX * 1000)),
         ("grpc.http2.settings_timeout", int(REQUEST_S_MAX * 1000)),

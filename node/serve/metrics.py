@@ -32,6 +32,7 @@ _DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes")
 _DISK_COUNTERS = (
     "pages_written",
     "pages_read",
+    "pages_read_in_part",
     "pages_evicted",
     "pages_corrupt",
     "pages_refused",
@@ -47,6 +48,7 @@ _RAM = (
     "writing_count",
     "held_count",
     "pinned_count",
+    "huge_nbytes",
 )
 
 

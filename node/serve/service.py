@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import kvstore
-from kvstore.checksum import LEAF_SUM_NBYTES, checksum, cuts, hashed_nbytes, joined_checksum, parts_match, root
+from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
@@ -19,12 +19,15 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.scrub import scrub
 from node.disk.tier import DiskTier
+from node.peers.membership import Membership
 from node.ram.arena import Arena
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.page import Page
+from node.ram.parts import Range, parts_wanted
 from node.ram.pinning import Pinning
 from node.ram.reservation import Verdict
 from node.ram.tier import RamTier
+from node.serve.content import Content, places
 from node.serve.limits import (
     DESCRIPTION_NBYTES_MAX,
     LONG_CALLS,
@@ -70,6 +73,7 @@ class Service:
         self._arena = arena
         self._tier = tier
         self._inventory = Inventory(tier)
+        self.content = Content(arena, tier)
         self._pinning = Pinning(tier)
         self.sessions = sessions
         self.instance_id = os.urandom(8)
@@ -77,6 +81,7 @@ class Service:
         self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.draining = False
+        self.membership = Membership(config.cluster, config.member)
         self.durability = Durability(tier, disk, config.flush_s)
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
@@ -86,7 +91,7 @@ class Service:
         self._long_calls = {
             op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
         }
-        self._status = Status(config, tier, disk)
+        self._status = Status(config, arena, tier, disk)
         self.limits = pb.Limits(
             batch_keys_max=config.batch_keys_max,
             batch_nbytes_max=config.batch_nbytes_max,
@@ -195,7 +200,8 @@ class Service:
     def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
         hashes = list(request.prefix_hashes)
-        page_nbytes = self._tier.namespace(request.namespace).page_nbytes
+        space = self._tier.namespace(request.namespace)
+        page_nbytes = space.page_nbytes
         if len(hashes) * len(request.ranges) > GET_PIECES_MAX:
             what = f"{len(request.ranges)} ranges of {len(hashes)} keys"
             raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
@@ -205,47 +211,26 @@ class Service:
         self._check_nbytes(len(hashes) * wanted_nbytes)
         if ranges:
             self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
-        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes)
+        parts = parts_wanted(space, ranges)
+        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts)
         there = [page for page in pages if page is not None]
-        sums = self._part_sums(there, ranges, session) if ranges else {page: page.checksum for page in there}
+        sums = self._range_sums(there, ranges, session) if ranges else {page: page.checksum for page in there}
         found = [page for page in there if page in sums]
         reply = pb.GetReply(hits=[page in sums for page in pages], checksums=[sums[page] for page in found])
+        wanted = ranges or [(0, page_nbytes)]
         if session.maps_arena:
-            reply.offsets.extend([page.offset for page in found])
+            reply.offsets.extend([place for page in found for place in places(page, wanted)])
             return 0, reply, iter(())
-        return len(found) * wanted_nbytes, reply, (part for page in found for part in self._parts(page, ranges))
+        return len(found) * wanted_nbytes, reply, (view for page in found for view in self.content.views(page, wanted))
 
-    def _parts(self, page: Page, ranges: list[tuple[int, int]]) -> Iterator[memoryview]:
-        whole = self._view(page)
-        return (whole[offset : offset + nbytes] for offset, nbytes in ranges or [(0, whole.nbytes)])
-
-    def _part_sums(self, pages: list[Page], ranges: list[tuple[int, int]], client: Session) -> dict[Page, bytes]:
-        """A checksum for the way of the ranges of each page that is intact; nothing is copied for it. Their reader
-        has not all that a leaf covers, so it is checked here, once for a page however often it is asked for."""
-        nbytes = sum(nbytes for _, nbytes in ranges)
+    def _range_sums(self, pages: list[Page], ranges: list[Range], client: Session) -> dict[Page, bytes]:
+        """Of each page that is intact, once for a page however often it is asked for."""
         sums = {}
         for page in dict.fromkeys(pages):
             self._check_there(client)
-            if self._intact(page, ranges):
-                seed = page.namespace.seed(page.prefix_hash)
-                sums[page] = joined_checksum(self._parts(page, ranges), nbytes, seed)
+            if checksum := self.content.checksum(page, ranges):
+                sums[page] = checksum
         return sums
-
-    def _view(self, page: Page) -> memoryview:
-        return self._arena.view(page.offset, page.namespace.page_nbytes)
-
-    def _intact(self, page: Page, ranges: list[tuple[int, int]] | None = None) -> bool:
-        """Compares a held page, or what has to do with `ranges` of it, with its checksum; drops it if it does
-        not match."""
-        view, seed = self._view(page), page.namespace.seed(page.prefix_hash)
-        if ranges and page.leaves:
-            intact = root(page.leaves, seed) == page.checksum and parts_match(view, page.leaves, ranges)
-        else:
-            intact = checksum(view, seed) == page.checksum
-        if intact:
-            return True
-        self._tier.drop_corrupt(page)
-        return False
 
     def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
@@ -260,7 +245,7 @@ class Service:
             raise ProtocolError(
                 f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
             )
-        return pb.HelloReply(
+        hello = pb.HelloReply(
             protocol_version=PROTOCOL_VERSION,
             version=kvstore.__version__,
             instance_id=self.instance_id,
@@ -269,6 +254,8 @@ class Service:
             shm_socket=self.shm_status().socket if self.shm_status else "",
             arena_nbytes=self._arena.nbytes if self.shm_status else 0,
         )
+        self.membership.tell(hello)
+        return hello
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest, caller: Caller) -> pb.OpenNamespaceReply:
         nbytes = request.namespace.ByteSize()
@@ -302,8 +289,8 @@ class Service:
 
     def _verified(self, digest: bytes, prefix_hash: bytes) -> bool | None:
         """Whether all copies of a page are intact; None if there is none. Bad ones are dropped."""
-        with self._tier.inspected(digest, prefix_hash) as page:
-            in_ram = self._intact(page) if page is not None else None
+        with self._inventory.inspected(digest, prefix_hash) as page:
+            in_ram = self.content.intact(page) if page is not None else None
         on_disk = self.durability.verify(digest, prefix_hash)
         return on_disk if in_ram is None else in_ram and on_disk is not False
 

@@ -12,6 +12,7 @@ from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
 from node.disk.durability import Wait
 from node.ram.page import Page, State
+from node.ram.parts import Parts
 from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
 from node.serve.limits import Budget, cap
@@ -110,15 +111,20 @@ class Session:
         return reservation
 
     def acquire(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        prefix_only: bool,
+        wanted_nbytes: int,
+        parts: Parts | None = None,
     ) -> list[Page | None]:
-        """Raises Exhausted if this process holds too much: where clients map the arena, a hold has no limit
-        of time."""
+        """See `RamTier.acquire`; what is below is read. Raises Exhausted if this process holds too much: where clients
+        map the arena, a hold has no limit of time."""
         if self.maps_arena:
             nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
             self._sessions.held.take(self.peer, nbytes)
             self._held_nbytes = nbytes
-        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes)
+        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts)
         from_disk = acquired.loads or any(page is not None and not page.checksum for page in acquired.pages)
         with self._loading(acquired) if from_disk else contextlib.nullcontext():
             pages = self._keep(acquired)
@@ -146,7 +152,7 @@ class Session:
         self._held = [page for page in pages if page is not None]
         loads = acquired.loads
         try:
-            while loads:
+            while loads and not (acquired.in_part and self.gone()):  # a page others may wait for, but no part of one
                 page, record = loads.pop()
                 intact = False
                 try:

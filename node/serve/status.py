@@ -10,6 +10,7 @@ from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.disk.tier import DiskTier
+from node.ram.arena import Arena
 from node.ram.inventory import Inventory
 from node.ram.tier import RamTier
 from node.serve.replies import in_range
@@ -18,8 +19,9 @@ from node.serve.replies import in_range
 class Status:
     """Reads counters; changes nothing."""
 
-    def __init__(self, config: NodeConfig, tier: RamTier, disk: DiskTier | None) -> None:
+    def __init__(self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None) -> None:
         self._config = config
+        self._arena = arena
         self._tier = tier
         self._inventory = Inventory(tier)
         self._disk = disk
@@ -78,6 +80,7 @@ class Status:
             writing_count=tier.writing_count,
             held_count=tier.held_count,
             pinned_count=tier.pinned_count,
+            huge_nbytes=self._arena.huge_nbytes,
             size_classes=classes,
         )
 

@@ -12,8 +12,8 @@ import pytest
 from kvstore import Client, Namespace
 from kvstore.cli import payload
 from kvstore.cli.commands import app
-from kvstore.client import ClientStats, VerifyResult
 from kvstore.errors import Exhausted
+from kvstore.results import ClientStats, VerifyResult
 
 Kvstore = Callable[..., Any]
 NOBODY = "127.0.0.1:1"  # nothing listens on port 1

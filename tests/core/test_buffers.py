@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvstore import InvalidRequest
-from kvstore.buffers import HELD_NBYTES_MAX, advise, byte_view, byte_views, copy
+from kvstore.buffers import HELD_NBYTES_MAX, advise, byte_view, byte_views, copy, copying
 
 MADV_POPULATE_WRITE = 23
 
@@ -100,6 +100,20 @@ def test_a_copy_is_exact_and_holds_nothing(kind: Callable[[bytes], Any], nbytes:
     view.release()
     if kind is WRITABLE:
         owner.append(0)  # as does this
+
+
+def test_pieces_of_a_copy_stay_within_their_views() -> None:
+    source, target = memoryview(bytes(range(10))), memoryview(bytearray(12))
+    with copying(target[1:-1], source) as copy_piece:
+        copy_piece(2, 5)
+        copy_piece(9, 10)
+        for start, end in ((5, 11), (-1, 2), (3, 2)):
+            with pytest.raises(AssertionError):
+                copy_piece(start, end)
+        with pytest.raises(BufferError):
+            source.release()
+    assert bytes(target) == bytes([0, 0, 0, 2, 3, 4, 0, 0, 0, 0, 9, 0])
+    source.release()
 
 
 @pytest.mark.parametrize("nbytes", [10, HELD_NBYTES_MAX + 1])

@@ -5,35 +5,37 @@ from typing import Any
 
 import pytest
 
+from kvstore.checksum import leaves
 from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
-from kvstore.wires.chunks import fill, split
+from kvstore.wires.chunks import fill, runs
 
 
 @pytest.mark.parametrize(
     "sizes",
     [[1], [GRPC_CHUNK_NBYTES], [GRPC_CHUNK_NBYTES - 1, 2], [3 * GRPC_CHUNK_NBYTES + 7], [1000] * 3000, [5, 1 << 21, 5]],
 )
-def test_what_is_split_is_filled_again(sizes: list[int]) -> None:
+def test_what_is_cut_is_filled_again_and_hashed(sizes: list[int]) -> None:
     rng = random.Random(3)
     pages = [rng.randbytes(size) for size in sizes]
-    chunks = list(split(memoryview(page) for page in pages))
+    chunks = [b"".join(run) for run in runs(memoryview(page) for page in pages)]
     assert b"".join(chunks) == b"".join(pages)
     assert all(len(chunk) == GRPC_CHUNK_NBYTES for chunk in chunks[:-1])
     assert 0 < len(chunks[-1]) <= GRPC_CHUNK_NBYTES
     buffers = [bytearray(size) for size in sizes]
-    fill((memoryview(buffer) for buffer in buffers), iter(chunks))
+    made = fill((memoryview(buffer) for buffer in buffers), map(memoryview, chunks))
     assert buffers == pages
+    assert made == [leaves(page) for page in pages]
 
 
 def test_chunks_may_be_cut_anywhere() -> None:
     buffers = [bytearray(4), bytearray(4)]
-    fill(map(memoryview, buffers), iter([b"a", b"bcdef", b"gh"]))
+    fill(map(memoryview, buffers), map(memoryview, [b"a", b"bcdef", b"gh"]))
     assert buffers == [b"abcd", b"efgh"]
 
 
 def test_no_chunk_is_taken_that_is_not_needed() -> None:
-    chunks = iter([b"abcd", b"next"])
+    chunks = map(memoryview, [b"abcd", b"next"])
     fill([memoryview(bytearray(4))], chunks)
     assert next(chunks) == b"next"
 
@@ -49,14 +51,14 @@ def test_no_chunk_is_taken_that_is_not_needed() -> None:
 )
 def test_a_wrong_number_of_bytes_is_refused(chunks: list[bytes], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
-        fill([memoryview(bytearray(4))], iter(chunks))
+        fill([memoryview(bytearray(4))], map(memoryview, chunks))
 
 
-def test_nothing_is_split_into_nothing() -> None:
-    assert list(split([])) == []
-    fill([], iter([]))
+def test_nothing_is_cut_into_nothing() -> None:
+    assert list(runs([])) == []
+    assert fill([], iter([])) == []
 
 
 def test_other_threads_run_while_chunks_are_copied(others_run: Any) -> None:
     chunk, buffer = bytes(8 << 20), memoryview(bytearray(8 << 20))
-    assert others_run(lambda: fill([buffer], iter([chunk])))
+    assert others_run(lambda: fill([buffer], iter([memoryview(chunk)])))

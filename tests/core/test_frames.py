@@ -161,10 +161,10 @@ def test_no_time_at_all_is_not_for_ever(pair: tuple[FrameSocket, socket.socket])
     [
         (b"\0" * FIXED_NBYTES, "not a kvstore bulk frame: it starts with 00000000"),
         (b"GET / HTTP/1.1\r\n", "not a kvstore bulk frame"),
-        (struct.pack("<2sBBIQ", b"KV", 1, 0, 0, 0), "peer speaks protocol 1, this side 2"),
-        (struct.pack("<2sBBIQ", b"KV", 2, 1, 0, 0), "not a kvstore bulk frame"),
-        (struct.pack("<2sBBIQ", b"KV", 2, 0, 101, 0), "header has 101 bytes, at most 100"),
-        (struct.pack("<2sBBIQ", b"KV", 2, 0, 2**32 - 1, 0), "at most 100"),
+        (struct.pack("<2sBBIQ", b"KV", 1, 0, 0, 0), "peer speaks protocol 1, this side 3"),
+        (struct.pack("<2sBBIQ", b"KV", 3, 1, 0, 0), "not a kvstore bulk frame"),
+        (struct.pack("<2sBBIQ", b"KV", 3, 0, 101, 0), "header has 101 bytes, at most 100"),
+        (struct.pack("<2sBBIQ", b"KV", 3, 0, 2**32 - 1, 0), "at most 100"),
     ],
 )
 def test_what_is_no_frame_is_refused_before_its_length_is_believed(fixed: bytes, named: str) -> None:
@@ -180,5 +180,5 @@ def test_random_bytes_are_frames_only_if_they_start_like_one() -> None:
             header_nbytes, _ = unpack_fixed(fixed, 1 << 20)
         except ProtocolError:
             continue
-        assert fixed[:4] == b"KV\x02\x00"
+        assert fixed[:4] == b"KV\x03\x00"
         assert header_nbytes <= 1 << 20

@@ -249,7 +249,7 @@ def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: Any) 
 
 def test_another_protocol_version_is_said_at_connect(fake_node: Any) -> None:
     fake_node.version = PROTOCOL_VERSION + 1
-    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match="this node 3"):
+    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match="this node 4"):
         client.lookup(NAMESPACE, KEYS)
 
 
@@ -342,7 +342,7 @@ def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: 
 def test_threads_that_lose_one_link_make_one_new_link(fake_node: Any) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
-        old = client._node._link
+        old = client._fan_out.nodes.only._link
         assert old is not None
         barrier = threading.Barrier(8)
         results: list[Any] = []

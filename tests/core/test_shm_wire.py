@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, PutOutcome, Unavailable, opaque_layout
+from kvstore.buffers import HELD_NBYTES_MAX
 from kvstore.checksum import checksum, root
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
@@ -185,7 +186,7 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
         threading.Event().wait(0.03)
 
 
-@pytest.mark.parametrize("nbytes", [1, STEP_NBYTES - 1, STEP_NBYTES, 2 * STEP_NBYTES + 7])
+@pytest.mark.parametrize("nbytes", [1, HELD_NBYTES_MAX + 1, STEP_NBYTES, 2 * STEP_NBYTES + 7, 9 * STEP_NBYTES + 1])
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
     slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-import node.server
-from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
+from kvstore import Client, ClientConfig, Namespace, PutOutcome, checksum, opaque_layout
 from kvstore.client import Keep
 from kvstore.measure.content import page_content
 from node.config import NodeConfig
@@ -27,6 +26,7 @@ sys.path.append(str(Path(__file__).parent))  # modules of this folder are found 
 
 from planted import PORTS, Fault, children, keeper_of
 from planted import SMALL as KEPT
+from ranged import LEAF, PAGE
 
 SECTOR_NBYTES = 4096
 SMALL: dict[str, Any] = {
@@ -161,7 +161,7 @@ def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -
     def open_here(*arguments: Any, pulse: Callable[[], None], **settings: Any) -> DataDir:
         return DataDir(*arguments, **settings, layer=layer)
 
-    monkeypatch.setattr(node.server, "KeptDir", open_here)
+    monkeypatch.setattr("node.server.KeptDir", open_here)
     nodes = Nodes(tmp_path / "data", layer)
     yield nodes
     nodes.close()
@@ -232,6 +232,30 @@ def pages(request: pytest.FixtureRequest) -> Pages:
 @pytest.fixture
 def make_pages() -> type[Pages]:
     return Pages
+
+
+@pytest.fixture
+def node(nodes: Nodes) -> Node:
+    return nodes.start()
+
+
+@pytest.fixture
+def large(request: pytest.FixtureRequest) -> Iterator[Pages]:
+    """Pages of several leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checksum, "LEAF_NBYTES", LEAF)
+        checksum.cuts.cache_clear()
+        yield Pages(request.node.name, PAGE)
+    checksum.cuts.cache_clear()
+
+
+@pytest.fixture
+def stored(node: Node, nodes: Nodes, large: Pages) -> list[bytes]:
+    """Keys of two pages that are on disk only."""
+    keys = large.keys(1, 2)
+    large.put(nodes.connect(node), keys, durable=True)
+    large.drop_from_ram(node)
+    return keys
 
 
 class Clock:

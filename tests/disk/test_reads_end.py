@@ -29,7 +29,7 @@ def test_a_scrub_that_hangs_is_told(nodes: Any, layer: Any, pages: Any, monkeypa
         scrubbing = pool.submit(client.scrub)
         assert layer.waiting.acquire(timeout=10.0)
         time.sleep(0.3)
-        hangs = node.disk._reads.hang
+        hangs = node.disk.reading.hang
         layer.reading.set()
         scrubbing.result(10.0)
     assert hangs

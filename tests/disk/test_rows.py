@@ -56,13 +56,14 @@ def test_a_row_is_what_the_format_says() -> None:
     value = struct.pack(
         "<QQIII", *(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s"))
     )
-    value += page_checksum
+    value += page_checksum + bytes.fromhex(example["leaves"])
     value += struct.pack(">Q", xxhash.xxh3_64_intdigest(key + value))
     assert (key.hex(), value.hex()) == (example["key"], example["value"])
     ours = parse_page_row(key, value)
     assert ours is not None
     assert (ours.key, ours.value()) == (key, value)
     assert (ours.namespace, ours.prefix_hash, ours.checksum) == (example["namespace"], prefix_hash, page_checksum)
+    assert ours.leaves.hex() == example["leaves"]
     assert ours[2:7] == tuple(example[name] for name in ("offset", "slot_nbytes", "stored_s", "used_s", "expiry_s"))
 
 
@@ -85,8 +86,9 @@ def test_slots_lie_where_the_format_says() -> None:
         ], f"slots of {slot_nbytes}"
 
 
-def test_a_row_with_any_byte_changed_or_missing_is_no_row() -> None:
-    ours = row(7)
+@pytest.mark.parametrize("leaves", [b"", b"leaf 0..leaf 1.."])
+def test_a_row_with_any_byte_changed_or_missing_is_no_row(leaves: bytes) -> None:
+    ours = row(7)._replace(leaves=leaves)
     key, value = ours.key, ours.value()
     for i in range(len(key)):
         changed = key[:i] + bytes([key[i] ^ 0x10]) + key[i + 1 :]
@@ -221,7 +223,7 @@ def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.M
         rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
         rows.write({1: b"n"}, [row(1)], [])
         rows.close()
-    with pytest.raises(ConfigError, match=r"format '1' by another version.*reads format 4.*another directory"):
+    with pytest.raises(ConfigError, match=r"format '1' by another version.*reads format 5.*another directory"):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
     monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 1)
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange, Exhausted
+from node.ram.inventory import Inventory
 
 
 def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(nodes: Any, pages: Any) -> None:
@@ -35,7 +36,7 @@ def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(nodes: Any, pag
     pages.put(client, [key], durable=True)
     pages.drop_from_ram(node)
     assert pages.get(client, [key]) == [True]
-    with node.tier.inspected(pages.digest, key) as page:
+    with Inventory(node.tier).inspected(pages.digest, key) as page:
         node.arena.view(page.offset, pages.nbytes)[-1] ^= 1
     buffer = bytearray(100)
     assert client.get_ranges(pages.namespace, [key], [ByteRange(0, 100)], [buffer]) == [True]

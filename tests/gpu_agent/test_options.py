@@ -128,7 +128,7 @@ def said_of(text: str) -> Iterator[tuple[str, float]]:
     [
         ("sglang.md", 0, defaults_of("sglang"), 4),
         ("sglang.md", 1, defaults_of("sglang_linker"), 4),
-        ("lmcache.md", 0, asdict(AgentConfig()), 5),
+        ("lmcache.md", 0, asdict(AgentConfig()), 4),
         ("vllm.md", 0, asdict(AgentConfig()), 3),
         ("vllm-tier.md", 0, asdict(AgentConfig()), 5),
         ("lightllm.md", 0, asdict(TierConfig()), 4),

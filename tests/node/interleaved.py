@@ -21,6 +21,7 @@ from kvstore.errors import Exhausted
 from node.ram.below import Nothing
 from node.ram.namespace import Namespaces
 from node.ram.page import Page, State
+from node.ram.parts import Parts
 from node.ram.pinning import Pinning
 from node.ram.reservation import Reservation
 from node.ram.tier import RamTier
@@ -256,8 +257,9 @@ class Life:
             self.done["puts"] += 1
 
     def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        parts = Parts(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
         acquired = yield from self._in_turns(
-            self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1)
+            self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1, parts)
         )
         for page, record in acquired.loads:
             yield from self._load(page, record)
@@ -265,6 +267,7 @@ class Life:
         yield from self._look(held, self._rng.randint(1, 30))
         self._tier.release(held)
         self.done["hits"] += len(held)
+        self.done["reads of parts"] += len(acquired.in_part)
 
     def _load(self, page: Page, record: int) -> Task[None]:
         """One of five can not be read."""

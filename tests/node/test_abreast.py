@@ -16,6 +16,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires import abreast, bulk
 from kvstore.wires.abreast import LANES_MAX, THREADS_MAX, Abreast, lane_count, shares
 from kvstore.wires.bulk import BulkWire
+from node.ram.inventory import Inventory
 from node.server import Node
 
 LANES = 3
@@ -33,7 +34,7 @@ def client(node: Node, connect: Callable[..., Client], monkeypatch: pytest.Monke
 
 
 def link_of(client: Client) -> BulkWire:
-    wire = client._node._link.wire
+    wire = client._fan_out.nodes.only._link.wire
     assert isinstance(wire, BulkWire)
     return wire
 
@@ -68,7 +69,7 @@ def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages
     assert client.get_ranges(pages.namespace, keys, [ByteRange(5, 7)], buffers) == [True] * 9
     assert buffers == [pages.content(key)[5:12] for key in keys]
     for bad in (1, 5, 8):
-        with node.tier.inspected(pages.namespace.digest, keys[bad]) as page:
+        with Inventory(node.tier).inspected(pages.namespace.digest, keys[bad]) as page:
             assert page is not None
             node.arena.view(page.offset, 1)[0] ^= 1
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
@@ -179,7 +180,7 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name.startswith("kvstore-bulk"):
+        if thread.name.startswith("kvstore-abreast"):
             signal.raise_signal(signal.SIGINT)
 
     buffers = [bytearray(pages.content(key)) for key in keys]
@@ -301,14 +302,18 @@ def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
 def test_idle_connections_that_had_to_leave_are_no_failure(client: Client, pages: Any, node: Node) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
-    connects, known = client._node.connect_count, link_of(client)
+    connects, known = client._fan_out.nodes.only.connect_count, link_of(client)
     for _ in range(3):
         idle = len(known._pool._idle)
         assert idle
         while node.bulk._places.drop_idle():
             pass
         assert pages.get(client, keys) == [True] * 9
-    assert (link_of(client), client._node.connect_count, client._node.failure_count) == (known, connects, 0)
+    assert (link_of(client), client._fan_out.nodes.only.connect_count, client._fan_out.nodes.only.failure_count) == (
+        known,
+        connects,
+        0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_get_over_grpc_ends_when_its_reader_has_left(
     request = pb.GetRequest(
         namespace=pages.namespace.digest, prefix_hashes=keys, ranges=[pb.ByteRange(offset=0, nbytes=1)]
     )
-    intact, hashed, begun = node.service._intact, list[Any](), threading.Event()
+    intact, hashed, begun = node.service.content.intact, list[Any](), threading.Event()
 
     def slow(page: Any, ranges: Any) -> bool:
         hashed.append(page)
@@ -58,7 +58,7 @@ def test_a_get_over_grpc_ends_when_its_reader_has_left(
         threading.Event().wait(0.1)
         return intact(page, ranges)
 
-    monkeypatch.setattr(node.service, "_intact", slow)
+    monkeypatch.setattr(node.service.content, "intact", slow)
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         call = KVStoreStub(channel).Get(request, timeout=30.0)
         assert begun.wait(10.0)

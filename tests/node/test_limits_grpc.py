@@ -367,7 +367,7 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
         pages.put(client, [number.to_bytes(2, "big") * 16 for number in range(first, first + 50)])
     client.flush(timeout_s=30.0)
     assert node.disk is not None
-    verify, verified = node.disk.verify, []
+    verify, verified = node.disk.reading.verify, []
 
     def slowly(*arguments: Any) -> bool:
         threading.Event().wait(0.05)
@@ -379,7 +379,7 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
         while len(verified) <= count:
             threading.Event().wait(0.01)
 
-    monkeypatch.setattr(node.disk, "verify", slowly)
+    monkeypatch.setattr(node.disk.reading, "verify", slowly)
     with channel_to(node) as channel:
         stub = KVStoreStub(channel)
         calls = [stub.Scrub.future(pb.ScrubRequest(nbytes_max=1 << 60), timeout=60.0) for _ in range(20)]

@@ -55,8 +55,8 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
     large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
-    intact, hashed = service._intact, []
-    monkeypatch.setattr(service, "_intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
+    intact, hashed = service.content.intact, []
+    monkeypatch.setattr(service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
     with large_node.sessions.open("test") as session:
         nbytes, reply, pieces = service.begin_get(session, ranged(large_pages, *[0, 1] * 500))
         assert list(reply.hits) == [True] * 1000
@@ -68,8 +68,8 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
     large_node: Node, large_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
-    intact, hashed = service._intact, []
-    monkeypatch.setattr(service, "_intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
+    intact, hashed = service.content.intact, []
+    monkeypatch.setattr(service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
     with large_node.sessions.open("test", gone=lambda: bool(hashed)) as session:
         with pytest.raises(Unavailable, match="the caller is gone"):
             service.begin_get(session, ranged(large_pages, 0, 1))

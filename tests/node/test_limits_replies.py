@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
 from node.serve.grpc import STREAM_NBYTES_MAX
 from node.server import Node
 
 SETTINGS, HEADERS, DATA, PING, ACK = 4, 1, 0, 6, 1
-WINDOW = 4  # the setting's number
+WINDOW, FRAME = 4, 5  # the settings' numbers
 CALLS = 12
 
 
@@ -121,13 +122,23 @@ def test_replies_that_nobody_takes_do_not_stay_in_memory(
     assert rude.hung_up(20.0)
 
 
+def told(frames: list[tuple[int, int, bytes]], setting: int) -> list[int]:
+    """The values of a setting of HTTP/2 that the node has told."""
+    settings = b"".join(body for kind, flags, body in frames if kind == SETTINGS and not flags & ACK)
+    return [value for number, value in struct.iter_unpack(">HI", settings) if number == setting]
+
+
 def test_a_stream_over_grpc_has_a_window_that_does_not_grow(deaf: Callable[[], Deaf]) -> None:
     """It grows with what gRPC learns by pings; who answered them late could pour 512 MiB into each stream."""
     connection = deaf()
     connection.call("/kvstore.KVStore/Stat", bytes(60_000))
     frames = list(connection.frames(last=HEADERS))
-    settings = b"".join(body for kind, flags, body in frames if kind == SETTINGS and not flags & ACK)
-    windows = [value for number, value in struct.iter_unpack(">HI", settings) if number == WINDOW]
-    assert windows
-    assert max(windows) <= STREAM_NBYTES_MAX
+    assert told(frames, WINDOW)
+    assert max(told(frames, WINDOW)) <= STREAM_NBYTES_MAX
     assert PING not in [kind for kind, _, _ in frames]
+
+
+def test_a_message_over_grpc_may_come_in_one_frame(deaf: Callable[[], Deaf]) -> None:
+    connection = deaf()
+    connection.call("/kvstore.KVStore/Hello", b"")
+    assert told(list(connection.frames(last=HEADERS)), FRAME) == [MESSAGE_NBYTES_MAX]

@@ -204,7 +204,7 @@ def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
     pages.put(client, pages.keys(*range(8)))
     request = pb.VerifyRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(0, 1, 2))
     with pytest.raises(InvalidRequest, match="batch_nbytes_max"):
-        client._call("verify", request, None, None)
+        client._only("verify", request, None)
     assert client.verify(pages.namespace, pages.keys(*range(9))) == (8, 0, 1)
 
 

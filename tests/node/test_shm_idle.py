@@ -16,9 +16,9 @@ def test_idle_connections_that_had_to_leave_are_no_failure(
     client, shm = connect(node, "shm"), node.shm
     assert shm is not None
     pages.put(client, pages.keys(1))
-    connects = client._node.connect_count
+    connects = client._fan_out.nodes.only.connect_count
     for _ in range(3):
         wait_until(shm._places.drop_idle)  # once it has done with what was asked last
         wait_until(lambda: not shm.count)
         assert pages.get(client, pages.keys(1)) == [True]
-    assert (client._node.connect_count, client._node.failure_count) == (connects, 0)
+    assert (client._fan_out.nodes.only.connect_count, client._fan_out.nodes.only.failure_count) == (connects, 0)

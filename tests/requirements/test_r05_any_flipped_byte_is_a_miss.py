@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import ByteRange
+from node.ram.inventory import Inventory
 from node.ram.page import Page
 from node.server import Node
 
@@ -19,7 +20,7 @@ def node(start_node: Callable[..., Node]) -> Node:
 
 def page_of(node: Node, chain: Any, key: bytes) -> Page:
     """The page's record, with which its bytes in the arena can be found."""
-    with node.tier.inspected(chain.namespace.digest, key) as page:
+    with Inventory(node.tier).inspected(chain.namespace.digest, key) as page:
         assert page is not None
         return page
 

@@ -94,12 +94,13 @@ def test_a_flipped_byte_is_a_miss(
     assert driver.store(keys, sources).is_successful()
     client = driver.adapter._client._node.client if form == "native_plugin" else driver.adapter._node.client
     with Client(ClientConfig(address=shared_node.address, wire="shm")) as mine:
-        namespace = next(found for found, info in mine.namespaces() if found.digest in client._node._link.opened)
+        namespace = next(
+            found for found, info in mine.namespaces() if found.digest in client._fan_out.nodes.only._link.opened
+        )
         with mine.open_get(namespace, [keys[1].chunk_hash]) as slots:
             slots.arena.memory[slots.offsets[0] + 100] ^= 4
     targets = objects_of(3, fill=False)
     assert driver.load(keys, targets) == [True, False, True]
-    assert not targets[1].raw_data.view(torch.uint8).any()
     assert bytes(targets[2].byte_array) == bytes(sources[2].byte_array)
     assert driver.lookup(keys) == [True, False, True]
 

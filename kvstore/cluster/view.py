@@ -1,0 +1,146 @@
+"""Who is in a cluster: a numbered list of members, the same for everybody who holds it. Pure.
+
+joining    it is given its keys, and asks those who had them for what it lacks
+serving    it is given and asked for its keys
+draining   it is given nothing any more, and asked for what it still has
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvstore.cluster.placement import Candidate, Placement
+from kvstore.config import split_address
+from kvstore.errors import ConfigError
+from kvstore.pb import kvstore_pb2 as pb
+
+MEMBERS_MAX = 1024
+REPLICAS_MAX = 8
+WEIGHT_MAX = 1e6
+NAME_NBYTES_MAX = 64  # of a cluster, a zone and a member's id
+
+
+class State(enum.Enum):
+    JOINING = pb.MEMBER_JOINING
+    SERVING = pb.MEMBER_SERVING
+    DRAINING = pb.MEMBER_DRAINING
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node of a cluster. `address`: host:port of its gRPC, as everybody reaches it. `weight`: its share of the keys,
+    in relation to the others'. `zone`: what fails together with it, such as its rack; empty: only itself."""
+
+    id: str
+    address: str
+    weight: float = 1.0
+    zone: str = ""
+    state: State = State.SERVING
+
+    def __post_init__(self) -> None:
+        check_name("a member's id", self.id)
+        if self.zone:
+            check_name(f"the zone of {self.id}", self.zone)
+        split_address(self.address)
+        if not 0 < self.weight <= WEIGHT_MAX:
+            raise ConfigError(f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}")
+
+
+@dataclass(frozen=True)
+class View:
+    """`number` rises with every change. `replicas`: how many members own a key, if there are so many.
+
+    Raises ConfigError for what can not be a cluster.
+    """
+
+    cluster: str
+    number: int
+    members: tuple[Member, ...]
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        check_name("the cluster", self.cluster)
+        if not 1 <= self.replicas <= REPLICAS_MAX:
+            raise ConfigError(f"replicas={self.replicas} must be in 1..{REPLICAS_MAX}")
+        if len(self.members) > MEMBERS_MAX:
+            raise ConfigError(f"{len(self.members)} members are too many for one cluster; at most {MEMBERS_MAX}")
+        for what in ("id", "address"):
+            names = [getattr(member, what) for member in self.members]
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
+
+    @cached_property
+    def by_id(self) -> dict[str, Member]:
+        return {member.id: member for member in self.members}
+
+    @cached_property
+    def owners(self) -> Placement:
+        """Who is given a key, and asked for it first."""
+        return self._placed(State.SERVING, State.JOINING)
+
+    @cached_property
+    def holders(self) -> Placement:
+        """Who was given a key before members joined or were drained: asked for what its owners lack."""
+        return self._placed(State.SERVING, State.DRAINING)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody joins or is drained: then holders are owners."""
+        return all(member.state is State.SERVING for member in self.members)
+
+    def _placed(self, *states: State) -> Placement:
+        chosen = [member for member in self.members if member.state in states]
+        return Placement([Candidate(member.id, member.weight, member.zone) for member in chosen], self.replicas)
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises ConfigError. Names stand in paths, metrics and logs."""
+    fits = len(name.encode()) <= NAME_NBYTES_MAX and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+    if not fits:
+        raise ConfigError(f"{what} is called {name!r}; use up to {NAME_NBYTES_MAX} of a-z, A-Z, 0-9, - and _")
+
+
+def static_view(text: str) -> View:
+    """Of `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`: a cluster whose members never change. Raises ConfigError."""
+    scheme, _, rest = text.partition(":")
+    cluster, slash, members = rest.partition("/")
+    if scheme != "static" or not slash:
+        raise ConfigError(f"cluster={text!r} is not static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...")
+    return View(cluster, 1, tuple(_described(member) for member in members.split(",")))
+
+
+def _described(text: str) -> Member:
+    member, equals, rest = text.strip().partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no member; write ID=HOST:PORT, with @ZONE and *WEIGHT if they matter")
+    rest, _, weight = rest.partition("*")
+    address, _, zone = rest.partition("@")
+    try:
+        return Member(member, address, float(weight or 1.0), zone)
+    except ValueError as error:
+        raise ConfigError(f"the weight of {member} is {weight!r}, which is no number") from error
+
+
+def view_message(view: View) -> pb.View:
+    members = [
+        pb.Member(
+            id=member.id, address=member.address, weight=member.weight, zone=member.zone, state=member.state.value
+        )
+        for member in view.members
+    ]
+    return pb.View(cluster=view.cluster, number=view.number, replicas=view.replicas, members=members)
+
+
+def parse_view(message: pb.View) -> View:
+    """Raises ConfigError for what can not be a cluster."""
+    return View(message.cluster, message.number, tuple(_parsed(message.members)), message.replicas)
+
+
+def _parsed(members: Iterable[pb.Member]) -> Iterable[Member]:
+    for member in members:
+        try:
+            state = State(member.state)
+        except ValueError as error:
+            raise ConfigError(f"{member.id} is in a state that this version does not know: {error}") from error
+        yield Member(member.id, member.address, member.weight, member.zone, state)

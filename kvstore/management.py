@@ -1,0 +1,227 @@
+"""What is asked of nodes beside the pages: what they have, and what they are to do with it."""
+
+import functools
+import heapq
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import or_
+from typing import Any, TypeVar, cast
+
+from kvstore.batches import check_goes_on, keyed_replies, per_key, wait_ms
+from kvstore.cluster.fan_out import FanOut, Places, chosen
+from kvstore.cluster.view import View
+from kvstore.config import ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import KVStoreError
+from kvstore.keys import Namespace, check_prefix_hashes
+from kvstore.link import Link, NodeLink
+from kvstore.messages import add_counts, namespace_value
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import VerifyResult
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
+RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so then
+
+
+class Management:
+    """Of one node, or of all members of a cluster. `kvstore.Client` is one."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self._fan_out = FanOut(config)
+
+    def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
+        """Registers the namespace now, if the node is alone. Every other call does it by itself when needed."""
+        deadline = self._deadline(timeout_s)
+        if self._fan_out.nodes.found(deadline) is None:
+            self._fan_out.all(lambda link, _: None, namespace, deadline)
+
+    def verify(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
+    ) -> VerifyResult:
+        """Lets the node check its copies of these pages; it drops those that are bad."""
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+        counted: list[VerifyResult] = []
+
+        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+            hashes = chosen(prefix_hashes, places)
+            for reply in keyed_replies(link, "verify", pb.VerifyRequest, namespace, hashes, deadline):
+                counted.append(VerifyResult(reply.intact, reply.dropped, reply.absent))
+            return [True] * len(places)
+
+        self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, self._deadline(timeout_s))
+        return VerifyResult(*map(sum, zip(*counted, strict=True)))
+
+    def remove(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
+    ) -> list[bool]:
+        """Forgets pages, pinned ones too; True for each that was there."""
+        return self._keyed("remove", "removed", pb.RemoveRequest, namespace, prefix_hashes, timeout_s)
+
+    def pin(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Keeps pages from eviction for `ttl_s` seconds; True for each that is there."""
+        message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
+        return self._keyed("pin", "pinned", message, namespace, prefix_hashes, timeout_s)
+
+    def unpin(self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+        """True for each page that was pinned."""
+        return self._keyed("unpin", "unpinned", pb.UnpinRequest, namespace, prefix_hashes, timeout_s)
+
+    def stat(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
+    ) -> list[pb.PageStat]:
+        """One PageStat per key; `present` is False for a miss."""
+
+        def ask(link: Link, deadline: Deadline, places: Places) -> list[pb.PageStat]:
+            hashes = chosen(prefix_hashes, places)
+            return per_key(keyed_replies(link, "stat", pb.StatRequest, namespace, hashes, deadline), "pages", hashes)
+
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
+        absent, deadline = pb.PageStat(), self._deadline(timeout_s)
+        found = self._fan_out.per_key(ask, namespace, prefix_hashes, _not_present, absent, deadline)
+        return [_of_key(page, prefix_hash) for page, prefix_hash in zip(found, prefix_hashes, strict=True)]
+
+    def list_pages(
+        self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
+    ) -> Iterator[pb.PageStat]:
+        """Pages in the order of their prefix hashes, fetched piece by piece, those `after` one. `limit` 0: all. Of
+        a cluster those of the members that answer; a page that several of them have is listed once."""
+        alive = answered(self._fan_out.each(lambda link, _: None, namespace, self._deadline(None)))
+        links = self._fan_out.nodes.all()
+        parts = [
+            self._list_of(links[address], namespace, key_prefix, limit, after) for address in alive if address in links
+        ]
+        merged = heapq.merge(*parts, key=lambda page: page.prefix_hash)
+        distinct = (next(copies) for _, copies in itertools.groupby(merged, key=lambda page: page.prefix_hash))
+        yield from itertools.islice(distinct, limit or None)
+
+    def _list_of(
+        self, link: NodeLink, namespace: Namespace, key_prefix: bytes, limit: int, after: bytes
+    ) -> Iterator[pb.PageStat]:
+        request = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after)
+        count = 0
+        while True:
+            request.limit = limit - count if limit else 0
+            reply = link.run(
+                lambda link, deadline: link.wire.call("list", request, deadline), namespace, self._deadline(None)
+            )
+            check_goes_on(request, reply)
+            yield from reply.pages
+            request.page_token, count = reply.next_page_token, count + len(reply.pages)
+            if not request.page_token or (limit and count >= limit):
+                return
+
+    def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+        """All namespaces that the nodes know, with their counters: sums over those members of a cluster that answer."""
+        request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
+        replies = answered(
+            self._fan_out.each(lambda link, limit: link.wire.call("list_namespaces", request, limit), None, deadline)
+        )
+        found: dict[bytes, pb.NamespaceInfo] = {}
+        for info in (info for reply in replies.values() for info in reply.namespaces):
+            known = found.setdefault(info.digest, info)
+            if known is not info:
+                add_counts(known, info)
+        return [(namespace_value(info.namespace), info) for info in found.values()]
+
+    def view(self, timeout_s: float | None = None) -> View | None:
+        """Of the cluster that the nodes are members of, the newest that one of them told; None: the node is alone."""
+        return self._fan_out.nodes.found(self._deadline(timeout_s))
+
+    def node_status(self, timeout_s: float | None = None) -> pb.NodeStatusReply:
+        """What the node says of itself: state, memory, namespaces, counters, limits."""
+        return cast(pb.NodeStatusReply, self._only("node_status", pb.NodeStatusRequest(), timeout_s))
+
+    def statuses(self, timeout_s: float | None = None) -> dict[str, pb.NodeStatusReply | KVStoreError]:
+        """What each node says of itself, or why it can not be asked, by address."""
+        request, deadline = pb.NodeStatusRequest(), self._deadline(timeout_s)
+        return self._fan_out.each(lambda link, limit: link.wire.call("node_status", request, limit), None, deadline)
+
+    def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
+        """Forgets all pages of a namespace in every tier; how many entries went."""
+        request = pb.RemoveNamespaceRequest(namespace=namespace.digest)
+        return sum(reply.removed for reply in self._all("remove_namespace", request, namespace, timeout_s))
+
+    def flush(self, timeout_s: float | None = None) -> int:
+        """Returns when all visible pages survive power loss; the number of pages on disk."""
+
+        def run(link: Link, deadline: Deadline) -> int:
+            reply = link.wire.call("flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline)
+            return int(reply.pages_on_disk)
+
+        return sum(self._fan_out.all(run, None, self._deadline(timeout_s)))
+
+    def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
+        """Lets the node verify a stretch of its disk; go on with `next_cursor` until it is empty."""
+        return cast(
+            pb.ScrubReply, self._only("scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), timeout_s)
+        )
+
+    def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
+        """Lets the node try its failed disk again. Raises Exhausted if it still fails, or hangs for 30 s."""
+        self._only("recover", pb.RecoverRequest(), timeout_s)
+
+    # ---- one call ------------------------------------------------------------------------
+
+    def _keyed(
+        self,
+        op: str,
+        field: str,
+        message: Any,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None,
+    ) -> list[bool]:
+        """What the replies' `field` says of each key, of any of its copies; in as many batches as the node's limit asks
+        for."""
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+
+        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+            hashes = chosen(prefix_hashes, places)
+            return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
+
+        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, self._deadline(timeout_s))
+
+    def _all(self, op: str, request: Any, namespace: Namespace | None, timeout_s: float | None) -> list[Any]:
+        deadline = self._deadline(timeout_s)
+        return self._fan_out.all(lambda link, limit: link.wire.call(op, request, limit), namespace, deadline)
+
+    def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
+        return self._one(op, lambda link, deadline: link.wire.call(op, request, deadline), None, timeout_s)
+
+    def _one(
+        self,
+        what: str,
+        call: Callable[[Link, Deadline], Result],
+        namespace: Namespace | None,
+        timeout_s: float | None,
+    ) -> Result:
+        return self._fan_out.one(call, namespace, self._deadline(timeout_s), what)
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
+
+
+def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]:
+    """Of the nodes that answered. Raises what one of them raised if none did."""
+    found = {address: outcome for address, outcome in outcomes.items() if not isinstance(outcome, KVStoreError)}
+    failed = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, KVStoreError)}
+    if failed and not found:
+        raise next(iter(failed.values()))
+    for address, error in failed.items():
+        log.warning("without %s: %s", address, error)
+    return found
+
+
+def _not_present(page: pb.PageStat) -> bool:
+    return not page.present
+
+
+def _of_key(page: pb.PageStat, prefix_hash: bytes) -> pb.PageStat:
+    return page if page.prefix_hash else pb.PageStat(prefix_hash=prefix_hash)

@@ -1,0 +1,50 @@
+"""The bytes of held pages: where ranges of them are in the arena, and whether they are intact."""
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.checksum import checksum, joined_checksum, parts_match, root
+from node.ram.arena import Arena
+from node.ram.page import Page
+from node.ram.parts import Parts, Range
+from node.ram.tier import RamTier
+
+
+class Content:
+    """Thread-safe. A page that does not match its checksum is dropped."""
+
+    def __init__(self, arena: Arena, tier: RamTier) -> None:
+        self._arena = arena
+        self._tier = tier
+
+    def views(self, page: Page, ranges: Sequence[Range]) -> Iterator[memoryview]:
+        """Of ranges of the page that are in its slot."""
+        at = places(page, ranges)
+        return (self._arena.view(place, nbytes) for place, (_, nbytes) in zip(at, ranges, strict=True))
+
+    def checksum(self, page: Page, ranges: Sequence[Range]) -> bytes:
+        """For the way of these ranges, none if the page is not intact; nothing is copied for it. Their reader has not
+        all that a leaf covers, so that is checked here; of a page of which only parts are here it was just now."""
+        if not isinstance(page.namespace, Parts) and not self.intact(page, ranges):
+            return b""
+        nbytes = sum(nbytes for _, nbytes in ranges)
+        return joined_checksum(self.views(page, ranges), nbytes, page.namespace.seed(page.prefix_hash))
+
+    def intact(self, page: Page, ranges: Sequence[Range] = ()) -> bool:
+        """Compares a page, or what has to do with `ranges` of it, with its checksum."""
+        view = self._arena.view(page.offset, page.namespace.page_nbytes)
+        seed = page.namespace.seed(page.prefix_hash)
+        if ranges and page.leaves:
+            intact = root(page.leaves, seed) == page.checksum and parts_match(view, page.leaves, ranges)
+        else:
+            intact = checksum(view, seed) == page.checksum
+        if not intact:
+            self._tier.drop_corrupt(page)
+        return intact
+
+
+def places(page: Page, ranges: Sequence[Range]) -> list[int]:
+    """Where in the arena each of the ranges begins."""
+    space = page.namespace
+    if isinstance(space, Parts):
+        return [page.offset + space.place(offset) for offset, _ in ranges]
+    return [page.offset + offset for offset, _ in ranges]

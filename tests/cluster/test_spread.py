@@ -1,0 +1,147 @@
+"""Answers put together from members that lack, fail, are late, or are wrong about who they are."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.cluster.spread import everywhere, spread
+from kvstore.deadline import Deadline
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+
+MEMBERS = "abcd"
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """One after the other, in some order."""
+    found: dict[int, Any] = {}
+    for number in random.sample(range(len(calls)), len(calls)):
+        try:
+            found[number] = calls[number]()
+        except KVStoreError as error:
+            found[number] = error
+    return [found[number] for number in range(len(calls))]
+
+
+class Fleet:
+    """Members with what they have and how they fail."""
+
+    def __init__(self, **has: set[int]) -> None:
+        self.has = has
+        self.fails: dict[str, KVStoreError] = {}
+        self.asked: list[tuple[str, list[int]]] = []
+        self.limits: list[float] = []
+
+    def ask(self, member: str, places: list[int], limit: Deadline) -> list[bool]:
+        self.asked.append((member, places))
+        self.limits.append(limit.seconds)
+        if member in self.fails:
+            raise self.fails[member]
+        return [place in self.has[member] for place in places]
+
+    def get(self, routes: Sequence[str], seconds: float = 10.0) -> list[bool]:
+        return spread(routes, self.ask, together, lambda found: not found, False, Deadline(seconds))
+
+    def remove(self, routes: Sequence[str]) -> list[bool]:
+        return everywhere(routes, self.ask, together, lambda one, other: one or other, False, Deadline(10.0))
+
+
+def test_each_key_is_asked_of_its_first_member_and_answers_keep_their_order() -> None:
+    fleet = Fleet(a={0, 2}, b={1})
+    assert fleet.get(["a", "b", "a", "b"]) == [True, True, True, False]
+    assert sorted(fleet.asked) == [("a", [0, 2]), ("b", [1, 3])]
+
+
+def test_what_the_first_lacks_is_asked_of_the_next_and_nothing_else() -> None:
+    fleet = Fleet(a={0}, b={1}, c={2})
+    assert fleet.get(["ab", "ab", "bc"]) == [True, True, True]
+    assert sorted(fleet.asked) == [("a", [0, 1]), ("b", [1]), ("b", [2]), ("c", [2])]
+
+
+@pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded, Exhausted, ProtocolError])
+def test_a_member_that_fails_is_not_asked_again_and_its_keys_go_to_the_next(error: type[KVStoreError]) -> None:
+    fleet = Fleet(b={0, 1}, c=set())
+    fleet.fails["a"] = error("away")
+    assert fleet.get(["ab", "a", "ca"]) == [True, False, False]
+    assert [member for member, _ in fleet.asked].count("a") == 1
+
+
+def test_nobody_answered() -> None:
+    fleet = Fleet()
+    fleet.fails = {"a": Unavailable("a is away"), "b": Exhausted("b is full")}
+    with pytest.raises((Unavailable, Exhausted), match=r"away|full"):
+        fleet.get(["ab", "b"])
+
+
+def test_the_callers_mistake_is_the_callers() -> None:
+    fleet = Fleet(a={0})
+    fleet.fails["b"] = InvalidRequest("a hash is too long")
+    with pytest.raises(InvalidRequest, match="too long"):
+        fleet.get(["a", "ba"])
+
+
+def test_no_keys_ask_nobody() -> None:
+    fleet = Fleet()
+    assert fleet.get([]) == []
+    assert fleet.asked == []
+
+
+def test_keys_without_a_member_are_misses() -> None:
+    """A view of members that are all drained away has no owners."""
+    assert Fleet(a={1}).get(["", "a"]) == [False, True]
+
+
+def test_who_has_others_behind_it_gets_half_of_the_time() -> None:
+    fleet = Fleet(a=set(), b={0})
+    fleet.get(["ab"], 8.0)
+    assert [round(limit) for limit in fleet.limits] == [4, 8]
+
+
+def test_a_call_whose_time_is_over_asks_nobody_else() -> None:
+    fleet = Fleet(a=set(), b={0})
+
+    def slow(member: str, places: list[int], limit: Deadline) -> list[bool]:
+        while not limit.passed:
+            pass
+        while not all_of_it.passed:
+            pass
+        return fleet.ask(member, places, limit)
+
+    all_of_it = Deadline(0.05)
+    assert spread(["ab"], slow, together, lambda found: not found, False, all_of_it) == [False]
+    assert [member for member, _ in fleet.asked] == ["a"]
+
+
+def test_everywhere_asks_all_and_tells_of_any() -> None:
+    fleet = Fleet(a={0}, b={1}, c=set())
+    assert fleet.remove(["ab", "bc", "ac"]) == [True, True, False]
+    assert sorted(fleet.asked) == [("a", [0, 2]), ("b", [0, 1]), ("c", [1, 2])]
+
+
+def test_everywhere_tells_that_one_could_not_when_the_others_have() -> None:
+    fleet = Fleet(a={0}, b={0})
+    fleet.fails["a"] = Unavailable("a is away")
+    with pytest.raises(Unavailable, match="a is away"):
+        fleet.remove(["ab"])
+    assert ("b", [0]) in fleet.asked
+
+
+def test_any_fleet_finds_what_some_member_of_the_route_has(seed: int) -> None:
+    drawn = random.Random(seed)
+    for _ in range(300):
+        count = drawn.randrange(1, 12)
+        fleet = Fleet(**{member: {p for p in range(count) if drawn.random() < 0.4} for member in MEMBERS})
+        fleet.fails = {member: Unavailable(member) for member in MEMBERS if drawn.random() < 0.3}
+        routes = ["".join(drawn.sample(MEMBERS, drawn.randrange(1, 4))) for _ in range(count)]
+        alive = {member for route in routes for member in route} - set(fleet.fails)
+        wanted = [any(p in fleet.has[m] and m not in fleet.fails for m in route) for p, route in enumerate(routes)]
+        try:
+            assert fleet.get(routes) == wanted
+        except Unavailable:
+            assert not any(wanted)
+        asked = [(member, place) for member, places in fleet.asked for place in places]
+        assert len(asked) == len(set(asked)), "a member was asked twice for a key"
+        for member, places in itertools.groupby(sorted(fleet.asked)):
+            assert member[0] in alive or len(list(places)) == 1

@@ -1,0 +1,86 @@
+"""A view: what can not be a cluster is refused with the remedy; owners and holders while members come and go."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvstore.cluster.view import REPLICAS_MAX, Member, State, View, parse_view, view_message
+from kvstore.errors import ConfigError
+from kvstore.pb import kvstore_pb2 as pb
+
+MEMBERS = tuple(Member(f"n{i}", f"host-{i}:7440", 1.0 + i, f"rack-{i % 2}") for i in range(4))
+VIEW = View("fleet", 7, MEMBERS, 2)
+KEYS = [bytes([number]) * 32 for number in range(200)]
+NAMESPACE = bytes(16)
+
+
+def in_state(number: int, state: State) -> View:
+    members = list(MEMBERS)
+    members[number] = replace(members[number], state=state)
+    return replace(VIEW, members=tuple(members))
+
+
+def test_there_and_back_over_the_wire() -> None:
+    view = in_state(2, State.DRAINING)
+    assert parse_view(pb.View.FromString(view_message(view).SerializeToString())) == view
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"members": (*MEMBERS, replace(MEMBERS[0], address="other:1"))}, "two members of fleet have the id n0"),
+        ({"members": (*MEMBERS, replace(MEMBERS[0], id="n9"))}, "two members of fleet have the address host-0:7440"),
+        ({"replicas": 0}, "replicas=0 must be in 1"),
+        ({"replicas": REPLICAS_MAX + 1}, "must be in 1"),
+        ({"cluster": ""}, "the cluster is called ''"),
+        ({"cluster": "a/b"}, "the cluster is called 'a/b'"),
+        ({"members": tuple(Member(f"n{i}", f"h{i}:1") for i in range(1025))}, "1025 members are too many"),
+    ],
+)
+def test_what_can_not_be_a_cluster(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(VIEW, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"id": "a b"}, "a member's id is called 'a b'"),
+        ({"id": "x" * 65}, "use up to 64"),
+        ({"zone": "ä"}, "the zone of n0"),
+        ({"address": "host:0"}, "not host:port"),
+        ({"weight": 0.0}, "weight of n0 is 0.0"),
+        ({"weight": float("nan")}, "weight of n0 is nan"),
+        ({"weight": float("inf")}, "weight of n0 is inf"),
+    ],
+)
+def test_what_can_not_be_a_member(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(MEMBERS[0], **wrong)
+
+
+def test_a_state_that_nobody_knows() -> None:
+    message = view_message(VIEW)
+    message.members[1].state = 9  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="n1 is in a state that this version does not know"):
+        parse_view(message)
+
+
+def test_in_a_settled_view_holders_are_owners() -> None:
+    assert VIEW.settled
+    assert VIEW.owners.owners(NAMESPACE, KEYS) == VIEW.holders.owners(NAMESPACE, KEYS)
+
+
+def test_who_joins_owns_and_holds_nothing_yet() -> None:
+    view = in_state(3, State.JOINING)
+    assert not view.settled
+    assert view.owners.owners(NAMESPACE, KEYS) == VIEW.owners.owners(NAMESPACE, KEYS)
+    held = view.holders.owners(NAMESPACE, KEYS)
+    assert held == replace(VIEW, members=MEMBERS[:3]).owners.owners(NAMESPACE, KEYS)
+
+
+def test_who_is_drained_holds_and_owns_nothing_any_more() -> None:
+    view = in_state(0, State.DRAINING)
+    assert not view.settled
+    assert view.holders.owners(NAMESPACE, KEYS) == VIEW.owners.owners(NAMESPACE, KEYS)
+    assert view.owners.owners(NAMESPACE, KEYS) == replace(VIEW, members=MEMBERS[1:]).owners.owners(NAMESPACE, KEYS)

@@ -1,0 +1,138 @@
+"""The gRPC wire against nodes that answer what no node should, and its outbox."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.deadline import Deadline
+from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.outbox import FRAMES_MAX, Outbox
+
+PAGE = 4 << 20
+Replies = Callable[[Iterator[bytes]], Iterator[bytes]]
+
+
+@pytest.fixture
+def wire_to() -> Iterator[Callable[[Replies], GrpcWire]]:
+    """A wire to a node whose Put and Get answer, message by message, what `replies` yields."""
+    ends: list[Callable[[], Any]] = []
+
+    def start(replies: Replies) -> GrpcWire:
+        server = grpc.server(futures.ThreadPoolExecutor(2))
+        method = grpc.stream_stream_rpc_method_handler(lambda messages, context: replies(messages))
+        handlers = grpc.method_handlers_generic_handler("kvstore.KVStore", {"Put": method, "Get": method})
+        server.add_generic_rpc_handlers((handlers,))
+        wire = GrpcWire(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        server.start()
+        ends.extend((wire.close, lambda: server.stop(0.0).wait()))
+        return wire
+
+    yield start
+    for end in ends:
+        end()
+
+
+def put(wire: GrpcWire, count: int = 2, seconds: float = 20.0) -> list[int]:
+    return wire.put(pb.PutRequest(), [memoryview(bytes(PAGE))] * count, Deadline(seconds))
+
+
+def get(wire: GrpcWire) -> Any:
+    return wire.get(pb.GetRequest(), [memoryview(bytearray(8))], [0], Deadline(20.0))
+
+
+def writes(count: int) -> bytes:
+    return pb.PutFrameReply(begin=pb.PutReply(verdicts=[pb.WRITE] * count)).SerializeToString()
+
+
+def ends(call: Callable[[], Any]) -> bool:
+    """Whether it returns within 20 s."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    return not thread.is_alive()
+
+
+BEGIN = pb.GetFrame(begin=pb.GetReply(hits=[True], checksums=[bytes(16)])).SerializeToString()
+
+
+@pytest.mark.parametrize("frames", [[b"\xff\xff"], [BEGIN, b"\xff\xff"], [BEGIN, BEGIN], [BEGIN], []])
+def test_a_get_that_is_answered_with_nonsense_is_refused(wire_to: Any, frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError, match="the node's answer to a get is incomplete"):
+        get(wire_to(lambda messages: iter(frames)))
+
+
+def test_a_put_whose_commit_is_not_answered_is_not_stored(wire_to: Any) -> None:
+    def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
+        next(messages)
+        yield writes(2)
+        for _ in messages:
+            pass
+
+    with pytest.raises(ProtocolError, match="ended a put without an answer"):
+        put(wire_to(replies))
+
+
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_put_that_the_node_ends_early_waits_for_nothing(
+    wire_to: Any, monkeypatch: pytest.MonkeyPatch, writing: bool
+) -> None:
+    """Neither the calling thread, which has more to send, nor gRPC's, which would send more."""
+    over, said = threading.Event(), list[str]()
+
+    class Watched(Outbox):
+        def __iter__(self) -> Iterator[bytes]:
+            try:
+                yield from super().__iter__()
+            finally:
+                over.set()
+
+    def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
+        next(messages)
+        if writing:
+            yield writes(8)
+            next(messages)
+        raise OSError("the node is in trouble")
+
+    def call() -> None:
+        with pytest.raises(KVStoreError) as caught:
+            put(wire, count=8, seconds=600.0)
+        said.append(str(caught.value))
+
+    monkeypatch.setattr("kvstore.wires.grpc_wire.Outbox", Watched)
+    wire = wire_to(replies)
+    assert ends(call)
+    assert "in trouble" in said[0]
+    assert over.wait(20.0)
+
+
+def test_an_outbox_is_full_until_somebody_takes_a_frame() -> None:
+    outbox, said = Outbox(), list[int]()
+
+    def fill() -> None:
+        for number in range(FRAMES_MAX + 2):
+            assert outbox.put(b"%d" % number)
+            said.append(number)
+        outbox.end()
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert said == list(range(FRAMES_MAX))
+    taken = list[bytes]()
+    assert ends(lambda: taken.extend(outbox))
+    assert taken == [b"%d" % number for number in range(FRAMES_MAX + 2)]
+
+
+def test_who_waits_for_room_in_an_outbox_that_is_ended_goes_on() -> None:
+    outbox, said = Outbox(), list[bool]()
+    timer = threading.Timer(0.05, outbox.end)
+    timer.start()
+    assert ends(lambda: said.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
+    assert said == [True] * FRAMES_MAX + [False, False]
+    timer.join()

@@ -1,0 +1,247 @@
+"""Objects are received in the caller's own memory. What goes wrong while they arrive is no hit, and when the call has
+its result, or was given up, nothing comes into that memory any more.
+
+Between the store and a real node stands a relay, which a test tells what to do to the bytes of an answer.
+"""
+
+import contextlib
+import hashlib
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from waiting import wait_until
+
+from gpu_agent import AgentConfig
+from gpu_agent.objects.known_layouts import ANY
+from gpu_agent.objects.parts import ObjectName
+from gpu_agent.objects.store import ObjectStore
+from kvstore import Client, ClientConfig, Namespace, opaque_layout
+from kvstore.measure.node_process import NodeProcess
+from kvstore.wires.bulk import BulkWire
+
+NBYTES = 1 << 20
+HALF = NBYTES // 2
+WAIT_S = 20.0
+TIME_S = 0.5  # of a load that is going to fail
+
+
+class Relay:
+    """Passes on what client and node say. `pass_on(nbytes, then)`: of what the node says from now on so many bytes,
+    and then `then`: stall (until `go_on`), close, flip a bit of the next ones, or say more than the node did."""
+
+    def __init__(self, node: tuple[str, int]) -> None:
+        self._node = node
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._left, self._then = 0, ""
+        self.stalled, self.go_on = threading.Event(), threading.Event()
+        self.accepted = 0
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def pass_on(self, nbytes: int, then: str) -> None:
+        self._left, self._then = nbytes, then
+
+    def _start(self, work: Any, *arguments: Any) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.accepted += 1
+                node = socket.create_connection(self._node)
+                self._sockets += [client, node]
+                self._start(self._relay, client, node, False)
+                self._start(self._relay, node, client, True)
+
+    def _relay(self, source: socket.socket, target: socket.socket, tampering: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(HALF // 8):
+                target.sendall(self._tampered(data, target) if tampering and self._then else data)
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _tampered(self, data: bytes, target: socket.socket) -> bytes:
+        if len(data) < self._left:
+            self._left -= len(data)
+            return data
+        then, left = self._then, self._left
+        if then == "close":  # again for whoever asks anew
+            target.sendall(data[:left])
+            raise ConnectionResetError
+        if then == "stall":
+            target.sendall(data[:left])
+            self.stalled.set()
+            assert self.go_on.wait(WAIT_S)
+            self._then = ""
+            return data[left:]
+        self._then = ""
+        if then == "more":
+            return data + b"more"
+        return data[:left] + bytes([data[left] ^ 1]) + data[left + 1 :]
+
+    def close(self) -> None:
+        self.go_on.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+
+
+@pytest.fixture
+def relayed(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, Relay]]:
+    """A client whose page bytes come through a relay."""
+    relays: list[Relay] = []
+
+    def connected(wire: BulkWire, limit: Any) -> socket.socket:
+        if not relays:
+            relays.append(Relay(("127.0.0.1", wire._port)))
+        return socket.create_connection(relays[0].address)
+
+    monkeypatch.setattr(BulkWire, "_connected", connected)
+    with Client(ClientConfig(address=shared_node.address, wire="bulk", backoff_s_max=0.1)) as client:
+        client.namespaces()
+        yield client, relays[0]
+        relays[0].close()
+
+
+class Stored:
+    """Three objects in the node, and a store whose loads have little time."""
+
+    def __init__(self, client: Client) -> None:
+        scope = Namespace(uuid.uuid4().hex, ANY, revision="1")
+        layout = opaque_layout(NBYTES)
+        self.namespace = Namespace(scope.model, layout, revision="1")
+        self.names = [ObjectName(scope, hashlib.sha256(b"%d" % i).digest(), layout) for i in range(3)]
+        self.sources = list(torch.randint(1, 256, (3, NBYTES), dtype=torch.uint8))
+        self.targets = list(torch.zeros((3, NBYTES), dtype=torch.uint8))
+        self.objects = ObjectStore(client, AgentConfig(load_timeout_s=TIME_S, save_timeout_s=WAIT_S))
+        self.objects.put(self.names, self.sources).result(WAIT_S)
+
+    def get(self) -> list[bool | None]:
+        return self.objects.get(self.names, self.targets).result(WAIT_S).values
+
+    def reuse(self) -> None:
+        """As by a caller to whom the memory belongs again."""
+        for target in self.targets:
+            target.zero_()
+
+    @property
+    def written(self) -> bool:
+        return any(target.any() for target in self.targets)
+
+
+@pytest.fixture
+def stored(relayed: tuple[Client, Relay]) -> Iterator[Stored]:
+    made = Stored(relayed[0])
+    yield made
+    relayed[1].go_on.set()
+    made.objects.close()
+
+
+def untouched(stored: Stored, relay: Relay) -> bool:
+    """Whether memory that was given back stays as it is when the node's bytes come after all."""
+    stored.reuse()
+    relay.go_on.set()
+    threading.Event().wait(0.3)  # where they would be received
+    return not stored.written
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_what_matches_is_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
+    with Client(ClientConfig(address=shared_node.address, wire=wire)) as client:
+        stored = Stored(client)
+        assert stored.objects.get(stored.names, stored.targets).result(WAIT_S).values == [True] * 3
+        assert torch.equal(torch.stack(stored.targets), torch.stack(stored.sources))
+        stored.objects.close()
+
+
+def test_a_node_that_stalls_in_the_middle_of_a_page_writes_nothing_after_the_result(
+    stored: Stored, relayed: tuple[Client, Relay]
+) -> None:
+    relay = relayed[1]
+    relay.pass_on(NBYTES + HALF, "stall")
+    assert stored.get() == [None] * 3
+    assert relay.stalled.is_set()
+    assert stored.written, "the page was to stall in its middle"
+    assert untouched(stored, relay)
+
+
+def test_close_returns_when_a_page_that_stalled_can_not_come_any_more(
+    stored: Stored, relayed: tuple[Client, Relay]
+) -> None:
+    relay = relayed[1]
+    relay.pass_on(HALF, "stall")
+    loading = stored.objects.get(stored.names, stored.targets)
+    assert relay.stalled.wait(WAIT_S)
+    stored.objects.close()
+    assert loading.result(0).values == [None] * 3
+    assert untouched(stored, relay)
+
+
+def test_an_interrupted_call_writes_nothing_afterwards(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+    client, relay = relayed
+    relay.pass_on(HALF, "stall")
+
+    def interrupt() -> None:
+        if relay.stalled.wait(WAIT_S):
+            wait_until(lambda: stored.written)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def handler(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.get(stored.namespace, [name.prefix_hash for name in stored.names], stored.targets, timeout_s=WAIT_S)
+    finally:
+        interrupter.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert untouched(stored, relay)
+
+
+def test_a_node_that_sends_too_little_and_closes_is_no_hit(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+    relayed[1].pass_on(NBYTES + HALF, "close")
+    results = stored.objects.get(stored.names, stored.targets).result(WAIT_S)
+    assert results.values == [None] * 3
+    assert results.error
+
+
+def test_bytes_that_do_not_match_are_a_miss_and_the_others_hits(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+    """Each is told by its own checksum; the node, whose copy is intact, keeps it."""
+    relayed[1].pass_on(NBYTES + HALF, "flip")
+    assert stored.get() == [True, False, True]
+    assert torch.equal(stored.targets[0], stored.sources[0])
+    assert torch.equal(stored.targets[2], stored.sources[2])
+    assert stored.get() == [True] * 3
+    assert relayed[0].stats.corrupt_pages == 1
+
+
+def test_bytes_behind_the_last_page_are_in_no_callers_memory(stored: Stored, relayed: tuple[Client, Relay]) -> None:
+    """The answer is as it should be; what follows is nobody's, and ends the connection."""
+    relay = relayed[1]
+    accepted = relay.accepted
+    relay.pass_on(3 * NBYTES, "more")
+    assert stored.get() == [True] * 3
+    stored.reuse()
+    assert stored.get() == [True] * 3
+    assert torch.equal(torch.stack(stored.targets), torch.stack(stored.sources))
+    assert relay.accepted > accepted

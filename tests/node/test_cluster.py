@@ -1,0 +1,155 @@
+"""A client of several nodes: whose pages are whose, what a lost member costs, and what it says."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable
+from kvstore.cluster.view import Member, State, View
+from node.server import Node
+
+NUMBERS = range(48)
+
+
+@pytest.fixture
+def cluster(start_node: Any) -> list[Node]:
+    nodes = [start_node() for _ in range(3)]
+    tell(nodes, view_of(nodes))
+    return nodes
+
+
+def view_of(nodes: Sequence[Node], **states: State) -> View:
+    members = [
+        Member(f"n{i}", f"127.0.0.1:{node.grpc.port}", state=states.get(f"n{i}", State.SERVING))
+        for i, node in enumerate(nodes)
+    ]
+    return View("fleet", 1, tuple(members))
+
+
+def tell(nodes: Sequence[Node], view: View) -> None:
+    for number, node in enumerate(nodes):
+        node.service.membership.view, node.service.membership.member = view, f"n{number}"
+
+
+def owned(view: View, pages: Any, numbers: Sequence[int], member: str) -> list[int]:
+    owners = view.owners.owners(pages.namespace.digest, pages.keys(*numbers))
+    return [number for number, some in zip(numbers, owners, strict=True) if some[0] == member]
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_pages_lie_at_their_owners_and_come_back_in_order(
+    cluster: list[Node], connect: Any, pages: Any, wire: str
+) -> None:
+    client, keys = connect(cluster[0], wire), pages.keys(*NUMBERS)
+    assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
+    assert pages.put(client, keys) == [PutOutcome.EXISTS] * len(keys)
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
+    view = view_of(cluster)
+    for number, node in enumerate(cluster):
+        mine = owned(view, pages, NUMBERS, f"n{number}")
+        assert 0 < len(mine) == node.tier.visible_count
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(keys)
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, limit=5)] == sorted(keys)[:5]
+    ((_, info),) = [found for found in client.namespaces() if found[0] == pages.namespace]
+    assert (info.page_count, info.counters.pages_put) == (len(keys), len(keys))
+    assert all(page.present for page in client.stat(pages.namespace, keys))
+    assert client.pin(pages.namespace, keys, 5.0) == client.unpin(pages.namespace, keys) == [True] * len(keys)
+    assert client.verify(pages.namespace, keys) == (len(keys), 0, 0)
+    assert client.remove(pages.namespace, keys[:7]) == [True] * 7
+    assert client.remove_namespace(pages.namespace) == len(keys) - 7
+    assert [node.tier.visible_count for node in cluster] == [0, 0, 0]
+
+
+def test_a_prefix_ends_at_the_first_page_that_is_missing(cluster: list[Node], connect: Any, pages: Any) -> None:
+    client, keys = connect(cluster[1]), pages.keys(*NUMBERS)
+    pages.put(client, keys[:20] + keys[21:])
+    buffers = [bytearray(pages.nbytes) for _ in keys]
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 20 + [False] * 28
+    found = client.lookup(pages.namespace, keys)
+    assert (found.prefix_pages, found.present.count(True)) == (20, 47)
+
+
+def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
+    cluster: list[Node], start_node: Any, connect: Any, pages: Any
+) -> None:
+    client, keys = connect(cluster[2]), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    lost = owned(view_of(cluster), pages, NUMBERS, "n0")
+    dead = replace(view_of(cluster).members[0], address="127.0.0.1:9")
+    tell(cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:])))
+    other = connect(cluster[1])
+    hits = pages.get(other, keys)
+    assert [number for number, hit in zip(NUMBERS, hits, strict=True) if not hit] == lost
+    outcomes = pages.put(other, keys)
+    assert [number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.AWAY] == lost
+    with pytest.raises(Unavailable):
+        other.remove(pages.namespace, keys)  # a copy may be left
+    answers = other.statuses()
+    assert [isinstance(answer, Unavailable) for answer in answers.values()] == [True, False, False]
+
+
+def test_nobody_answers(connect: Any, cluster: list[Node], pages: Any) -> None:
+    members = tuple(replace(member, address=f"127.0.0.1:{9 + i}") for i, member in enumerate(view_of(cluster).members))
+    tell(cluster, View("fleet", 3, members))
+    client = connect(cluster[0])
+    with pytest.raises(Unavailable):
+        pages.get(client, pages.keys(1, 2))
+
+
+def test_while_a_member_joins_its_pages_are_found_where_they_were(
+    cluster: list[Node], connect: Any, pages: Any
+) -> None:
+    view, keys = view_of(cluster), pages.keys(*NUMBERS)
+    tell(cluster, replace(view, members=view.members[:2]))
+    pages.put(connect(cluster[0]), keys)
+    assert cluster[2].tier.visible_count == 0
+    tell(cluster, replace(view_of(cluster, n2=State.JOINING), number=2))
+    client = connect(cluster[0])
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert cluster[2].service.sessions.count > 0  # it was asked first
+    more = [number + 100 for number in NUMBERS]
+    pages.put(client, pages.keys(*more))
+    assert cluster[2].tier.visible_count == len(owned(view, pages, more, "n2")) > 0
+
+
+def test_who_is_drained_is_given_nothing_and_asked(cluster: list[Node], connect: Any, pages: Any) -> None:
+    keys = pages.keys(*NUMBERS)
+    pages.put(connect(cluster[0]), keys)
+    before = cluster[1].tier.visible_count
+    tell(cluster, replace(view_of(cluster, n1=State.DRAINING), number=2))
+    client = connect(cluster[0])
+    assert pages.get(client, keys) == [True] * len(keys)
+    pages.put(client, pages.keys(*(number + 100 for number in NUMBERS)))
+    assert cluster[1].tier.visible_count == before
+    assert client.remove(pages.namespace, keys) == [True] * len(keys)
+    assert cluster[1].tier.visible_count == 0
+
+
+def test_one_nodes_affairs(cluster: list[Node], connect: Any) -> None:
+    client = connect(cluster[0])
+    for call in (client.node_status, client.scrub, client.recover):
+        with pytest.raises(InvalidRequest, match="asked of one node"):
+            call()
+
+
+def test_nodes_of_two_clusters(cluster: list[Node], connect: Any, pages: Any) -> None:
+    other = replace(view_of(cluster), cluster="other", number=9)
+    cluster[1].service.membership.view = other
+    client = connect(cluster[0])
+    with pytest.raises(ProtocolError, match="belongs to the cluster other, the others to fleet"):
+        client.remove(pages.namespace, pages.keys(*NUMBERS))
+
+
+def test_several_addresses_of_nodes_that_are_alone(start_node: Any, connect: Any) -> None:
+    one, two = start_node(), start_node()
+    client = connect(one, address=f"127.0.0.1:{one.grpc.port},127.0.0.1:{two.grpc.port}")
+    with pytest.raises(ProtocolError, match="is in no cluster, but 2 addresses were given"):
+        client.node_status()
+
+
+def test_the_first_address_does_not_answer(cluster: list[Node], connect: Any, pages: Any) -> None:
+    client = connect(cluster[1], address=f"127.0.0.1:9, 127.0.0.1:{cluster[1].grpc.port}")
+    assert pages.put(client, pages.keys(1, 2, 3)) == [PutOutcome.STORED] * 3
