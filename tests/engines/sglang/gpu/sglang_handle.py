@@ -115,3 +115,14 @@ def found_locally_and_stored(
         wait_stored(engine, store, one)
     assert from_store(found) == [0] * len(prompts)
     return found
+
+
+def continued_locally(
+    engine: SGLangHandle, first: Sequence[int], whole: Sequence[int], salt: str
+) -> list[dict[str, Any]]:
+    """What an engine answers to `whole` that computed `first` just before, under a salt new to the store."""
+    engine.reset()
+    assert from_store(engine.generate(first, salts=[salt])) == [0], "not a salt of its own"
+    found = engine.generate(whole, salts=[salt])
+    assert from_store(found) == [0]
+    return found

@@ -9,7 +9,15 @@ import pytest
 from endings import ended
 from engine_answers import agree, answers, cached, found_locally, prompt
 from restartable_node import RestartableNode
-from sglang_handle import SGLangHandle, found_locally_and_stored, from_store, hicache, wait_hit, wait_stored
+from sglang_handle import (
+    SGLangHandle,
+    continued_locally,
+    found_locally_and_stored,
+    from_store,
+    hicache,
+    wait_hit,
+    wait_stored,
+)
 
 from kvstore import PutOutcome
 
@@ -73,15 +81,16 @@ def test_a_partial_hit(
     """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and stored too."""
     writer, reader = pair
     seed = seed_of(writer, fleet, 20)
-    head, whole = prompt(seed, 640), prompt(seed, 640) + prompt(seed + 1, 500)
-    found_locally_and_stored(writer, store, head + prompt(seed + 2, 10))
-    found = reader.alone(whole)
-    assert from_store(found) == [640]
-    reader.reset()
-    reader.generate(head + prompt(seed + 3, 10))
-    expected = reader.generate(whole)  # the same tokens are computed, behind the same head
-    assert cached(expected) == [640]
-    assert answers(found) == answers(expected)
+    head = prompt(seed, 640)
+    first, own_whole, whole = (head + prompt(seed + more, tokens) for more, tokens in ((1, 10), (2, 500), (3, 500)))
+    found_locally_and_stored(writer, store, first)
+    own, found = writer.alone(own_whole), reader.alone(whole)
+    assert from_store(own) == from_store(found) == [640]
+    own_expected = continued_locally(writer, first, own_whole, f"only {seed}")
+    expected = continued_locally(reader, first, whole, f"only {seed + 1}")
+    assert cached(own_expected) == cached(expected) == [640]
+    assert answers(own) == answers(own_expected)  # the same tokens were computed in the same steps
+    assert agree(found, expected)  # the head was computed by another engine, with CUDA graphs or without
     wait_stored(reader, store, whole)
     again = writer.alone(whole)
     assert from_store(again) == [1088]
