@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -33,6 +33,8 @@ help:
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make gpu-test-vllm  real vLLM on this machine's GPU: hits, caches, outages, its server, both routes (6 minutes;"
 	@echo "                  PYTHON names one with vLLM 0.33, CuPy, pytest, pytest-xdist and '.[node]'; two ranks need two GPUs)"
+	@echo "make gpu-test-sglang  real SGLang on this machine's GPU: HiCache and the linker, layouts, outages, ends (2 minutes;"
+	@echo "                  PYTHON names one with SGLang 0.5.23, CuPy, pytest, pytest-xdist and '.[node]')"
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
@@ -143,7 +145,11 @@ gpu-test:
 # Engines of four files start side by side; each file has a node of its own.
 gpu-test-vllm:
 	@$(PYTHON) -c 'import cupy, torch, vllm, rocksdict, pytest, xdist; assert torch.cuda.is_available()' || { echo "needs an NVIDIA GPU, and in $(PYTHON): vllm==0.33.0, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"; exit 1; }
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest --numprocesses 4 --dist loadfile tests/engines/vllm/gpu $(ARGS)
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest -p no:benchmark --numprocesses 4 --dist loadfile tests/engines/vllm/gpu $(ARGS)
+
+gpu-test-sglang:
+	@$(PYTHON) -c 'import cupy, torch, sglang, rocksdict, pytest, xdist; assert torch.cuda.is_available()' || { echo "needs an NVIDIA GPU, and in $(PYTHON): sglang==0.5.23, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"; exit 1; }
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest -p no:benchmark --numprocesses 4 --dist loadfile tests/engines/sglang/gpu $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "engines" / "common"))
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "engines" / "vllm"))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as users have it: the engine's loop in a process of its own
 

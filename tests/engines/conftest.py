@@ -7,14 +7,19 @@ can be imported. The node runs in the project's own environment.
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE / "common"))  # modules that tests of several engines share
+
+from restartable_node import RestartableNode  # noqa: E402 -- found by the line above
+
 collect_ignore = [
     folder.name for folder in HERE.iterdir() if folder.is_dir() and importlib.util.find_spec(folder.name) is None
 ]
@@ -29,4 +34,31 @@ def start_node(*flags: str) -> NodeProcess:
 @pytest.fixture
 def node() -> Iterator[NodeProcess]:
     with start_node() as node:
+        yield node
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`models("llama", seed=1)`: the directory of a tiny model, made once."""
+    made: dict[str, str] = {}
+
+    def directory(kind: str, **changes: Any) -> str:
+        from tiny_models import save_model
+
+        name = f"tiny_{kind}"
+        key = f"{name} {sorted(changes.items())}"
+        if key not in made:
+            # Other weights under the same last path component: only their bytes tell them apart.
+            path = tmp_path_factory.mktemp("model") / name
+            save_model(kind, path, **changes)
+            made[key] = str(path)
+        return made[key]
+
+    return directory
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableNode]:
+    """A node of this file's own that can be killed and started again with its pages."""
+    with RestartableNode(tmp_path_factory.mktemp("node")) as node:
         yield node

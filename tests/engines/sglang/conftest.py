@@ -1,5 +1,6 @@
 """SGLang on a CPU: a stub for torchvision, the harness, and engines attached to a node of our own."""
 
+import importlib.util
 import os
 import sys
 import uuid
@@ -13,12 +14,18 @@ import pytest
 from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+sys.path.insert(0, str(HERE))
+if importlib.util.find_spec("torchvision") is None:
+    sys.path.insert(0, str(HERE / "stubs"))
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # install.sh's ninja
 
-with warnings.catch_warnings():  # what SGLang and its dependencies warn of is not ours
-    warnings.simplefilter("ignore")
-    import harness
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """These tests have SGLang in their own process, those on a GPU in others. What it warns of is not ours."""
+    if module_path.parent == HERE:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import harness  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_rank() -> Iterator[None]:
+    import harness
+
     context = harness.parallel()
     context.__enter__()
     harness.hashes(list(range(16)), 16)  # builds SGLang's extension now, not within a test's deadline
@@ -39,18 +48,24 @@ def _one_rank() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_node() -> Iterator[NodeProcess]:
     """For all tests that neither stop it nor fill it; every test has weights of its own."""
+    import harness
+
     with harness.start_node("--ram-bytes", "512MiB", "--extent-bytes", "16MiB") as node:
         yield node
 
 
 @pytest.fixture
 def config(shared_node: NodeProcess) -> dict[str, Any]:
+    import harness
+
     return harness.options(shared_node.address, revision=str(uuid.uuid4()))
 
 
 @pytest.fixture
 def engine(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """`engine(entry, ..., model="other")`: a rank with these pools and options, detached at the end."""
+    import harness
+
     made: list[Any] = []
 
     def make(*entries: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:

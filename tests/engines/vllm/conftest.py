@@ -17,7 +17,8 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 sys.path.append(str(HERE))
 sys.path.append(str(HERE.parents[2] / "benchmarks"))
 
-from engine_handle import EngineHandle, RestartableNode  # noqa: E402 -- found by the lines above
+from engine_apart import close_all  # noqa: E402 -- found by the lines above
+from engine_handle import EngineHandle  # noqa: E402 -- found by the lines above
 from vllm_server import store_config  # noqa: E402
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.
@@ -34,34 +35,6 @@ PATIENT = {
 def pytest_configure(config: pytest.Config) -> None:
     """The engine and what it imports warn as they like."""
     config.addinivalue_line("filterwarnings", "default")
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`models("llama", seed=1)`: the directory of a tiny model, made once."""
-    made: dict[str, str] = {}
-
-    def directory(kind: str, **changes: Any) -> str:
-        from tiny_models import save_model
-
-        name = f"tiny_{kind}"
-        key = f"{name} {sorted(changes.items())}"
-        if key not in made:
-            # Other weights under the same last path component: only their bytes tell them apart.
-            path = tmp_path_factory.mktemp("model") / name
-            save_model(kind, path, **changes)
-            made[key] = str(path)
-        return made[key]
-
-    return directory
-
-
-def close_all(running: dict[str, EngineHandle]) -> None:
-    """Together: each takes seconds."""
-    for handle in running.values():
-        handle.end()
-    for handle in running.values():
-        handle.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +69,3 @@ def plain(models: Callable[..., str]) -> Iterator[Callable[..., EngineHandle]]:
 
     yield engine
     close_all(running)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableNode]:
-    """A node of this file's own that can be killed and started again with its pages."""
-    with RestartableNode(tmp_path_factory.mktemp("node")) as node:
-        yield node

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+from engine_answers import answers, cached, prompt
+from engine_handle import EngineHandle
+from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
 P = prompt(1, 100)

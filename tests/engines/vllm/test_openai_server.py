@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine_handle import EngineHandle, RestartableNode, prompt
+from engine_answers import prompt
+from engine_handle import EngineHandle
+from restartable_node import RestartableNode
 from vllm_server import Server, store_config
 
 P = prompt(1, 100)

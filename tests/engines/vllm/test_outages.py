@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
+from engine_answers import answers, cached, prompt
+from engine_handle import EngineHandle
+from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
 # So long that what is no waiting is little beside them, on a busy machine too: a prompt takes 0.03 s on an idle one.

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
-from gpu_answers import agents_ready, agree, found_locally, stored
+from engine_answers import agree, answers, cached, found_locally, prompt
+from engine_handle import EngineHandle
+from gpu_answers import agents_ready, stored
+from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
 # name -> model, vLLM's arguments, processes that are agents of one engine

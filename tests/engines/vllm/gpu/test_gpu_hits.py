@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
-from gpu_answers import agents_ready, agree, found_locally, stored
+from engine_answers import agree, answers, cached, found_locally, prompt
+from engine_handle import EngineHandle
+from gpu_answers import agents_ready, stored
+from restartable_node import RestartableNode
 
 from kvstore import PutOutcome
 

@@ -4,19 +4,19 @@ answer is the one without a store, and nothing is left behind."""
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
-from gpu_answers import agents_ready, agree, found_locally, stored
+from engine_answers import agree, answers, cached, found_locally, prompt
+from engine_handle import EngineHandle
+from gpu_answers import agents_ready, stored
+from processes import GONE_S, children, gone, wait_gone
+from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
-GONE_S = 30.0
 BACK_S = 90.0  # an agents' process takes ten seconds to start, and waits before it does
 LEFT_NBYTES = 64 << 20  # of the GPU's memory, which drivers count in large pieces
 
@@ -50,21 +50,6 @@ def hits_again(engine: EngineHandle, seed: int) -> None:
             return
         seed += 1
         assert time.monotonic() < end, f"the engine does not use its store again:\n{engine.said()[-3000:]}"
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
-def children(pid: int) -> list[int]:
-    """Of a process, and theirs."""
-    found = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
-    parents = {int(child): int(parent) for child, parent in (line.split() for line in found.splitlines())}
-    mine = [child for child, parent in parents.items() if parent == pid]
-    return mine + [grandchild for child in mine for grandchild in children(child)]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1, 0.3])
@@ -132,16 +117,9 @@ def test_an_engine_that_ends_leaves_nothing(number: signal.Signals, on_gpu: Engi
     assert worker["pid"] in processes
     assert len(processes) >= 2, "the agents' process, and that of the lookups"
     os.kill(engine.pid, number)
+    wait_gone([engine.pid, *processes])
     end = time.monotonic() + GONE_S
-    while not all(map(gone, [engine.pid, *processes])):
-        assert time.monotonic() < end, f"{[pid for pid in processes if not gone(pid)]} still live"
-        time.sleep(0.05)
     while torch.cuda.mem_get_info()[0] < free_before - LEFT_NBYTES:
         assert time.monotonic() < end, "GPU memory is not given back"
         time.sleep(0.05)
-    with store.client() as client:
-        while (ram := client.node_status().ram).held_count + ram.writing_count:
-            assert time.monotonic() < end, (
-                f"the node keeps {ram.held_count} pages held and {ram.writing_count} reserved"
-            )
-            time.sleep(0.05)
+    store.wait_nothing_open()

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_handle import EngineHandle, RestartableNode, answers, cached, prompt
-from gpu_answers import agree, found_locally
+from engine_answers import agree, answers, cached, found_locally, prompt
+from engine_handle import EngineHandle
+from restartable_node import RestartableNode
 from vllm_server import Server, store_config
 
 Engines = Callable[..., EngineHandle]

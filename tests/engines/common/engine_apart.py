@@ -1,0 +1,115 @@
+"""The tests' side of an engine in a process of its own, which does what it is told: one JSON object per line, one line
+of answer for each. The first answer tells that it is up."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ANSWER_S = 600.0  # of an engine that may start beside others; one that hangs ends with its last words
+
+
+class EngineApart:
+    """`script` is run with its `arguments` in JSON. Fails with what the engine printed."""
+
+    def __init__(self, name: str, script: Path, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+        self._name = name
+        paths = [str(HERE), environment.get("PYTHONPATH", "")]
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `close`
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            bufsize=1,
+            cwd=script.parent,
+            env={**environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        )
+        self._ready = False
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        self._wait_ready()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        return self._answer()
+
+    def generate(self, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
+        """One `{"tokens", "logprobs", "cached", "finish", "ttft_s"}` per prompt, asked together."""
+        found = self.ask("generate", prompts=[list(prompt) for prompt in prompts], **order)
+        requests: list[dict[str, Any]] = found["requests"]
+        return requests
+
+    def alone(self, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
+        """The same one after the other, each with an empty cache of the engine's own."""
+        found = []
+        for prompt in prompts:
+            self.reset()
+            found += self.generate(prompt, **order)
+        return found
+
+    def reset(self) -> None:
+        """Forgets the engine's own cache."""
+        raise NotImplementedError
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self) -> None:
+        """Until it is up."""
+        self._wait_ready()
+
+    def said(self) -> str:
+        """What the engine has printed so far."""
+        self._said.flush()
+        with open(f"/proc/self/fd/{self._said.fileno()}") as file:
+            return file.read()
+
+    def end(self) -> None:
+        """Tells it to end; `close` waits for that."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it ended before
+                self._process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
+        try:
+            self._process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._said.close()
+
+    def _wait_ready(self) -> None:
+        if not self._ready:
+            self._answer()
+            self._ready = True
+
+    def _answer(self) -> dict[str, Any]:
+        out = self._process.stdout
+        assert out is not None
+        ready, _, _ = select.select([out], [], [], ANSWER_S)
+        line = out.readline() if ready else ""
+        if not line:
+            state = "does not answer" if ready == [] else f"ended with {self._process.wait(10.0)}"
+            raise AssertionError(f"engine {self._name} {state}; it said:\n{self.said()[-6000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def close_all(running: dict[str, EngineApart]) -> None:
+    """Together: each takes seconds."""
+    for handle in running.values():
+        handle.end()
+    for handle in running.values():
+        handle.close()

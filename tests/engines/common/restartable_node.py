@@ -1,0 +1,88 @@
+"""A node that tests of engines end, stop and start again."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from kvstore import Client, ClientConfig
+from kvstore.measure.node_process import NodeProcess
+
+FREE_S = 30.0
+Page = tuple[bytes, bytes]  # namespace digest, prefix hash
+
+
+class RestartableNode:
+    """A node with a disk tier on one address: killed and started again it has its pages."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self._node: NodeProcess | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._node is not None
+        return self._node.pid
+
+    @property
+    def running(self) -> bool:
+        return self._node is not None and self._node.running
+
+    def start(self) -> None:
+        """Ends the old one, if there is any, and starts one on the same directory and address."""
+        self.end()
+        flags = ("--port", str(self.port), "--data-dir", str(self._directory), "--log-level", "WARNING")
+        sizes = ("--ram-bytes", "256MiB", "--extent-bytes", "16MiB", "--disk-bytes", "1GiB")
+        python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
+        self._node = NodeProcess(*flags, *sizes, python=python)
+
+    def stop(self) -> None:
+        """As a machine does that hangs."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        if self._node is not None:
+            self._node.kill()
+            self._node = None
+
+    def flush(self) -> None:
+        with self.client() as client:
+            client.flush()
+
+    def wait_nothing_open(self) -> None:
+        """Until no page is being read or written: what those who ended had open is given back."""
+        end = time.monotonic() + FREE_S
+        with self.client() as client:
+            while (ram := client.node_status().ram).held_count + ram.writing_count:
+                assert time.monotonic() < end, f"{ram.held_count} pages are held and {ram.writing_count} reserved"
+                time.sleep(0.05)
+
+    def client(self) -> Client:
+        return Client(ClientConfig(address=self.address))
+
+    def pages(self) -> dict[Page, bytes]:
+        """Bytes of every page that is stored."""
+        found = {}
+        with self.client() as client:
+            for namespace, _ in client.namespaces():
+                hashes = [page.prefix_hash for page in client.list_pages(namespace)]
+                buffers = [bytearray(namespace.layout.page_nbytes) for _ in hashes]
+                hits = client.get(namespace, hashes, buffers) if hashes else []
+                assert all(hits)
+                found |= {(namespace.digest, name): bytes(page) for name, page in zip(hashes, buffers, strict=True)}
+        return found
+
+    def __enter__(self) -> "RestartableNode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

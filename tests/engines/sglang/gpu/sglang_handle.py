@@ -1,0 +1,128 @@
+"""The tests' side of engine_process.py, and how an engine is given the store."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_apart import EngineApart
+from restartable_node import RestartableNode
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+STORED_S = 60.0
+# For tests that are not about time: a busy machine answers late.
+PATIENT = {"lookup_timeout_s": 5.0, "load_timeout_s": 10.0, "connect_timeout_s": 5.0, "backoff_s_max": 0.1}
+
+
+def hicache(
+    address: str,
+    layout: str = "page_first",
+    io: str = "kernel",
+    policy: str = "wait_complete",
+    module: str = "gpu_agent.engines.sglang",
+    **options: Any,
+) -> dict[str, Any]:
+    """SGLang's arguments of HiCache with the store. `policy`: of its wait for a prefetch, whose default gives up."""
+    extra = {"backend_name": "kvstore", "module_path": module, "class_name": "KVStoreHiCache", "interface_v1": 1}
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_mem_layout": layout,
+        "hicache_io_backend": io,
+        "hicache_storage_prefetch_policy": policy,
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps({**extra, "address": address, **PATIENT, **options}),
+    }
+
+
+def linker(address: str, module: str = "gpu_agent.engines.sglang_linker", **options: Any) -> dict[str, Any]:
+    """SGLang's arguments of the linker."""
+    config = {
+        "linker": "KVStoreLinker",
+        "linker_module_path": module,
+        "linker_extra_config": {"address": address, **PATIENT, **options},
+    }
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": config,
+    }
+
+
+class SGLangHandle(EngineApart):
+    """One SGLang engine. `faults`: where it looks for what shall happen to the store, see faulty.py."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], faults: Path) -> None:
+        self._faults = faults
+        paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        more = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "KVSTORE_TEST_FAULTS": str(faults)}
+        super().__init__(name, HERE / "engine_process.py", arguments, {**os.environ, "HF_HUB_OFFLINE": "1", **more})
+
+    def reset(self) -> None:
+        assert self.ask("reset")["done"], f"{self._name} is never idle:\n{self.said()[-3000:]}"
+
+    def chain(self, whole: Sequence[int]) -> list[bytes]:
+        """Names of the pages of a prompt's full pages."""
+        return [bytes.fromhex(name) for name in self.ask("chain", prompt=list(whole))["hashes"]]
+
+    def arm(self, **fault: Any) -> None:
+        """From now on; only in an engine whose store is that of faulty.py."""
+        written = self._faults.with_suffix(".new")
+        written.write_text(json.dumps(fault))
+        written.rename(self._faults)
+        end = time.monotonic() + STORED_S
+        while self._faults.exists():
+            assert time.monotonic() < end, "nobody takes the fault"
+            time.sleep(0.01)
+
+
+def from_store(found: Sequence[dict[str, Any]]) -> list[int]:
+    """Prompt tokens that each request found in the store. SGLang counts the linker's as its host's."""
+    return [one["details"].get("storage", one["details"].get("host", 0)) for one in found]
+
+
+def wait_stored(engine: SGLangHandle, store: RestartableNode, *prompts: Sequence[int]) -> None:
+    """Until all full pages of these prompts are in the store."""
+    end = time.monotonic() + STORED_S
+    with store.client() as client:
+        for one in prompts:
+            names = engine.chain(one)
+            while not any(client.lookup(space, names).prefix_pages == len(names) for space, _ in client.namespaces()):
+                assert time.monotonic() < end, f"not stored after {STORED_S} s:\n{engine.said()[-3000:]}"
+                time.sleep(0.02)
+
+
+def wait_hit(engine: SGLangHandle, whole: Sequence[int], **order: Any) -> None:
+    """Until the engine finds all full pages of this prompt, which it may have to store again, in the store."""
+    end = time.monotonic() + STORED_S
+    while from_store(engine.alone(whole, **order)) != [len(whole) // 64 * 64]:
+        engine.generate(whole, **order)
+        assert time.monotonic() < end, f"no hit after {STORED_S} s:\n{engine.said()[-3000:]}"
+        time.sleep(0.1)
+
+
+def found_locally_and_stored(
+    engine: SGLangHandle, store: RestartableNode, *prompts: Sequence[int], **order: Any
+) -> list[dict[str, Any]]:
+    """What an engine answers that finds in its own cache what it computed just before; all is in the store then."""
+    found = []
+    for one in prompts:
+        engine.reset()
+        assert from_store(engine.generate(one, **order)) == [0], "not a prompt of its own"
+        found += engine.generate(one, **order)
+        wait_stored(engine, store, one)
+    assert from_store(found) == [0] * len(prompts)
+    return found
+
+
+def continued_locally(
+    engine: SGLangHandle, first: Sequence[int], whole: Sequence[int], salt: str
+) -> list[dict[str, Any]]:
+    """What an engine answers to `whole` that computed `first` just before, under a salt new to the store."""
+    engine.reset()
+    assert from_store(engine.generate(first, salts=[salt])) == [0], "not a salt of its own"
+    found = engine.generate(whole, salts=[salt])
+    assert from_store(found) == [0]
+    return found

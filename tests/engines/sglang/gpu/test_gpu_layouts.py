@@ -1,0 +1,55 @@
+"""Layouts of HiCache's host pool and an fp8 cache, on a GPU: what one engine stored, another restores bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_answers import agree, answers, found_locally, prompt
+from restartable_node import RestartableNode
+from sglang_handle import SGLangHandle, found_locally_and_stored, from_store, hicache
+
+Engines = Callable[..., SGLangHandle]
+Pair = tuple[SGLangHandle, SGLangHandle]
+# name -> of hicache(), of SGLang
+KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "page_first_direct": ({"layout": "page_first_direct", "io": "direct"}, {}),
+    "layer_first": ({"layout": "layer_first", "io": "kernel"}, {}),
+    "fp8": ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(engines: Engines, store: RestartableNode) -> dict[str, Pair]:
+    """Of each kind one that computes and one that finds; all start together."""
+
+    def engine(kind: str, role: str) -> SGLangHandle:
+        options, arguments = KINDS[kind]
+        return engines(f"{role} {kind}", **hicache(store.address, **options), **arguments)
+
+    return {kind: (engine(kind, "writer"), engine(kind, "reader")) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hit_is_a_local_hit(kind: str, pairs: dict[str, Pair], store: RestartableNode) -> None:
+    """One's own and another process's; the kinds find nothing of each other, though the prompts are the same."""
+    writer, reader = pairs[kind]
+    prompts = [prompt(1, 700), prompt(2, 1921)]
+    expected = found_locally_and_stored(writer, store, *prompts)
+    own, found = writer.alone(*prompts), reader.alone(*prompts)
+    assert from_store(own) == from_store(found) == [640, 1920]
+    assert answers(own) == answers(expected)
+    assert answers(found) == answers(expected)
+    assert answers(found) == answers(found_locally(reader, *prompts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_and_misses_in_one_batch(kind: str, pairs: dict[str, Pair], store: RestartableNode) -> None:
+    writer, reader = pairs[kind]
+    head = prompt(10, 640)
+    some, other = head + prompt(11, 400), prompt(12, 500)
+    expected = writer.alone(some, other, salts=["computed anew"])
+    found_locally_and_stored(writer, store, head + prompt(13, 30))
+    reader.reset()
+    found = reader.generate(some, other)
+    assert from_store(found) == [640, 0]
+    assert agree(found, expected)

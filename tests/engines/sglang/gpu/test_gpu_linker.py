@@ -1,0 +1,106 @@
+"""The linker on a GPU: pages go between SGLang's pool and the store by our kernels, while layers are computed."""
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from endings import ended
+from engine_answers import agree, answers, cached, found_locally, prompt
+from restartable_node import RestartableNode
+from sglang_handle import SGLangHandle, continued_locally, found_locally_and_stored, from_store, linker, wait_hit
+
+Engines = Callable[..., SGLangHandle]
+Pair = tuple[SGLangHandle, SGLangHandle]
+FAILED = "503: External KV cache load failed"
+COUNT = 8
+
+
+@pytest.fixture(scope="module")
+def fleet(engines: Engines, store: RestartableNode) -> Pair:
+    """(one that computes, one that finds, whose store fails at times)."""
+    return (
+        engines("writer", **linker(store.address, hold_s=2.0)),
+        engines("victim", disable_cuda_graph=False, **linker(store.address, module="faulty", load_timeout_s=2.0)),
+    )
+
+
+@pytest.fixture(autouse=True)
+def node_is_back(store: RestartableNode) -> Iterator[None]:
+    yield
+    if not store.running:
+        store.start()
+
+
+def test_a_hit_is_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
+    """One's own, and another process's."""
+    writer, reader = fleet
+    prompts = [prompt(1, 700), prompt(2, 1300), prompt(3, 1921)]
+    expected = found_locally_and_stored(writer, store, *prompts)
+    own, found = writer.alone(*prompts), reader.alone(*prompts)
+    assert from_store(own) == from_store(found) == [640, 1280, 1920]
+    assert answers(own) == answers(expected)
+    assert answers(found) == answers(found_locally(reader, *prompts))
+    assert agree(found, expected)
+
+
+def test_a_partial_hit(fleet: Pair, store: RestartableNode) -> None:
+    writer, reader = fleet
+    head = prompt(10, 640)
+    first, own_whole, whole = (head + prompt(seed, tokens) for seed, tokens in ((11, 10), (12, 500), (13, 500)))
+    found_locally_and_stored(writer, store, first)
+    own, found = writer.alone(own_whole), reader.alone(whole)
+    assert from_store(own) == from_store(found) == [640]
+    own_expected = continued_locally(writer, first, own_whole, "only the writer's")
+    expected = continued_locally(reader, first, whole, "only the reader's")
+    assert cached(own_expected) == cached(expected) == [640]
+    assert answers(own) == answers(own_expected)  # the same tokens were computed in the same steps
+    assert agree(found, expected)  # the head was computed by another engine, without CUDA graphs
+
+
+def test_hits_and_misses_in_one_batch(fleet: Pair, store: RestartableNode) -> None:
+    writer, reader = fleet
+    head = prompt(20, 640)
+    some = [head + prompt(21 + i, 20 + 90 * i) for i in range(4)]
+    others = [prompt(30 + i, 400 + 77 * i) for i in range(4)]
+    expected = writer.alone(*some, *others, salts=["computed anew"])
+    found_locally_and_stored(writer, store, some[3], others[1])
+    reader.reset()
+    found = reader.generate(*some, *others)
+    assert cached(found)[3] >= 640
+    assert from_store(found)[5] == 448
+    assert cached(found)[4] == cached(found)[6] == cached(found)[7] == 0
+    assert agree(found, expected)
+
+
+@pytest.mark.parametrize(("do", "nth"), [("kill", 1), ("kill", 4), ("die", 2)])
+def test_the_node_is_killed_in_the_middle_of_loads(do: str, nth: int, fleet: Pair, store: RestartableNode) -> None:
+    """Requests whose load had been promised fail, as SGLang has it; the others end right, and the engine serves on."""
+    writer, engine = fleet
+    known = [prompt(100 * nth + i, 1200) for i in range(COUNT)]
+    fresh = [prompt(100 * nth + 50 + i, 1200) for i in range(2)]
+    expected = found_locally_and_stored(writer, store, *known) + writer.alone(*fresh, salts=["computed anew"])
+    store.flush()
+    engine.reset()
+    engine.arm(at="load", do=do, nth=nth, node_pid=store.pid)
+    found = engine.generate(*known, *fresh)
+    assert not store.running, "no load was under way"
+    ends = [one["finish"] for one in found]
+    assert set(ends) <= {"length", FAILED}
+    assert FAILED in ends[:COUNT]
+    assert ends[COUNT:] == ["length"] * len(fresh)
+    whole = [place for place, end in enumerate(ends) if end == "length"]
+    assert agree([found[place] for place in whole], [expected[place] for place in whole])
+    again = engine.generate(*known, *fresh)
+    assert {one["finish"] for one in again} == {"length"}
+    assert agree(again, expected)
+    store.start()
+    for one in known:
+        wait_hit(engine, one)
+    assert answers(engine.alone(*known)) == answers(found_locally(engine, *known))
+
+
+def test_engines_that_end_leave_nothing(fleet: Pair, store: RestartableNode) -> None:
+    writer, engine = fleet
+    ended(writer, signal.SIGTERM)
+    ended(engine, signal.SIGKILL)
+    store.wait_nothing_open()
