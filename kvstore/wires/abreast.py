@@ -42,6 +42,7 @@ class Abreast:
         self._lock = threading.Lock()
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._busy = 0
+        self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
         """What each returned or raised, when all have ended: nobody touches a caller's buffer any more, also when this
@@ -61,7 +62,10 @@ class Abreast:
         return [own[number] if number in own else others[number].result() for number in range(len(calls))]
 
     def _begin(self, done: "concurrent.futures.Future[T | KVStoreError]", call: Callable[[], T]) -> bool:
-        """False: there is no thread; or the wire is closed, as the call is going to say."""
+        """False: there is no thread; or the wire is closed, or its threads are the parent's, as the call is going to
+        say."""
+        if os.getpid() != self._pid:
+            return False
         with self._lock:
             if self._busy == self._threads_max:
                 return False

@@ -214,6 +214,20 @@ def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
         wire.get(request, buffers, [0] * 6, Deadline(10.0))
 
 
+def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent() -> None:
+    """A cluster's members are asked by such threads, before any of their wires says what is wrong."""
+    threads = Abreast()
+    threads.run([os.getpid, os.getpid])
+    time.sleep(0.1)  # until the thread is idle, and would be given more
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        os._exit(threads.run([os.getpid, os.getpid]) != [os.getpid()] * 2)
+    _, status = os.waitpid(child, 0)
+    threads.close()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> None:
     ended: list[int] = []
 
