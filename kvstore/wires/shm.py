@@ -106,13 +106,14 @@ class ShmWire:
             try:
                 with lease.talking() as connection:
                     slots = make(lease, exchange(connection, op, request)[0])
+                try:
+                    yield slots
+                finally:
+                    slots.end()
             except BaseException:
-                release(lease)  # the answer may be on its way just now
+                # The answer may be on its way, or an interrupt came before the node was told; twice does no harm.
+                release(lease)
                 raise
-            try:
-                yield slots
-            finally:
-                slots.end()
         finally:
             lease.end()
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.wires import grpc_wire
+from kvstore.wires.connections import request_header
 from node.server import Node
 
 
@@ -46,3 +47,23 @@ def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
         threading.Event().wait(0.01)
     assert pages.get(connect(node, "bulk"), keys) == [False, False]
     assert held.tb is not None, "its frames have the stream, which gRPC ends when nobody has it any more"
+
+
+def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_nothing(
+    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any
+) -> None:
+    """Else the node holds the pages for as long as this process lives, and refuses the connection's next get."""
+    client, keys, interrupts = connect(node, "shm"), pages.keys(31, 32), [True]
+    pages.put(client, keys)
+
+    def interrupted(op: str, request: Any) -> bytes:
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return request_header(op, request)
+
+    monkeypatch.setattr("kvstore.wires.mapped_slots.request_header", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pages.get(client, keys)
+    settle(node, sessions=None)
+    assert pages.get(client, keys) == [True, True]
