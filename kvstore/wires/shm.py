@@ -22,7 +22,7 @@ from kvstore.buffers import HELD_NBYTES_MAX, copy, copying
 from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
@@ -108,8 +108,11 @@ class ShmWire:
                     slots = make(lease, exchange(connection, op, request)[0])
                 try:
                     yield slots
-                finally:
-                    slots.end()
+                except BaseException:
+                    with contextlib.suppress(InvalidRequest):  # a view in use: what ended the context says more
+                        slots.end()
+                    raise
+                slots.end()
             except BaseException:
                 # The answer may be on its way, or an interrupt came before the node was told; twice does no harm.
                 release(lease)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client
+from kvstore.buffers import _exported
 from kvstore.wires import grpc_wire
 from kvstore.wires.connections import request_header
 from node.server import Node
@@ -67,3 +68,28 @@ def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_n
         pages.get(client, keys)
     settle(node, sessions=None)
     assert pages.get(client, keys) == [True, True]
+
+
+@pytest.mark.parametrize("op", ["put", "get"])
+def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
+    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any, op: str
+) -> None:
+    """Not as a view that is in use, as it is where the interrupt came before anybody could give its address back."""
+    client, keys = connect(node, "shm"), pages.keys(41, 42)
+    client.open(pages.namespace)
+    if op == "get":
+        pages.put(client, keys)
+
+    def interrupted(buffer: Any, flags: int) -> Any:
+        found = _exported(buffer, flags)
+        if threading.current_thread() is threading.main_thread() and (op == "put" or not flags):  # the node's memory
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.wires.shm.HELD_NBYTES_MAX", 0)
+        patch.setattr("kvstore.buffers._exported", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(pages, op)(client, keys)
+    settle(node, sessions=None)
+    assert pages.get(client, keys) == [op == "get"] * 2
