@@ -5,7 +5,6 @@ behind its caller's back, in buffers that are somebody else's by then. So is wha
 while it starts the thread.
 """
 
-import concurrent.futures
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
@@ -51,9 +50,13 @@ def end(futures: Collection["Future[Any]"]) -> None:
 
 
 def wait_for(futures: Collection["Future[Any]"]) -> None:
-    """Until all of them, which nobody has cancelled, have ended. An interrupt is raised afterwards."""
+    """Until all of them, which nobody has cancelled, have ended. An interrupt is raised afterwards.
+
+    One after the other: `concurrent.futures.wait` takes all their locks, and an interrupt then leaves them taken.
+    """
     try:
-        concurrent.futures.wait(futures)
+        for future in futures:
+            future.exception()
     except BaseException:
         wait_for(futures)
         raise
