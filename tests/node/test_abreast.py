@@ -250,7 +250,11 @@ def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> Non
 
 def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read the caller's buffers: pages were stored under their old keys with what came into them afterwards."""
-    wait, interrupts, ended = concurrent.futures.wait, iter([KeyboardInterrupt(), KeyboardInterrupt()]), list[int]()
+    wait, interrupts, ended = (
+        concurrent.futures.Future.exception,
+        iter([KeyboardInterrupt(), KeyboardInterrupt()]),
+        list[int](),
+    )
 
     def interrupted(*arguments: Any) -> Any:
         for interrupt in interrupts:
@@ -261,7 +265,7 @@ def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.M
         time.sleep(0.2)
         ended.append(1)
 
-    monkeypatch.setattr(concurrent.futures, "wait", interrupted)
+    monkeypatch.setattr(concurrent.futures.Future, "exception", interrupted)
     threads = Abreast()
     with pytest.raises(KeyboardInterrupt):
         threads.run([lambda: None, slow, slow])
