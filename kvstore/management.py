@@ -5,11 +5,11 @@ import heapq
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import or_
+from operator import not_, or_
 from typing import Any, TypeVar, cast
 
 from kvstore.batches import check_goes_on, keyed_replies, per_key, wait_ms
-from kvstore.cluster.fan_out import FanOut, Places, chosen
+from kvstore.cluster.fan_out import Ask, FanOut, Places, chosen
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
@@ -65,9 +65,11 @@ class Management:
     def pin(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
     ) -> list[bool]:
-        """Keeps pages from eviction for `ttl_s` seconds; True for each that is there."""
+        """Keeps pages from eviction for `ttl_s` seconds; True for each that is there, where `get` finds it."""
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
-        return self._keyed("pin", "pinned", message, namespace, prefix_hashes, timeout_s)
+        ask = _asks("pin", "pinned", message, namespace, prefix_hashes)
+        return self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, self._deadline(timeout_s))
 
     def unpin(self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
         """True for each page that was pinned."""
@@ -181,11 +183,7 @@ class Management:
         """What the replies' `field` says of each key, of any of its copies; in as many batches as the node's limit asks
         for."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
-
-        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
-            hashes = chosen(prefix_hashes, places)
-            return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
-
+        ask = _asks(op, field, message, namespace, prefix_hashes)
         return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, self._deadline(timeout_s))
 
     def _all(self, op: str, request: Any, namespace: Namespace | None, timeout_s: float | None) -> list[Any]:
@@ -217,6 +215,14 @@ def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]
     for address, error in failed.items():
         log.warning("without %s: %s", address, error)
     return found
+
+
+def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> Ask[bool]:
+    def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+        hashes = chosen(prefix_hashes, places)
+        return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
+
+    return ask
 
 
 def _not_present(page: pb.PageStat) -> bool:
