@@ -57,7 +57,7 @@ class FanOut:
         if view is None:
             return self._alone(ask, namespace, len(prefix_hashes), deadline)
         routes = _routes(view, namespace, prefix_hashes)
-        return spread(routes, self._asked(ask, namespace), self._abreast.run, lacks, absent, deadline)
+        return spread(routes, self._asked(ask, namespace, view), self._abreast.run, lacks, absent, deadline)
 
     def every_copy(
         self,
@@ -73,7 +73,7 @@ class FanOut:
         if view is None:
             return self._alone(ask, namespace, len(prefix_hashes), deadline)
         routes = _routes(view, namespace, prefix_hashes)
-        return everywhere(routes, self._asked(ask, namespace), self._abreast.run, combine, absent, deadline)
+        return everywhere(routes, self._asked(ask, namespace, view), self._abreast.run, combine, absent, deadline)
 
     def one(
         self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline, what: str
@@ -107,9 +107,11 @@ class FanOut:
     def _alone(self, ask: Ask[Answer], namespace: Namespace, count: int, deadline: Deadline) -> list[Answer]:
         return self.nodes.only.run(lambda link, limit: ask(link, limit, range(count)), namespace, deadline)
 
-    def _asked(self, ask: Ask[Answer], namespace: Namespace) -> Callable[[str, list[int], Deadline], list[Answer]]:
+    def _asked(
+        self, ask: Ask[Answer], namespace: Namespace, view: View
+    ) -> Callable[[str, list[int], Deadline], list[Answer]]:
         def asked(member: str, places: list[int], deadline: Deadline) -> list[Answer]:
-            link = self.nodes.member(member)
+            link = self.nodes.member(view, member)
             return link.run(lambda link, limit: ask(link, limit, places), namespace, deadline)
 
         return asked

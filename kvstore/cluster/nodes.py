@@ -62,10 +62,8 @@ class Nodes:
                 )
             return
 
-    def member(self, member: str) -> NodeLink:
-        """The link to a member of the view."""
-        view = self._view
-        assert view is not None
+    def member(self, view: View, member: str) -> NodeLink:
+        """The link to a member of a view, which may have been the newest only when a call began."""
         return self._link(view.by_id[member].address)
 
     def all(self) -> dict[str, NodeLink]:
@@ -116,7 +114,7 @@ class Nodes:
                     f"a node belongs to the cluster {view.cluster}, the others to {known.cluster}: "
                     "two clusters have an address in common, or the addresses that were given are not of one"
                 )
-            if known and known.number >= view.number:
+            if known and (known.number > view.number or known == view):  # fixed lists have one number: the last told
                 return
             self._view = view
             addresses = {member.address for member in view.members} | {*self._config.addresses}

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable
-from kvstore.cluster.view import Member, State, View
+from kvstore.cluster import fan_out
+from kvstore.cluster.view import Member, State, View, static_view
 from node.server import Node
 
 NUMBERS = range(48)
@@ -155,3 +156,32 @@ def test_several_addresses_of_nodes_that_are_alone(start_node: Any, connect: Any
 def test_the_first_address_does_not_answer(cluster: list[Node], connect: Any, pages: Any) -> None:
     client = connect(cluster[1], address=f"127.0.0.1:9, 127.0.0.1:{cluster[1].grpc.port}")
     assert pages.put(client, pages.keys(1, 2, 3)) == [PutOutcome.STORED] * 3
+
+
+def test_clients_follow_a_longer_list_when_they_connect_again(cluster: list[Node], connect: Any, pages: Any) -> None:
+    named = [f"n{number}=127.0.0.1:{node.grpc.port}" for number, node in enumerate(cluster)]
+    tell(cluster, static_view(f"static:fleet/{','.join(named[:2])}"))
+    client, keys = connect(cluster[0], "grpc"), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    tell(cluster, static_view(f"static:fleet/{','.join(named)}"))
+    for link in client._fan_out.nodes.all().values():
+        link._drop(link._link)  # as by a restart
+    pages.get(client, keys)
+    pages.put(client, keys)
+    assert cluster[2].tier.visible_count == len(owned(view_of(cluster), pages, NUMBERS, "n2"))
+
+
+def test_a_member_leaves_while_it_is_asked(
+    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, keys = connect(cluster[0]), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    routes = fan_out._routes
+
+    def shrunk(*arguments: Any) -> Any:
+        found = routes(*arguments)
+        client._fan_out.nodes._view = replace(view_of(cluster), number=2, members=view_of(cluster).members[:2])
+        return found
+
+    monkeypatch.setattr(fan_out, "_routes", shrunk)
+    assert pages.get(client, keys) == [True] * len(keys)
