@@ -33,6 +33,7 @@ from gpu_agent.objects.store import QUERY_WORKERS, ObjectStore
 from gpu_agent.options import Options, read_options
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.management import answered
 from kvstore.results import PutOutcome
 from kvstore.wires.abreast import THREADS_MAX
 
@@ -282,17 +283,17 @@ class NodeAdapter(L2AdapterInterface):
         return KeyListPage(tuple(KeyEntry(_encoded(key), nbytes) for _, key, nbytes in shown), token)
 
     def report_status(self) -> dict[str, Any]:
-        """Asks the node, briefly: `is_healthy` says whether it answered."""
+        """Asks the node, or the members of a cluster, briefly: `is_healthy` says whether one answered."""
         client, objects = self._node.client, self._node.objects
         status: dict[str, Any] = {"is_healthy": True, "type": STORE_TYPE, "address": client.config.address}
         try:
-            node = client.node_status(timeout_s=STATUS_TIMEOUT_S)
+            nodes = answered(client.statuses(timeout_s=STATUS_TIMEOUT_S)).values()
             status["node"] = {
-                "state": node.state,
-                "ram_used_bytes": node.ram.used_nbytes,
-                "ram_capacity_bytes": node.ram.capacity_nbytes,
-                "objects_in_ram": node.ram.page_count,
-                "objects_on_disk": node.disk.page_count,
+                "state": " ".join(sorted({node.state for node in nodes})),
+                "ram_used_bytes": sum(node.ram.used_nbytes for node in nodes),
+                "ram_capacity_bytes": sum(node.ram.capacity_nbytes for node in nodes),
+                "objects_in_ram": sum(node.ram.page_count for node in nodes),
+                "objects_on_disk": sum(node.disk.page_count for node in nodes),
             }
         except KVStoreError as error:
             status |= {"is_healthy": False, "error": str(error)}
