@@ -284,8 +284,9 @@ class Agent:
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
 
     def _missing(self, job: _Job) -> list[int]:
-        """Pages that are not stored. Those that are count as used."""
-        timeout_s = job.deadline.remaining()
+        """Pages that are not stored. Those that are count as used. A member of a cluster that hangs may not cost the
+        others the time of the save."""
+        timeout_s = job.deadline.remaining() / 2
         found = self._client.lookup(self.namespace, job.prefix_hashes, touch=True, timeout_s=timeout_s)
         return [page for page, present in enumerate(found.present) if not present]
 
