@@ -37,7 +37,8 @@ class Nodes:
     def found(self, deadline: Deadline) -> View | None:
         """The view, asked for at the addresses that were given if nobody has said hello yet. Raises what the last of
         them raised if none answers, ProtocolError for several addresses of which one's node is alone."""
-        if self._view is None and not self.only.connect_count:
+        alone = len(self._config.addresses) == 1 and self.only.connect_count
+        if self._view is None and not alone:
             self._ask(deadline)
         return self._view
 
