@@ -94,7 +94,11 @@ class Management:
     ) -> Iterator[pb.PageStat]:
         """Pages in the order of their prefix hashes, fetched piece by piece, those `after` one. `limit` 0: all. Of
         a cluster those of the members that answer; a page that several of them have is listed once."""
-        alive = answered(self._fan_out.each(lambda link, _: None, namespace, self._deadline(None)))
+        first = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=1)
+        asked = self._fan_out.each(
+            lambda link, deadline: link.wire.call("list", first, deadline), namespace, self._deadline(None)
+        )
+        alive = answered(asked)
         links = self._fan_out.nodes.all()
         parts = [
             self._list_of(links[address], namespace, key_prefix, limit, after) for address in alive if address in links

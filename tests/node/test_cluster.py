@@ -9,6 +9,7 @@ import pytest
 from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable
 from kvstore.cluster import fan_out
 from kvstore.cluster.view import Member, State, View, static_view
+from node.config import NodeConfig
 from node.server import Node
 
 NUMBERS = range(48)
@@ -186,3 +187,16 @@ def test_a_member_leaves_while_it_is_asked(
 
     monkeypatch.setattr(fan_out, "_routes", shrunk)
     assert pages.get(client, keys) == [True] * len(keys)
+
+
+def test_what_is_listed_when_a_member_has_died(start_node: Any, connect: Any, pages: Any) -> None:
+    settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+    dies = Node(NodeConfig(**settings, ram_nbytes=16 << 20, drain_s=0.1))
+    dies.start()
+    nodes = [start_node(), dies]
+    tell(nodes, view_of(nodes))
+    client = connect(nodes[0])
+    pages.put(client, pages.keys(*NUMBERS))
+    dies.stop()
+    mine = owned(view_of(nodes), pages, NUMBERS, "n0")
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(pages.keys(*mine))
