@@ -25,7 +25,7 @@ from kvstore.calls import Wanted, get_pages, put_pages
 from kvstore.cluster.fan_out import Places, chosen
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.link import Link
@@ -109,11 +109,21 @@ class Client(Management):
         views = byte_views(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
 
+        full: set[int] = set()  # places of keys whose owner answered that it is
+
         def ask(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
-            return put_pages(link, namespace, chosen(prefix_hashes, places), chosen(views, places), keep, deadline)
+            try:
+                return put_pages(link, namespace, chosen(prefix_hashes, places), chosen(views, places), keep, deadline)
+            except Exhausted as error:
+                full.update(places if error.answered else ())
+                raise
 
         deadline = self._deadline(timeout_s)
-        return self._fan_out.per_key(ask, namespace, prefix_hashes, _never, PutOutcome.AWAY, deadline)
+        outcomes = self._fan_out.per_key(ask, namespace, prefix_hashes, _never, PutOutcome.AWAY, deadline)
+        return [
+            PutOutcome.FULL if outcome is PutOutcome.AWAY and place in full else outcome
+            for place, outcome in enumerate(outcomes)
+        ]
 
     def get(
         self,

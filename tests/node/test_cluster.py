@@ -1,5 +1,6 @@
 """A client of several nodes: whose pages are whose, what a lost member costs, and what it says."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -200,3 +201,16 @@ def test_what_is_listed_when_a_member_has_died(start_node: Any, connect: Any, pa
     dies.stop()
     mine = owned(view_of(nodes), pages, NUMBERS, "n0")
     assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == sorted(pages.keys(*mine))
+
+
+def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages: Any, make_pages: Any) -> None:
+    nodes = [start_node() for _ in range(2)]
+    tell(nodes, view_of(nodes))
+    client, other, large = connect(nodes[0]), connect(nodes[1], "shm", direct=True), make_pages("large", 1 << 18)
+    with contextlib.ExitStack() as held:
+        for start in range(0, 64, 16):  # all of its RAM
+            held.enter_context(other.open_put(large.namespace, large.keys(*range(start, start + 16))))
+        outcomes = pages.put(client, pages.keys(*NUMBERS))
+    refused = [number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.FULL]
+    assert refused == owned(view_of(nodes), pages, NUMBERS, "n1")
+    assert PutOutcome.AWAY not in outcomes
