@@ -57,6 +57,8 @@ def spread(
                     left[place].clear()
     if failed and not answered:
         raise next(iter(failed.values()))
+    if routes and not answered:
+        deadline.remaining()  # nobody was asked: who comes too late is told so
     return answers
 
 

@@ -145,3 +145,10 @@ def test_any_fleet_finds_what_some_member_of_the_route_has(seed: int) -> None:
         assert len(asked) == len(set(asked)), "a member was asked twice for a key"
         for member, places in itertools.groupby(sorted(fleet.asked)):
             assert member[0] in alive or len(list(places)) == 1
+
+
+def test_a_call_that_comes_too_late_is_no_miss() -> None:
+    fleet = Fleet(a={0})
+    with pytest.raises(DeadlineExceeded):
+        fleet.get(["a"], seconds=0.0)
+    assert not fleet.asked
