@@ -16,11 +16,13 @@ from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.link import Link, NodeLink
+from kvstore.log_rate import LogRate
 from kvstore.messages import add_counts, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import VerifyResult
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 Result = TypeVar("Result")
 
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches

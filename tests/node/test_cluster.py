@@ -10,6 +10,7 @@ import pytest
 from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable
 from kvstore.cluster import fan_out
 from kvstore.cluster.view import Member, State, View, static_view
+from kvstore.log_rate import LINES
 from node.config import NodeConfig
 from node.server import Node
 
@@ -214,3 +215,14 @@ def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages:
     refused = [number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.FULL]
     assert refused == owned(view_of(nodes), pages, NUMBERS, "n1")
     assert PutOutcome.AWAY not in outcomes
+
+
+def test_a_member_that_is_away_does_not_fill_an_engines_log(
+    cluster: list[Node], connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = view_of(cluster)
+    tell(cluster, replace(view, members=(replace(view.members[0], address="127.0.0.1:9"), *view.members[1:])))
+    client = connect(cluster[1])
+    for _ in range(2 * LINES):  # as LMCache asks, ten times a second
+        client.namespaces()
+    assert 0 < len(caplog.records) <= LINES
