@@ -1,0 +1,25 @@
+"""What a client's calls cost before anybody is asked."""
+
+import time
+
+import pytest
+
+from kvstore import ClientConfig, DeadlineExceeded, Namespace, opaque_layout
+from kvstore.cluster.fan_out import FanOut
+from kvstore.cluster.view import MEMBERS_MAX, Member, View
+from kvstore.deadline import Deadline
+
+LATE_S = 0.25
+
+
+def test_owners_of_many_keys_among_many_members_are_worked_out_within_the_deadline() -> None:
+    members = tuple(Member(f"n{i}", f"10.0.{i >> 8}.{i & 255}:7440") for i in range(MEMBERS_MAX))
+    namespace = Namespace(model="m", revision="r", layout=opaque_layout(4096))
+    keys = [number.to_bytes(32, "big") for number in range(4096)]
+    fan_out = FanOut(ClientConfig())
+    fan_out.nodes._view = View("fleet", 1, members, 2)
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        fan_out.per_key(lambda link, limit, places: [True], namespace, keys, lambda one: False, False, Deadline(0.2))
+    assert time.monotonic() - began < 0.2 + LATE_S
+    fan_out.close()
