@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ GRPC_CHUNK_NBYTES = 1 << 20
 # Keys x byte ranges of one get: a node keeps a 200-byte view of each piece, so at most 13 MB.
 GET_PIECES_MAX = 1 << 16
 
+_PORT = re.compile("[0-9]{1,5}")  # `int` takes other digits, too, and neither all that are called so nor thousands
 _TRUTHS = {"1": True, "0": False, "true": True, "false": False}
 
 Config = TypeVar("Config")
@@ -148,7 +150,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or (host.count(":") and not host.endswith("]")):
         host, port = address, str(GRPC_PORT)
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"address {address!r} is not host:port with a port in 1..65535")
     return host.strip("[]"), int(port)
 

@@ -96,7 +96,7 @@ class View:
 
 def check_name(what: str, name: str) -> None:
     """Raises ConfigError. Names stand in paths, metrics and logs."""
-    fits = len(name.encode()) <= NAME_NBYTES_MAX and name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+    fits = name.isascii() and len(name) <= NAME_NBYTES_MAX and name.replace("-", "").replace("_", "").isalnum()
     if not fits:
         raise ConfigError(f"{what} is called {name!r}; use up to {NAME_NBYTES_MAX} of a-z, A-Z, 0-9, - and _")
 
