@@ -75,6 +75,11 @@ class View:
         return {member.id: member for member in self.members}
 
     @cached_property
+    def message(self) -> pb.View:
+        """As it is told: made once, because a node tells it with every hello. Not to be changed."""
+        return view_message(self)
+
+    @cached_property
     def owners(self) -> Placement:
         """Who is given a key, and asked for it first."""
         return self._placed(State.SERVING, State.JOINING)

@@ -1,6 +1,6 @@
 """Which cluster a node is a member of, and what it tells clients about it."""
 
-from kvstore.cluster.view import View, static_view, view_message
+from kvstore.cluster.view import View, static_view
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -20,5 +20,5 @@ class Membership:
     def tell(self, hello: pb.HelloReply) -> None:
         """Adds the view to what a client is told first."""
         if self.view is not None:
-            hello.view.CopyFrom(view_message(self.view))
+            hello.view.CopyFrom(self.view.message)
             hello.member_id = self.member

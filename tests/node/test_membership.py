@@ -21,6 +21,15 @@ def test_a_static_list() -> None:
     assert (hello.member_id, hello.view.cluster, len(hello.view.members)) == ("n2", "fleet", 3)
 
 
+def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the most members that takes milliseconds, and every hello waits in the one event loop."""
+    membership, first, second = Membership(TEXT, "n2"), pb.HelloReply(), pb.HelloReply()
+    membership.tell(first)
+    monkeypatch.setattr("kvstore.cluster.view.view_message", None)
+    membership.tell(second)
+    assert first == second
+
+
 def test_a_node_that_is_alone_tells_nothing() -> None:
     hello = pb.HelloReply()
     Membership("", "").tell(hello)
