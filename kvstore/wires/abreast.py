@@ -3,6 +3,7 @@
 On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one: nothing is gained.
 """
 
+import collections
 import concurrent.futures
 import os
 import threading
@@ -46,22 +47,39 @@ class Abreast:
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
         """What each returned or raised, when all have ended: nobody touches a caller's buffer any more, also when this
-        is interrupted. The calling thread makes one of them, and those for which there is no thread."""
-        others: dict[int, concurrent.futures.Future[T | KVStoreError]] = {}
-        try:
-            for number, call in enumerate(calls[1:], 1):
-                others[number] = concurrent.futures.Future()
-                if not self._begin(others[number], call):
-                    del others[number]
-                    break
-            own = {number: _caught(call) for number, call in enumerate(calls) if number not in others}
-            wait_for(others.values())
-        except BaseException:
-            end(others.values())
-            raise
-        return [own[number] if number in own else others[number].result() for number in range(len(calls))]
+        is interrupted. The calling thread and those that can be had take one after the other, so that one call that
+        hangs keeps nobody but who took it."""
+        left, made = collections.deque(range(len(calls))), dict[int, T | KVStoreError]()
 
-    def _begin(self, done: "concurrent.futures.Future[T | KVStoreError]", call: Callable[[], T]) -> bool:
+        def take() -> None:
+            while left:
+                try:
+                    number = left.popleft()
+                except IndexError:  # another took the last one
+                    return
+                made[number] = _caught(calls[number])
+
+        others: list[concurrent.futures.Future[None]] = []
+        try:
+            for _ in calls[1:]:
+                others.append(concurrent.futures.Future())
+                if not self._begin(others[-1], take):
+                    others.pop()
+                    break
+            take()
+            wait_for(others)
+        except Exception:  # of a call that broke: the others end
+            end(others)
+            raise
+        except BaseException:
+            left.clear()
+            end(others)
+            raise
+        for other in others:
+            other.result()
+        return [made[number] for number in range(len(calls))]
+
+    def _begin(self, done: "concurrent.futures.Future[None]", work: Callable[[], None]) -> bool:
         """False: there is no thread; or the wire is closed, or its threads are the parent's, as the call is going to
         say."""
         if os.getpid() != self._pid:
@@ -74,7 +92,7 @@ class Abreast:
             self._busy += 1
             done.add_done_callback(self._ended)
             threads = self._threads
-        return begin(done, threads, _caught, call)
+        return begin(done, threads, work)
 
     def _ended(self, _: object) -> None:
         with self._lock:
