@@ -83,6 +83,15 @@ def test_replicas_lie_in_zones_of_their_own() -> None:
         assert len({zones[member] for member in some[:2]}) == 2
 
 
+def test_who_is_in_no_zone_is_in_nobodys() -> None:
+    """Not even in that of others without one."""
+    keys, zone = some_keys(200), {"node-0": "a", "node-1": "a"}
+    mixed = [some._replace(zone=zone.get(some.id, "")) for some in equal(5)]
+    for found, free in zip(owners(mixed, keys, 3), owners(equal(5), keys, 5), strict=True):
+        second_of_a = [some for some in free if some in zone][1]
+        assert found == tuple(some for some in free if some != second_of_a)[:3]
+
+
 def test_the_first_owner_is_the_same_whatever_the_zones() -> None:
     keys = some_keys(1_000)
     zoned = [Candidate(f"node-{i}", 1.0, "abc"[i % 3]) for i in range(6)]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.cluster.view import REPLICAS_MAX, Member, State, View, parse_view, view_message
+from kvstore.cluster.view import REPLICAS_MAX, WEIGHT_MAX, Member, State, View, parse_view, view_message
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -53,6 +53,7 @@ def test_what_can_not_be_a_cluster(wrong: dict[str, object], said: str) -> None:
         ({"address": "host:²"}, "not host:port"),
         ({"address": "host:" + "1" * 5000}, "not host:port"),
         ({"weight": 0.0}, "weight of n0 is 0.0"),
+        ({"weight": 1.001 * WEIGHT_MAX}, "it must be above 0, at most 1e\\+06"),
         ({"weight": float("nan")}, "weight of n0 is nan"),
         ({"weight": float("inf")}, "weight of n0 is inf"),
     ],

@@ -151,6 +151,19 @@ def test_other_threads_run_while_page_tables_are_filled(others_run: Any) -> None
         assert others_run(populate)
 
 
+@pytest.mark.parametrize("nbytes", [7, 9])
+def test_a_copy_is_between_views_of_one_length(nbytes: int) -> None:
+    with pytest.raises(AssertionError), copying(memoryview(bytearray(8)), memoryview(bytes(nbytes))):
+        pass
+
+
+def test_advice_is_about_what_was_named() -> None:
+    with mmap.mmap(-1, 4 << 12, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:] = b"1" * len(memory)
+        advise(memory, mmap.MADV_DONTNEED, 1 << 12, 2 << 12)
+        assert memory[:] == b"1" * (1 << 12) + bytes(2 << 12) + b"1" * (1 << 12)
+
+
 def test_advice_that_the_kernel_refuses_is_an_oserror() -> None:
     with mmap.mmap(-1, 1 << 16) as memory:
         with pytest.raises(OSError, match="Invalid argument") as caught:

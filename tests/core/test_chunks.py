@@ -28,6 +28,18 @@ def test_what_is_cut_is_filled_again_and_hashed(sizes: list[int]) -> None:
     assert made == [leaves(page) for page in pages]
 
 
+def test_what_is_hashed_is_what_lies_in_the_callers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the chunk: a copy that goes wrong would pass."""
+
+    def wrong(target: memoryview, source: memoryview) -> None:
+        target[:] = source
+        target[0] ^= 1
+
+    monkeypatch.setattr("kvstore.wires.chunks.copy", wrong)
+    buffer = bytearray(4)
+    assert fill([memoryview(buffer)], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
+
+
 def test_chunks_may_be_cut_anywhere() -> None:
     buffers = [bytearray(4), bytearray(4)]
     fill(map(memoryview, buffers), map(memoryview, [b"a", b"bcdef", b"gh"]))

@@ -67,6 +67,32 @@ def test_a_get_that_is_answered_with_nonsense_is_refused(wire_to: Any, frames: l
         get(wire_to(lambda messages: iter(frames)))
 
 
+CHUNK = pb.GetFrame(chunk=pb.PageChunk(data=bytes(8))).SerializeToString()
+UNFIT = "the reply to a get does not fit its request"
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (pb.GetReply(hits=[True] * 2, checksums=[bytes(16)] * 2), UNFIT),
+        (pb.GetReply(hits=[], checksums=[]), UNFIT),
+        (pb.GetReply(hits=[True], checksums=[]), UNFIT),
+        (pb.GetReply(hits=[True], checksums=[bytes(16)] * 2), UNFIT),
+        (pb.GetReply(hits=[True], checksums=[bytes(16)]), "more page bytes than it announced"),
+    ],
+)
+def test_a_get_that_is_answered_for_another_one_is_refused(wire_to: Any, begin: pb.GetReply, said: str) -> None:
+    frames = [pb.GetFrame(begin=begin).SerializeToString(), CHUNK, CHUNK]
+    with pytest.raises(ProtocolError, match=said):
+        get(wire_to(lambda messages: iter(frames)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_put_that_is_answered_for_other_pages_is_refused(wire_to: Any, count: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{count} verdicts for 2 pages"):
+        put(wire_to(lambda messages: iter([writes(count)])))
+
+
 def test_a_put_whose_commit_is_not_answered_is_not_stored(wire_to: Any) -> None:
     def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
         next(messages)

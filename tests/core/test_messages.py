@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore import InvalidRequest, LayerGroup, Namespace, PageLayout, Plane
-from kvstore.messages import chunk_frame, chunk_of, namespace_message, namespace_value
+from kvstore.messages import add_counts, chunk_frame, chunk_of, namespace_message, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 
 LAYOUT = PageLayout(
@@ -58,10 +58,16 @@ def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
     whole = pb.PutFrame(chunk=pb.PageChunk(data=b"page bytes")).SerializeToString()
     begin = pb.PutFrame(begin=pb.PutRequest(namespace=b"n" * 16)).SerializeToString()
     empty = pb.PutFrame(chunk=pb.PageChunk()).SerializeToString()
+    more = pb.PageChunk(data=b"page").SerializeToString() + b"\x50\x01"  # a field that a later version may have
+    later = whole[:1] + bytes([len(more)]) + more
+    assert pb.PutFrame.FromString(later).chunk.data == b"page"
     for frame in (
         b"",
         begin,
         empty,
+        later,
+        whole[:1] + bytes([whole[1] - 1]) + whole[2:],
+        whole[:1] + bytes([whole[1] + 1]) + whole[2:],
         whole[:-1],
         whole + b"\x00",
         whole + whole,
@@ -69,3 +75,14 @@ def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
         b"\x12\xff\xff\xff\xff\xff\xff",
     ):
         assert chunk_of(frame) is None
+
+
+def test_counts_of_two_nodes_are_sums_and_nothing_is_left_out() -> None:
+    one = pb.NamespaceInfo(page_count=1, disk_page_count=2, counters=pb.Counters(pages_put=3))
+    two = pb.NamespaceInfo(page_count=10, disk_page_count=20, counters=pb.Counters(pages_put=30, miss_absent=40))
+    add_counts(one, two)
+    counters = pb.Counters(pages_put=33, miss_absent=40)
+    assert one == pb.NamespaceInfo(page_count=11, disk_page_count=22, counters=counters)
+    described = {"digest", "namespace", "page_nbytes"}
+    summed = {field.name for field, _ in one.ListFields()}
+    assert described | summed == set(pb.NamespaceInfo.DESCRIPTOR.fields_by_name)

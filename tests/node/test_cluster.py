@@ -1,6 +1,7 @@
 """A client of several nodes: whose pages are whose, what a lost member costs, and what it says."""
 
 import contextlib
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,6 +156,24 @@ def test_several_addresses_of_nodes_that_are_alone(start_node: Any, connect: Any
     for _ in range(2):  # no call is served by the first of them alone
         with pytest.raises(ProtocolError, match="is in no cluster, but 2 addresses were given"):
             client.node_status()
+
+
+def test_a_page_that_two_members_have_is_listed_once(cluster: list[Node], connect: Any, pages: Any) -> None:
+    """As while members come and go."""
+    keys = pages.keys(*range(6))
+    pages.put(connect(cluster[0], direct=True), keys[:4])
+    pages.put(connect(cluster[1], direct=True), keys[2:])
+    client = connect(cluster[2])
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == keys
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, limit=4)] == keys[:4]
+    assert [page.prefix_hash for page in client.list_pages(pages.namespace, after=keys[2])] == keys[3:]
+
+
+def test_an_address_that_hangs_leaves_time_to_ask_the_next(cluster: list[Node], connect: Any, pages: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        address = f"127.0.0.1:{hung.getsockname()[1]},127.0.0.1:{cluster[1].grpc.port}"
+        client = connect(cluster[1], address=address, timeout_s=4.0, connect_timeout_s=4.0)
+        assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
 
 
 def test_the_first_address_does_not_answer(cluster: list[Node], connect: Any, pages: Any) -> None:

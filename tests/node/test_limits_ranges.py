@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from kvstore import InvalidRequest, Unavailable
+from kvstore.checksum import leaves
 from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
+from node.ram.inventory import Inventory
 from node.server import Node
 
 WIRES = ["shm", "bulk", "grpc"]
@@ -75,3 +77,26 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
             service.begin_get(session, ranged(large_pages, 0, 1))
         assert not session.held
     assert len(hashed) == 1
+
+
+def test_a_range_is_compared_with_the_checksum_and_not_with_leaves_alone(
+    large_node: Node, connect: Any, make_pages: Any
+) -> None:
+    """Leaves that went wrong in the node's memory vouch for nothing; what is damaged elsewhere is nobody's miss."""
+    pages = make_pages("leaves", 3 << 20)
+    client, (key,) = connect(large_node), pages.keys(0)
+    pages.put(client, [key])
+
+    def first_byte() -> list[bool]:
+        return client.get_ranges(pages.namespace, [key], [ByteRange(0, 1)], [bytearray(1)])
+
+    with Inventory(large_node.tier).inspected(pages.namespace.digest, key) as page:
+        assert page is not None
+        view = large_node.arena.view(page.offset, pages.nbytes)
+        view[PART] ^= 1
+        assert first_byte() == [True]
+        view[0] ^= 1
+        page.leaves = leaves(view)
+        assert first_byte() == [False]
+        view.release()
+    assert client.lookup(pages.namespace, [key]).present == (False,)

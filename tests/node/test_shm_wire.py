@@ -1,15 +1,19 @@
 """The shared-memory wire of a node in this process: pages are written and read in its own arena."""
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Exhausted, InvalidRequest, PutOutcome
 from kvstore.checksum import checksum, key_seed, leaves
+from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.shm import ShmWire
 from node.server import Node
 
 PAGE = 64 << 10
@@ -200,9 +204,32 @@ def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: An
     assert client.stats.corrupt_pages == 1
 
 
+def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(node: Node, client: Client, pages: Any) -> None:
+    keys, buffers = pages.keys(1, 2, 3), [bytearray(PAGE) for _ in range(3)]
+    pages.put(client, keys)
+    with client.open_get(pages.namespace, keys[1:2]) as held:
+        node.arena.view(held.offsets[0], PAGE)[9] ^= 1
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True, False, False]
+
+
 def test_status_tells_socket_and_connections(node: Node, client: Client, pages: Any) -> None:
     with client.open_put(pages.namespace, pages.keys(1)):
         shm = client.node_status().shm
     assert node.shm is not None
     assert (shm.socket, shm.orphan_count, shm.orphan_page_count) == (node.shm.path, 0, 0)
     assert shm.client_count >= 2
+
+
+def test_connections_leave_no_descriptor_of_the_arena_behind(client: Client, pages: Any) -> None:
+    """Each is passed one, and the first one's map is everybody's."""
+    client.open(pages.namespace)
+    wire = client._fan_out.nodes.only._link.wire
+    assert isinstance(wire, ShmWire)
+
+    def connected() -> int:
+        wire._connect(Deadline(20.0)).close()
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum("memfd:kvstore-arena" in link for link in links)
+
+    first = connected()
+    assert [connected() for _ in range(20)][-1] <= first  # maps of clients before may go meanwhile

@@ -1,0 +1,62 @@
+"""Links to the members of the newest view that a node told: what stays, what goes, and what is counted."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvstore.cluster.nodes import Nodes
+from kvstore.cluster.view import Member, View, view_message
+from kvstore.config import ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import ProtocolError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes(ClientConfig(address="host-0:7440"))
+    yield nodes
+    nodes.close()
+
+
+def hello(number: int, of: Sequence[int], cluster: str = "fleet") -> pb.HelloReply:
+    members = tuple(Member(f"n{i}", f"host-{i}:7440") for i in of)
+    return pb.HelloReply(view=view_message(View(cluster, number, members)))
+
+
+def addresses(nodes: Nodes) -> list[str]:
+    return [address.partition(":")[0] for address in nodes.all()]
+
+
+def test_the_newest_view_holds_whoever_tells_it_last(nodes: Nodes) -> None:
+    assert addresses(nodes) == ["host-0"]
+    nodes._learn(hello(5, [0, 1]))
+    nodes._learn(hello(4, [0, 2]))
+    assert addresses(nodes) == ["host-0", "host-1"]
+    nodes._learn(hello(6, [1, 2]))
+    assert addresses(nodes) == ["host-1", "host-2"]
+    with pytest.raises(ProtocolError, match="belongs to the cluster other, the others to fleet"):
+        nodes._learn(hello(7, [0], "other"))
+    assert nodes.view is not None
+    assert nodes.view.number == 6
+
+
+def test_who_leaves_has_no_link_and_is_counted_still(nodes: Nodes) -> None:
+    nodes._learn(hello(1, [0, 1, 2]))
+    gone, stays = nodes.member("n1"), nodes.member("n2")
+    gone.connect_count, gone.failure_count = 3, 2
+    stays.connect_count, stays.failure_count = 10, 20
+    nodes._learn(hello(2, [0, 2]))
+    assert nodes.counts == (13, 22)
+    with pytest.raises(Unavailable, match="this client is closed"):
+        gone.run(lambda link, limit: None, None, Deadline(5.0))
+    assert nodes.member("n2") is stays
+    assert not stays._closed
+    assert not nodes.only._closed  # it was named
+
+
+def test_a_closed_client_connects_to_nobody_that_it_is_told_of(nodes: Nodes) -> None:
+    nodes.close()
+    nodes._learn(hello(1, [0, 1]))
+    with pytest.raises(Unavailable, match="this client is closed"):
+        nodes.member("n1").run(lambda link, limit: None, None, Deadline(5.0))

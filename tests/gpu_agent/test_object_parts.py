@@ -1,0 +1,100 @@
+"""A call of objects in parts: how many there are, what became of it when some failed, and whose fault that was."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpu_agent.config import AgentConfig
+from gpu_agent.objects.parts import PARTS_MAX, Batch, Ended, ObjectName, ObjectResults, Part, cut
+from gpu_agent.objects.store import ObjectStore
+from kvstore.deadline import Deadline
+from kvstore.errors import Unavailable
+from kvstore.keys import Namespace
+from kvstore.layout import PageLayout, opaque_layout
+from kvstore.results import PutOutcome
+
+NBYTES = 64
+SCOPE = Namespace("objects", opaque_layout(1))
+
+
+def names_of(count: int, nbytes: int = NBYTES) -> list[ObjectName]:
+    return [ObjectName(SCOPE, bytes([i % 256, i // 256]) * 16, opaque_layout(nbytes)) for i in range(count)]
+
+
+def space(scope: Namespace, layout: PageLayout) -> Namespace:
+    return Namespace(scope.model, layout)
+
+
+def parts_of(count: int) -> list[Part]:
+    return cut(names_of(count), [memoryview(bytearray(NBYTES))] * count, space, Deadline(5.0))
+
+
+def test_a_large_call_has_no_more_than_so_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_agent.objects.parts.PART_NBYTES", 2 * NBYTES)
+    assert [len(part.hashes) for part in parts_of(5)] == [2, 2, 1]
+    assert len(parts_of(64 * PARTS_MAX)) == PARTS_MAX
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_part_that_failed_is_told_whichever_ends_last(order: tuple[int, int]) -> None:
+    parts = [Part(SCOPE, [i], [b"k" * 32], [], Deadline(5.0)) for i in range(2)]
+    ended = [Ended(parts[0], [None], "the node is away"), Ended(parts[1], [True], "")]
+    batch: Batch[bool | None] = Batch(2, 2, None)
+    assert [batch.end(ended[i]) for i in order] == [False, True]
+    assert batch.done.result(0) == ObjectResults([None, True], "the node is away")
+
+
+def test_what_waited_too_long_here_says_nothing_about_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the node asked."""
+    asked, gate = list[Any](), threading.Event()
+
+    def put(namespace: Namespace, hashes: list[bytes], views: Any, timeout_s: float) -> Any:
+        asked.append(hashes)
+        assert gate.wait(20.0)
+        raise Unavailable("away")
+
+    reported = list[Any]()
+    config = AgentConfig(workers=1, save_timeout_s=0.2)
+    store = ObjectStore(SimpleNamespace(put=put), config)  # type: ignore[arg-type]
+    monkeypatch.setattr(store.outage, "report", reported.append)
+    calls = [store.put(names_of(1), [bytearray(NBYTES)]) for _ in range(2)]
+    threading.Event().wait(0.3)
+    gate.set()
+    assert [call.result(20.0).values for call in calls] == [[None]] * 2
+    store.close()
+    assert len(asked) == len(reported) == 1
+
+
+def test_what_the_node_is_asked_and_when_it_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts age a chain piece by piece, so the whole of it is touched at the end; every question has a deadline."""
+    touched, asked, reported = threading.Event(), list[Any](), list[Any]()
+    outcomes = iter([PutOutcome.FULL, PutOutcome.AWAY, PutOutcome.BUSY])
+
+    def put(namespace: Namespace, hashes: list[bytes], views: Any, timeout_s: float) -> list[PutOutcome]:
+        return [next(outcomes) for _ in hashes]
+
+    def lookup(namespace: Namespace, hashes: list[bytes], touch: bool, timeout_s: float) -> None:
+        asked.append((hashes, touch, timeout_s))
+        touched.set()
+
+    def remove(namespace: Namespace, hashes: list[bytes], timeout_s: float) -> list[bool]:
+        asked.append((hashes, None, timeout_s))
+        return [True] * len(hashes)
+
+    monkeypatch.setattr("gpu_agent.objects.parts.PART_NBYTES", NBYTES)
+    client, names = SimpleNamespace(put=put, lookup=lookup, remove=remove), names_of(3)
+    store = ObjectStore(client, AgentConfig(lookup_timeout_s=0.7))  # type: ignore[arg-type]
+    monkeypatch.setattr(store.outage, "report", reported.append)
+    store.put(names, [bytearray(NBYTES) for _ in names]).result(20.0)
+    assert touched.wait(20.0)
+    assert store.remove(names[:1]).result(20.0).values == [NBYTES]
+    store.close()
+    assert [(hashes, touch) for hashes, touch, _ in asked] == [
+        ([name.prefix_hash for name in names], True),
+        ([names[0].prefix_hash], None),
+    ]
+    assert all(0.0 < timeout_s <= 0.7 for *_, timeout_s in asked)
+    assert (store.stats.refused, store.stats.existing) == (2, 1)
+    assert reported == [None] * 5
