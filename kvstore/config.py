@@ -179,6 +179,10 @@ class ClientConfig:
         check_settings(self)
         for address in self.addresses:
             split_address(address)
+        if self.direct and len(self.addresses) > 1:
+            raise ConfigError(
+                f"address={self.address} names {len(self.addresses)} nodes, and this is asked of one; name that one"
+            )
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "

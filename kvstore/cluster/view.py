@@ -6,7 +6,8 @@ draining   it is given nothing any more, and asked for what it still has
 """
 
 import enum
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,11 +64,10 @@ class View:
         check_name("the cluster", self.cluster)
         if not 1 <= self.replicas <= REPLICAS_MAX:
             raise ConfigError(f"replicas={self.replicas} must be in 1..{REPLICAS_MAX}")
-        if len(self.members) > MEMBERS_MAX:
-            raise ConfigError(f"{len(self.members)} members are too many for one cluster; at most {MEMBERS_MAX}")
+        _check_count(len(self.members))
         for what in ("id", "address"):
-            names = [getattr(member, what) for member in self.members]
-            if twice := {name for name in names if names.count(name) > 1}:
+            counts = Counter(getattr(member, what) for member in self.members)
+            if twice := [name for name, count in counts.items() if count > 1]:
                 raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
 
     @cached_property
@@ -97,6 +97,11 @@ class View:
     def _placed(self, *states: State) -> Placement:
         chosen = [member for member in self.members if member.state in states]
         return Placement([Candidate(member.id, member.weight, member.zone) for member in chosen], self.replicas)
+
+
+def _check_count(members: int) -> None:
+    if members > MEMBERS_MAX:
+        raise ConfigError(f"{members} members are too many for one cluster; at most {MEMBERS_MAX}")
 
 
 def check_name(what: str, name: str) -> None:
@@ -139,10 +144,11 @@ def view_message(view: View) -> pb.View:
 
 def parse_view(message: pb.View) -> View:
     """Raises ConfigError for what can not be a cluster."""
+    _check_count(len(message.members))  # before each is looked at
     return View(message.cluster, message.number, tuple(_parsed(message.members)), message.replicas)
 
 
-def _parsed(members: Iterable[pb.Member]) -> Iterable[Member]:
+def _parsed(members: Sequence[pb.Member]) -> Iterator[Member]:
     for member in members:
         try:
             state = State(member.state)

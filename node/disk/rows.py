@@ -1,6 +1,6 @@
 """The truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
 
-    "F"                                   format version, extent bytes: "1 16777216"
+    "F"                                   format version, extent bytes: "5 67108864"
     "N" u16be number                      a Namespace message
     "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
                                           expiry s u32, page checksum 16, its leaves 8 each if it

@@ -9,6 +9,7 @@ from kvstore.cluster.view import Member, View, view_message
 from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import ProtocolError, Unavailable
+from kvstore.link import NodeLink
 from kvstore.pb import kvstore_pb2 as pb
 
 
@@ -28,6 +29,11 @@ def addresses(nodes: Nodes) -> list[str]:
     return [address.partition(":")[0] for address in nodes.all()]
 
 
+def member(nodes: Nodes, name: str) -> NodeLink:
+    assert nodes.view is not None
+    return nodes.member(nodes.view, name)
+
+
 def test_the_newest_view_holds_whoever_tells_it_last(nodes: Nodes) -> None:
     assert addresses(nodes) == ["host-0"]
     nodes._learn(hello(5, [0, 1]))
@@ -43,14 +49,14 @@ def test_the_newest_view_holds_whoever_tells_it_last(nodes: Nodes) -> None:
 
 def test_who_leaves_has_no_link_and_is_counted_still(nodes: Nodes) -> None:
     nodes._learn(hello(1, [0, 1, 2]))
-    gone, stays = nodes.member("n1"), nodes.member("n2")
+    gone, stays = member(nodes, "n1"), member(nodes, "n2")
     gone.connect_count, gone.failure_count = 3, 2
     stays.connect_count, stays.failure_count = 10, 20
     nodes._learn(hello(2, [0, 2]))
     assert nodes.counts == (13, 22)
     with pytest.raises(Unavailable, match="this client is closed"):
         gone.run(lambda link, limit: None, None, Deadline(5.0))
-    assert nodes.member("n2") is stays
+    assert member(nodes, "n2") is stays
     assert not stays._closed
     assert not nodes.only._closed  # it was named
 
@@ -59,4 +65,4 @@ def test_a_closed_client_connects_to_nobody_that_it_is_told_of(nodes: Nodes) -> 
     nodes.close()
     nodes._learn(hello(1, [0, 1]))
     with pytest.raises(Unavailable, match="this client is closed"):
-        nodes.member("n1").run(lambda link, limit: None, None, Deadline(5.0))
+        member(nodes, "n1").run(lambda link, limit: None, None, Deadline(5.0))

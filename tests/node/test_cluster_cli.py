@@ -1,6 +1,7 @@
 """`kvstore` against a cluster: one screen of its members, whose a key is, and every command as with one node."""
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,13 @@ def test_commands_work_as_with_one_node(fleet: list[Node], kvstore: Any, connect
 def test_one_member_alone(fleet: list[Node], kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kvstore("top", "--once").exit_code == 0
     assert "no disk tier" in kvstore("scrub").stderr
+    one = os.environ["KVSTORE_ADDRESS"]
+    monkeypatch.setenv("KVSTORE_ADDRESS", f"{one},127.0.0.1:9")
+    for command in ("top", "scrub", "recover"):
+        refused = kvstore(command)
+        assert (refused.exit_code, "names 2 nodes, and this is asked of one" in refused.stderr) == (2, True)
+        assert "asked of one" not in kvstore(command, *(("--once",) if command == "top" else ()), "-a", one).stderr
+    monkeypatch.setenv("KVSTORE_ADDRESS", one)
     monkeypatch.setenv("KVSTORE_DIRECT", "1")
     assert json.loads(kvstore("status", "--json").stdout)["state"] == "SERVING"
     assert kvstore("cluster").exit_code == 2
