@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -18,6 +19,8 @@ import pytest
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.measure.node_process import NodeProcess
 
+# A shell that starts tests in the background has them ignore interrupts, which some of them raise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
