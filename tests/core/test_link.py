@@ -292,13 +292,13 @@ def test_a_full_pool_of_our_own_does_not_close_the_breaker(fake_node: Any, bulk_
     link = NodeLink(fake_node.address, config(fake_node, wire="bulk", connections_max=1), clock)
 
     def fail(link: Any, deadline: Deadline) -> Any:
-        raise DeadlineExceeded("slow")
+        raise Unavailable("slow")
 
     def ask_while_all_are_busy(link: Any, deadline: Deadline) -> Any:
         with link.wire._pool.connection(deadline):
             link.wire.call("lookup", pb.LookupRequest(), Deadline(0.01))
 
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(Unavailable):
         link.run(fail, None, Deadline(5))
     clock.now += 1
     with pytest.raises(Exhausted, match="connections_max"):
