@@ -1,5 +1,6 @@
 """Running `kvstore` commands in this process, against the shared node."""
 
+import gc
 import json
 import uuid
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ Kvstore = Callable[..., Ran]
 
 
 def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
+    gc.collect()  # what a node of an earlier test left says something on stderr when it goes
     ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
     # Whatever happens, a command ends by itself: an exception here would be a traceback for its user.
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from stopping import stop
 
 from gpu_agent.host.rows import RowTier, TierConfig, row_pool, tier_config
 from kvstore import Client, ClientConfig, Namespace
@@ -205,7 +206,7 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
     with Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client:
         pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
         stored(pages, hashes[:3], [0, 1, 2])
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         try:
             load = pages.load(hashes[:3], [3, 4, 5])
             began = time.monotonic()

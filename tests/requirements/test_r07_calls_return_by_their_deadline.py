@@ -2,7 +2,6 @@
 the result is to recompute."""
 
 import os
-import pathlib
 import signal
 import socket
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import stopping
 
 from kvstore import Client, DeadlineExceeded, Unavailable
 from kvstore.layout import ByteRange
@@ -93,13 +93,7 @@ def unresolved_address(node_process: NodeProcess, monkeypatch: pytest.MonkeyPatc
 def stop(node_process: NodeProcess) -> Iterator[Callable[[], None]]:
     """SIGSTOP: its sockets stay open and accept, nobody answers."""
 
-    def stop() -> None:
-        os.kill(node_process.pid, signal.SIGSTOP)
-        for task in pathlib.Path(f"/proc/{node_process.pid}/task").iterdir():  # each thread stops by itself
-            while (task / "stat").read_text().rpartition(")")[2].split()[0] != "T":
-                time.sleep(0.001)
-
-    yield stop
+    yield lambda: stopping.stop(node_process.pid)
     os.kill(node_process.pid, signal.SIGCONT)
 
 
