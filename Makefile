@@ -15,18 +15,21 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo demo-cluster test test-etcd test-cluster test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
+	@echo "make demo-cluster three nodes as one store: one is killed, one stopped, one joins under load, and nobody notices (a minute; TRACE=path)"
 	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
+	@echo "make test-etcd    nodes that register themselves in a real etcd, which is killed, paused and wiped (1 minute; etcd)"
 	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (1-2 minutes); LIVES=60 for less"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
-	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back (1-2 minutes; Docker, or root on Debian)"
+	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
+	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store (some 10 minutes; Docker, or root on Debian)"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
@@ -55,6 +58,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
+demo-cluster: $(READY)
+	$(BIN)/python benchmarks/demo_cluster.py $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+
 test: $(READY)
 	$(PYTEST) $(ARGS)
 
@@ -71,6 +77,10 @@ test-dist: dist
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[node,cli,agent]"
 	KVSTORE_DIST_PYTHON=$(CURDIR)/.venv-dist/bin/python $(BIN)/python -m pytest tests/packaging
+
+test-etcd: $(READY)
+	@command -v etcd >/dev/null && command -v etcdctl >/dev/null || { echo "needs etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client"; exit 1; }
+	$(BIN)/python -m pytest tests/etcd $(ARGS)
 
 test-races: $(READY)
 	KVSTORE_RACES=$(LIVES) $(PYTEST) --dist load tests/node/test_interleaved.py
@@ -94,6 +104,10 @@ test-clients: $(READY)
 	@command -v npm >/dev/null || { echo "needs Node.js 18 or newer with npm"; exit 1; }
 	cd docs/clients && npm install --no-audit --no-fund --no-package-lock
 	$(BIN)/python -m pytest tests/clients
+
+# Not of `make test`: it needs root, and minutes.
+test-cluster: $(READY)
+	KVSTORE_CLUSTER_FAULTS=1 $(BIN)/python -m pytest tests/cluster_faults $(ARGS)
 
 docker-test: $(READY)
 	KVSTORE=$(BIN)/kvstore docker/test.sh
@@ -168,7 +182,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto proto/node/pb/etcd.proto
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -157,16 +157,20 @@ def page_rows(
     batches.forget(clients["bulk"])
     if redis is not None:
         redis.flushall()
+    return speed_rows(batches, samples, LIMIT, "bulk" if batches.page_nbytes >= AIM_NBYTES_MIN else "", AIM)
+
+
+def speed_rows(batches: Batches, samples: dict[str, Samples], limit: str, aimed: str, aim: float) -> list[Any]:
+    """A row for each contender, beside `limit`; the one that is called `aimed` is held against the aim."""
     seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
     rows = []
     for name, found in seconds.items():
         row: dict[str, Any] = {"page KiB": batches.page_nbytes >> 10, "contender": name}
         for op in ("put", "get"):
             row[f"{op} GB/s"] = round(batches.nbytes / found[op] / 1e9, 2)
-            row[f"{op} of limit"] = round(seconds[LIMIT][op] / found[op], 2)
-        aimed = name == "bulk" and batches.page_nbytes >= AIM_NBYTES_MIN
-        met = min(row["put of limit"], row["get of limit"]) >= AIM
-        rows.append(row | {f"aim {AIM}": ("met" if met else "missed") if aimed else None})
+            row[f"{op} of limit"] = round(seconds[limit][op] / found[op], 2)
+        met = min(row["put of limit"], row["get of limit"]) >= aim
+        rows.append(row | {f"aim {aim}": ("met" if met else "missed") if name == aimed else None})
     return rows
 
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import grpc
 from batch import Batch, Batches, ours
-from bulk import BATCH, NODE_FLAGS, PAGE_KIB, TURN, WARMUPS, Contender, turn
-from measure import Report, Samples, median, parser, progress, rounds, timed
+from bulk import BATCH, NODE_FLAGS, PAGE_KIB, TURN, WARMUPS, Contender, speed_rows, turn
+from measure import Report, Samples, parser, progress, rounds, timed
 
 from kvstore import Client, client_config
 from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
@@ -114,16 +114,7 @@ def page_rows(client: Client, batches: Batches, count: int, tick: Callable[[], N
         }
         samples = rounds(turns, count, WARMUPS, tick)
     batches.forget(client)
-    seconds = {name: {op: median(values) for op, values in ops.items()} for name, ops in samples.items()}
-    rows = []
-    for name, found in seconds.items():
-        row: dict[str, Any] = {"page KiB": batches.page_nbytes >> 10, "contender": name}
-        for op in ("put", "get"):
-            row[f"{op} GB/s"] = round(batches.nbytes / found[op] / 1e9, 2)
-            row[f"{op} of limit"] = round(seconds[LIMIT][op] / found[op], 2)
-        met = min(row["put of limit"], row["get of limit"]) >= AIM
-        rows.append(row | {f"aim {AIM}": ("met" if met else "missed") if name == OURS else None})
-    return rows
+    return speed_rows(batches, samples, LIMIT, OURS, AIM)
 
 
 def main(argv: list[str]) -> None:

@@ -1,20 +1,23 @@
-"""vLLM on a GPU with the store, without, and with its own OffloadingConnector: first tokens and throughput, in turns.
+"""vLLM on a GPU with the store, without, and with others' connectors: first tokens and throughput, in turns.
 
-Three engines with the same model (dummy weights: what is computed does not matter) stay up on one GPU, and a node on
-the same host. One at a time works.
+One engine for each connector (vllm_connectors.py), with the same model (dummy weights: what is computed does not
+matter), stays up on one GPU, and a node on the same host. One at a time works. LMCache's are left out where it is not
+installed.
 
     computed   an engine without a connector
     miss       computed, and saved behind it; skip: the same engine, a request that stays out of the store
-    hit        its own cache was emptied before, so that the KV comes from the store, or from vLLM's CPU tier
+    hit        its own cache was emptied before, so that the KV comes from the store, or from where others keep it
     local      a hit in its own cache
 
 Seconds are those of `LLM.generate` with one token. Throughput: requests of new prompts at once, their prompt's and
 answer's tokens. Prompts are new in each round, the same for all engines, and the order changes from round to round.
 
-    PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5] [--json]
+    PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5] [--connectors none store ...]
+                    [--tokens 131079 --first-tokens] [--json]
                     with a python that has vLLM, CuPy and the node: see `make gpu-test-vllm`
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -32,7 +35,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as users have it: the engi
 
 from engine_handle import EngineHandle
 from measure import Report, Samples, median, parser, progress, rounds
-from vllm_server import store_config
+from vllm_connectors import NAMES, Connector, available, connector
 
 from kvstore.measure.node_process import NodeProcess
 
@@ -40,49 +43,60 @@ LENGTHS = (2_055, 8_199, 30_007)
 # layers, width, width within, heads, heads of K and V, vocabulary; heads of 128
 MODELS = {"0.9b": (16, 2048, 5632, 16, 8, 32_000), "8b": (32, 4096, 14_336, 32, 8, 128_256)}
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 1024, 128
-STORED_S = 1.0  # until what was computed is saved; a prompt that is no hit then ends the run
+SAVED_TOKENS_S = 50_000  # tokens that are saved in a second, at least
 SETTLED_S = 60.0
 OPS = ("miss", "skip", "hit", "local")
 WARMUPS = 1
+Prompts = Callable[[int], list[int]]
+Tick = Callable[[], None]
+Row = dict[str, Any]
 
 
 class Contender:
-    """An engine and what it is asked for. `keeps`: what it computed is a hit later; `skips`: requests can stay out."""
+    """An engine and what it is asked for."""
 
-    def __init__(self, engine: EngineHandle, keeps: bool, skips: bool) -> None:
+    def __init__(self, name: str, engine: EngineHandle, connector: Connector) -> None:
+        self._name = name
         self._engine = engine
-        self._keeps = keeps
-        self._skips = skips
+        self._connector = connector
 
     def first_tokens(self, prompts: Callable[[], list[int]]) -> Samples:
         """Of one prompt of a length; `prompts()` makes another."""
         prompt = prompts()
         self._forget()
-        if not self._keeps:
+        if self._connector.config is None:
             return {"computed": [self._seconds([prompt], 1)]}
         found = {"miss": [self._seconds([prompt], 1)]}
-        time.sleep(STORED_S)
+        time.sleep(self._connector.saves_s + len(prompt) / SAVED_TOKENS_S)
         self._forget()
-        found["hit"] = [self._seconds([prompt], 1, cached=len(prompt) * 9 // 10)]
-        found["local"] = [self._seconds([prompt], 1, cached=len(prompt) * 9 // 10)]
-        if self._skips:
+        self._connector.forget()
+        found["hit"] = self._hit(prompt)
+        found["local"] = self._hit(prompt)
+        if self._connector.skips:
             found["skip"] = [self._seconds([prompts()], 1, skip=True)]
         return found
 
     def throughput(self, prompts: Callable[[], list[int]]) -> Samples:
         self._forget()
         found = {"new": [self._seconds([prompts() for _ in range(REQUESTS)], ANSWER_TOKENS)]}
-        if self._skips:
+        if self._connector.skips:
             self._forget()
             found["skip"] = [self._seconds([prompts() for _ in range(REQUESTS)], ANSWER_TOKENS, skip=True)]
         return found
 
-    def _seconds(self, prompts: list[list[int]], tokens: int, skip: bool = False, cached: int = 0) -> float:
+    def _hit(self, prompt: list[int]) -> list[float]:
+        """Of ours, a prompt that is no hit ends the run; of others' it has no seconds."""
+        found = self._engine.ask("generate", prompts=[prompt], max_tokens=1, logprobs=None)
+        cached = found["requests"][0]["cached"] or 0
+        if cached >= len(prompt) * 9 // 10:
+            return [float(found["seconds"])]
+        print(f"{self._name}: a prompt of {len(prompt)} tokens was a hit of {cached}", file=sys.stderr)
+        if self._name == "store":
+            raise SystemExit(self._engine.said()[-3000:])
+        return []
+
+    def _seconds(self, prompts: list[list[int]], tokens: int, skip: bool = False) -> float:
         found = self._engine.ask("generate", prompts=prompts, max_tokens=tokens, logprobs=None, skip=skip)
-        if min(request["cached"] or 0 for request in found["requests"]) < cached:
-            raise SystemExit(
-                f"a prompt of {len(prompts[0])} tokens was no hit of {cached}:\n{self._engine.said()[-3000:]}"
-            )
         return float(found["seconds"])
 
     def _forget(self) -> None:
@@ -95,7 +109,9 @@ class Contender:
 
 
 @contextlib.contextmanager
-def contenders(model: Path, node: NodeProcess, kv_gib: int, tier_gib: int) -> Iterator[dict[str, Contender]]:
+def contenders(
+    names: list[str], model: Path, node: NodeProcess, kv_gib: int, tier_gib: int, tokens_max: int
+) -> Iterator[dict[str, Contender]]:
     arguments: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",
@@ -106,32 +122,42 @@ def contenders(model: Path, node: NodeProcess, kv_gib: int, tier_gib: int) -> It
         "num_gpu_blocks_override": None,
         "kv_cache_memory_bytes": kv_gib << 30,
         "gpu_memory_utilization": 0.03,  # is only compared with what is free
-        "max_model_len": max(LENGTHS) + 256,
+        "max_model_len": tokens_max + 256,
         "max_num_seqs": REQUESTS,
         "max_num_batched_tokens": 8192,
     }
-    offload: dict[str, Any] = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": tier_gib << 30},
-    }
-    store = store_config(node.address, revision="dummy", slow_hits="take")
-    connectors = {"no connector": None, "store": store, "OffloadingConnector": offload}
     with contextlib.ExitStack() as stack:
+        connectors = {name: connector(name, node.address, tier_gib, stack) for name in names}
         engines = {
-            name: EngineHandle(name, {**arguments, **({"kv_transfer_config": config} if config else {})})
-            for name, config in connectors.items()
+            name: EngineHandle(name, {**arguments, **({"kv_transfer_config": one.config} if one.config else {})})
+            for name, one in connectors.items()
         }
         for engine in engines.values():
             stack.callback(engine.close)
-        for engine in engines.values():
+        started(engines)
+        if "store" in engines:
+            wait_agents(engines["store"])
+        yield {name: Contender(name, engine, connectors[name]) for name, engine in engines.items()}
+
+
+def started(engines: dict[str, EngineHandle]) -> None:
+    """Waits for all of them; one with another's connector that does not start is left out."""
+    for name, engine in list(engines.items()):
+        try:
             engine.start()
-        end = time.monotonic() + SETTLED_S
-        while not all(worker["ready"] for worker in engines["store"].ask("agents")["workers"]):
-            if time.monotonic() > end:
-                raise SystemExit(f"the agents' process is not ready:\n{engines['store'].said()[-3000:]}")
-            time.sleep(0.2)
-        yield {name: Contender(engine, name != "no connector", name == "store") for name, engine in engines.items()}
+        except AssertionError as error:
+            if name in ("none", "store"):
+                raise
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            del engines[name]
+
+
+def wait_agents(engine: EngineHandle) -> None:
+    end = time.monotonic() + SETTLED_S
+    while not all(worker["ready"] for worker in engine.ask("agents")["workers"]):
+        if time.monotonic() > end:
+            raise SystemExit(f"the agents' process is not ready:\n{engine.said()[-3000:]}")
+        time.sleep(0.2)
 
 
 def save_config(name: str, directory: Path) -> None:
@@ -147,7 +173,7 @@ def save_config(name: str, directory: Path) -> None:
         "num_key_value_heads": kv_heads,
         "head_dim": 128,
         "vocab_size": vocabulary,
-        "max_position_embeddings": 1 << 17,
+        "max_position_embeddings": 1 << 18,
         "rope_theta": 500_000.0,
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
@@ -163,22 +189,43 @@ def spread(samples: list[float], unit: float) -> str:
     return f"{median(values):.{digits}f} ({values[0]:.{digits}f}–{values[-1]:.{digits}f})"
 
 
+def first_token_rows(names: dict[str, Contender], tokens: int, count: int, new: Prompts, tick: Tick) -> Iterator[Row]:
+    calls = {name: lambda one=one: one.first_tokens(lambda: new(tokens)) for name, one in names.items()}
+    for name, samples in rounds(calls, count, WARMUPS, tick).items():
+        found = {op: spread(samples[op], 1e3) if samples.get(op) else None for op in ("computed", *OPS)}
+        yield {"prompt tokens": tokens, "connector": name, **found}
+
+
+def throughput_rows(names: dict[str, Contender], count: int, new: Prompts, tick: Tick) -> Iterator[Row]:
+    calls = {name: lambda one=one: one.throughput(lambda: new(PROMPT_TOKENS)) for name, one in names.items()}
+    tokens = REQUESTS * (PROMPT_TOKENS + ANSWER_TOKENS)
+    samples_of = rounds(calls, count, WARMUPS, tick)
+    bare = median(samples_of["none"]["new"]) if "none" in samples_of else None
+    for name, samples in samples_of.items():
+        for op, seconds in samples.items():
+            what = f"{name}, all skip" if op == "skip" else name
+            rate = spread([tokens / value for value in seconds], 1e-3)
+            yield {"connector": what, "thousand tokens/s": rate, "of none": bare and bare / median(seconds)}
+
+
 def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="0.9b", help="(%(default)s)")
     options.add_argument("--rounds", type=int, default=5, help="of each length, and of the throughput (%(default)s)")
+    options.add_argument("--connectors", choices=NAMES, nargs="+", default=NAMES[:-1], help="(%(default)s)")
     options.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="prompt lengths (%(default)s)")
-    options.add_argument("--kv-gib", type=int, default=24, help="KV cache of each engine (%(default)s)")
+    options.add_argument("--first-tokens", action="store_true", help="no throughput")
+    options.add_argument("--kv-gib", type=int, default=12, help="KV cache of each engine (%(default)s)")
     options.add_argument(
-        "--tier-gib", type=int, default=24, help="RAM of the node, and of vLLM's CPU tier (%(default)s)"
+        "--tier-gib", type=int, default=12, help="RAM of the node, and of each that keeps KV elsewhere (%(default)s)"
     )
     args = options.parse_args(argv)
-    command = f"python benchmarks/vllm_gpu.py --model {args.model} --rounds {args.rounds}"
+    command = " ".join(["python benchmarks/vllm_gpu.py", *argv])
     firsts, sums = Report("vLLM's first token on a GPU, ms", command), Report("vLLM's throughput on a GPU", command)
     numbers = random.Random(time.time_ns())
     vocabulary = MODELS[args.model][-1]
 
-    def prompts(tokens: int) -> list[int]:
+    def new(tokens: int) -> list[int]:
         return [numbers.randrange(3, vocabulary) for _ in range(tokens)]
 
     with contextlib.ExitStack() as stack:
@@ -187,36 +234,25 @@ def main(argv: list[str]) -> None:
         python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
         flags = ("--ram-bytes", f"{args.tier_gib}GiB", "--log-level", "WARNING")
         node = stack.enter_context(NodeProcess(*flags, python=python))
-        all_of_them = stack.enter_context(contenders(model, node, args.kv_gib, args.tier_gib))
+        longest = max(*args.tokens, PROMPT_TOKENS + ANSWER_TOKENS)
+        names = available(args.connectors)
+        engines = stack.enter_context(contenders(names, model, node, args.kv_gib, args.tier_gib, longest))
         tick = stack.enter_context(progress((args.rounds + WARMUPS) * (len(args.tokens) + 1)))
         for tokens in args.tokens:
-            calls = {
-                name: lambda one=one, tokens=tokens: one.first_tokens(lambda: prompts(tokens))
-                for name, one in all_of_them.items()
-            }
-            for name, samples in rounds(calls, args.rounds, WARMUPS, tick).items():
-                found = {op: spread(samples[op], 1e3) if op in samples else None for op in ("computed", *OPS)}
-                firsts.rows.append({"prompt tokens": tokens, "connector": name, **found})
-        calls = {
-            name: lambda one=one: one.throughput(lambda: prompts(PROMPT_TOKENS)) for name, one in all_of_them.items()
-        }
-        tokens = REQUESTS * (PROMPT_TOKENS + ANSWER_TOKENS)
-        samples_of = rounds(calls, args.rounds, WARMUPS, tick)
-        bare = median(samples_of["no connector"]["new"])
-        for name, samples in samples_of.items():
-            for op, seconds in samples.items():
-                what = f"{name}, all skip" if op == "skip" else name
-                rate = spread([tokens / value for value in seconds], 1e-3)
-                sums.rows.append(
-                    {"connector": what, "thousand tokens/s": rate, "of no connector": bare / median(seconds)}
-                )
-    sums.notes.append(
-        f"{REQUESTS} new prompts of {PROMPT_TOKENS} tokens at once, {ANSWER_TOKENS} tokens of answer each"
-    )
-    for report in (firsts, sums):
-        report.notes.append(f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works")
-        report.show(args.json)
-        print()
+            firsts.rows += first_token_rows(engines, tokens, args.rounds, new, tick)
+        _show(firsts, args)
+        if not args.first_tokens:
+            sums.rows += throughput_rows(engines, args.rounds, new, tick)
+            sums.notes.append(
+                f"{REQUESTS} new prompts of {PROMPT_TOKENS} tokens at once, {ANSWER_TOKENS} tokens of answer each"
+            )
+            _show(sums, args)
+
+
+def _show(report: Report, args: argparse.Namespace) -> None:
+    report.notes.append(f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works")
+    report.show(args.json)
+    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 # shellcheck shell=bash disable=SC2034  # COMPOSE and BUILD_FLAGS are the caller's
 # Finds a Docker for docker/test.sh, or starts one of its own. Sourced; needs `set -euo pipefail`,
-# `step`, `fail` and WORK, a folder of the caller's that it removes after daemon_stop.
+# `step`, `fail`, WORK, a folder of the caller's that it removes after daemon_stop, and CACHE, one that it keeps.
 #
 #   daemon_find              sets DOCKER, COMPOSE, BUILD_FLAGS; exports DOCKER_HOST if the daemon is ours
-#   daemon_base IMAGE MADE   prints on stdout what to build on: IMAGE, or MADE if it had to make one
+#   daemon_image IMAGE MADE  prints on stdout what can be had: IMAGE, or MADE, Debian with its Python and etcd
 #   daemon_stop              ends the daemon if it is ours
 #
-# Our own daemon keeps everything below WORK and changes nothing on the host: no iptables
+# Our own daemon has everything below WORK and changes nothing on the host: no iptables
 # rules, no forwarding, no docker0. Containers have the bridge of their compose project, which the
 # userland proxy reaches, and no way out; builds need one, and use the host's network.
 
 DAEMON_DIR=$WORK/daemon
 DAEMON_CGROUP=kvstore-docker-test-$$
 BUILD_FLAGS=()
-PATH=$PATH:/usr/sbin:/sbin # dockerd and debootstrap, after a `su` that kept a user's PATH
+PATH=$PATH:/usr/sbin:/sbin # dockerd, after a `su` that kept a user's PATH
 
 daemon_find() {
     if [[ -z $(_reaching) ]]; then
@@ -34,24 +34,26 @@ Start one, or run this as root on Debian: then it installs Docker and starts a d
     fi
 }
 
-# The image itself if it is here or a registry gives it. Otherwise Debian with its Python, which the
-# Dockerfile accepts as well.
-daemon_base() {
-    local image=$1 made=$2 root=$WORK/rootfs
+# The image itself if it is here or a registry gives it. Otherwise one that the Dockerfile and the compose file of the
+# cluster accept as well. It is made once a month: CACHE keeps it.
+daemon_image() {
+    local image=$1 made=$2 kept=$CACHE/debian.tar
     if "$DOCKER" image inspect "$image" >/dev/null 2>&1 || "$DOCKER" pull -q "$image" >/dev/null 2>&1; then
         echo "$image"
         return
     fi
-    _can_install || fail "$image is not here and no registry gives it. Set BASE to an image that has
-Python >= 3.10 and pip, or run this as root on Debian: then it makes one with debootstrap."
-    _install
-    step "$image can not be had; making a base with debootstrap" >&2
-    debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip \
-        bookworm "$root" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$WORK/debootstrap.log" 2>&1 \
-        || fail "debootstrap: $(tail -n 5 "$WORK/debootstrap.log")"
-    tar -C "$root" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' \
-        --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' -c . | "$DOCKER" import - "$made" >/dev/null
-    rm -rf "$root"
+    _can_install || fail "$image is not here and no registry gives it. Run this as root on Debian: then it makes one
+with mmdebstrap. Or set BASE to an image that has Python >= 3.10 and pip, KVSTORE_ETCD_IMAGE to one that has etcd."
+    if [[ -z $(find "$kept" -mtime -30 2>/dev/null) ]]; then
+        _install
+        step "$image can not be had; making one with mmdebstrap" >&2
+        mkdir -p "$CACHE"
+        TMPDIR=$WORK mmdebstrap --format=tar --variant=minbase --include=ca-certificates,python3,python3-pip,etcd-server \
+            bookworm "$kept.new" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$WORK/mmdebstrap.log" 2>&1 \
+            || fail "mmdebstrap: $(tail -n 5 "$WORK/mmdebstrap.log")"
+        mv "$kept.new" "$kept"
+    fi
+    "$DOCKER" image inspect "$made" >/dev/null 2>&1 || "$DOCKER" import "$kept" "$made" >/dev/null
     echo "$made"
 }
 
@@ -94,7 +96,7 @@ _install() {
     local packages=()
     [[ -n $(type -ap dockerd) ]] || packages+=(docker.io)
     [[ -n $(type -ap docker-compose) ]] || packages+=(docker-compose)
-    [[ -n $(type -ap debootstrap) ]] || packages+=(debootstrap)
+    [[ -n $(type -ap mmdebstrap) ]] || packages+=(mmdebstrap)
     [[ ${#packages[@]} -gt 0 ]] || return 0
     step "installing ${packages[*]}" >&2
     export DEBIAN_FRONTEND=noninteractive

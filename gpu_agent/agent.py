@@ -15,14 +15,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Chunk, Fetched
+from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Fetched, Job
 from gpu_agent.config import AgentConfig, agent_config
 from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.kernels.available import transfer_for
@@ -31,7 +30,7 @@ from gpu_agent.outage import Outage
 from gpu_agent.parts import ABREAST, parts_of, travelled
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Placed, TorchTransfer, Transfer
-from gpu_agent.units import Units, UnitTable
+from gpu_agent.units import Units
 from kvstore import PutOutcome
 from kvstore.client import Client
 from kvstore.deadline import Deadline
@@ -47,24 +46,6 @@ log = logging.getLogger(__name__)
 IN_PLACE_NBYTES = 256 << 20
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What a worker needs of one save or load."""
-
-    prefix_hashes: list[bytes]
-    pool: KVPool
-    table: UnitTable
-    fence: Fence
-    deadline: Deadline
-
-    def chunk(self, namespace: Namespace, pages: list[int]) -> Chunk:
-        """Some of its pages, in ascending order."""
-        hashes = [self.prefix_hashes[page] for page in pages]
-        together = pages[-1] - pages[0] == len(pages) - 1
-        table = self.table.select(slice(pages[0], pages[-1] + 1) if together else pages)
-        return Chunk(namespace, hashes, self.pool, table, self.fence, self.deadline)
 
 
 class Agent:
@@ -250,7 +231,7 @@ class Agent:
         self._outage.report(error)
         return LoadResult(0, 0, str(error) if error else None)
 
-    def _save(self, job: _Job, buffer: torch.Tensor, gathered: concurrent.futures.Future[None]) -> SaveResult:
+    def _save(self, job: Job, buffer: torch.Tensor, gathered: concurrent.futures.Future[None]) -> SaveResult:
         stored = existing = 0
         reason = None
         try:
@@ -260,13 +241,22 @@ class Agent:
             if len(missing) > step or not carrier.asks_first:
                 missing = self._missing(job)
             existing = len(job.prefix_hashes) - len(missing)
-            chunks = [missing[i : i + step] for i in range(0, len(missing), step)]
-            for chunk in chunks:
+            left, parted = missing, False
+            while left:
                 if self._saves.stopping.is_set():
                     reason = "the agent is closed"
                     break
-                read = partial(_release, gathered) if chunk is chunks[-1] else None
-                outcomes = carrier.save(job.chunk(self.namespace, chunk), read)
+                chunk, rest = left[:step], left[step:]
+                parted = parted or bool(rest)
+                read = None if rest else partial(_release, gathered)
+                try:
+                    outcomes = carrier.save(job.chunk(self.namespace, chunk), read)
+                except KVStoreError:
+                    if gathered.done() or not self._goes_over(carrier, job):
+                        raise
+                    carrier, step = self._carrier(buffer, job.deadline)
+                    continue
+                left = rest
                 stored += outcomes.count(PutOutcome.STORED)
                 existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
                 if PutOutcome.AWAY in outcomes:
@@ -274,7 +264,7 @@ class Agent:
                 if PutOutcome.FULL in outcomes:  # without its head the rest of a chain is of no use
                     reason = "the node is full of pages that it may not evict"
                     break
-            if len(chunks) > 1:
+            if parted:
                 self._touch(job, job.prefix_hashes)
             self._outage.report(None)
         except KVStoreError as error:
@@ -283,7 +273,7 @@ class Agent:
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
 
-    def _missing(self, job: _Job) -> list[int]:
+    def _missing(self, job: Job) -> list[int]:
         """Pages that are not stored. Those that are count as used. A member of a cluster that hangs may not cost the
         others the time of the save."""
         timeout_s = job.deadline.remaining() / 2
@@ -298,33 +288,32 @@ class Agent:
         wanted = max(1, IN_PLACE_NBYTES // self.namespace.layout.page_nbytes)
         return ArenaCarrier(self._client, self._transfer, self._hashers), min(pages_max, wanted)
 
-    def _load(self, job: _Job, buffer: torch.Tensor, skip_tokens: int, placed: Placed | None) -> LoadResult:
-        page_tokens, count = self.namespace.layout.page_tokens, len(job.prefix_hashes)
-        first = in_place = skip_tokens // page_tokens
-        error = None
+    def _goes_over(self, carrier: Carrier, job: Job) -> bool:
+        """Whether a job goes on by buffers: the near node, in whose memory it began, does not answer, or is near no
+        more."""
+        return isinstance(carrier, ArenaCarrier) and not self._client.maps_arena and not job.deadline.passed
+
+    def _load(self, job: Job, buffer: torch.Tensor, skip_tokens: int, placed: Placed | None) -> LoadResult:
+        count = len(job.prefix_hashes)
+        first = in_place = skip_tokens // self.namespace.layout.page_tokens
+        error, parted = None, False
         try:
             self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
-            carrier, step = self._carrier(buffer, job.deadline)
-            parts = parts_of(first, count, step, carrier.overlaps)
-            abreast = carrier.overlaps and not placed and self._transfer.makes_leaves(job.pool)
-
-            def fetch(part: range) -> Fetched:
-                return carrier.fetch(job.chunk(self.namespace, list(part)))
-
-            def place(part: range, fetched: Fetched) -> int:
-                skip = max(0, skip_tokens - part.start * page_tokens)  # less than a page, in the first one
-                return carrier.place(fetched, skip, placed if part.stop == count else None)
-
-            ahead = self._ahead if carrier.overlaps else None
-            with contextlib.closing(travelled(parts, fetch, place, ahead, abreast)) as moved:
-                for part, pages in zip(parts, moved, strict=False):
-                    in_place += pages
-                    if in_place < part.stop:
-                        break
-                    if self._loads.stopping.is_set() and part.stop < count:
-                        error = "the agent is closed"
-                        break
-            if len(parts) > 1 and in_place > parts[0].stop:  # the pages are there, whatever comes of this
+            while True:
+                carrier, step = self._carrier(buffer, job.deadline)
+                parts = parts_of(in_place, count, step, carrier.overlaps)
+                moving = contextlib.closing(self._travelled(job, carrier, parts, skip_tokens, placed))
+                with contextlib.suppress(_GoesOver), moving as moved:
+                    for part, pages in zip(parts, moved, strict=False):
+                        parted = parted or (pages > 0 and in_place > first)
+                        in_place += pages
+                        if in_place < part.stop:
+                            break
+                        if self._loads.stopping.is_set() and part.stop < count:
+                            error = "the agent is closed"
+                            break
+                    break
+            if parted:  # the pages are there, whatever comes of this
                 begun(self._ahead, self._touch, job, job.prefix_hashes[:in_place])
             self._outage.report(None)
         except KVStoreError as failure:
@@ -332,7 +321,29 @@ class Agent:
             self._outage.report(failure)
         return self._loaded(LoadResult(in_place, in_place - first, error))
 
-    def _touch(self, job: _Job, prefix_hashes: list[bytes]) -> None:
+    def _travelled(
+        self, job: Job, carrier: Carrier, parts: list[range], skip_tokens: int, placed: Placed | None
+    ) -> Generator[int, None, None]:
+        """As `gpu_agent.parts` has it. Raises _GoesOver when nothing of a part has moved yet."""
+        page_tokens, count = self.namespace.layout.page_tokens, len(job.prefix_hashes)
+
+        def fetch(part: range) -> Fetched:
+            try:
+                return carrier.fetch(job.chunk(self.namespace, list(part)))
+            except KVStoreError as error:
+                if self._goes_over(carrier, job):
+                    raise _GoesOver from error
+                raise
+
+        def place(part: range, fetched: Fetched) -> int:
+            skip = max(0, skip_tokens - part.start * page_tokens)  # less than a page, in the first one
+            return carrier.place(fetched, skip, placed if part.stop == count else None)
+
+        ahead = self._ahead if carrier.overlaps else None
+        abreast = carrier.overlaps and not placed and self._transfer.makes_leaves(job.pool)
+        return travelled(parts, fetch, place, ahead, abreast)
+
+    def _touch(self, job: Job, prefix_hashes: list[bytes]) -> None:
         """Several calls aged the chain chunk by chunk; put its order right, tail oldest. The pages
         have moved already, so a failure costs nothing but the order."""
         try:
@@ -357,7 +368,7 @@ class Agent:
 
     def _job(
         self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float, fence: Fence
-    ) -> _Job:
+    ) -> Job:
         pool = pool or self._pool
         if pool is None:
             raise InvalidRequest("this agent was made without a pool; name one in the call")
@@ -367,11 +378,15 @@ class Agent:
         if hashes:
             check_prefix_hashes(hashes, PREFIX_HASHES_MAX, distinct=True)
         table = pool.unit_table(units, len(hashes))
-        return _Job(hashes, pool, table, fence or self._transfer.fence(pool), Deadline(timeout_s))
+        return Job(hashes, pool, table, fence or self._transfer.fence(pool), Deadline(timeout_s))
 
     def _check_pool(self, pool: KVPool) -> None:
         if pool.layout != self.namespace.layout:
             raise InvalidRequest("the pool's layout is not the namespace's layout")
+
+
+class _GoesOver(Exception):
+    """The near node does not answer, and there is time left to ask the owners."""
 
 
 def _release(gathered: concurrent.futures.Future[None]) -> None:

@@ -52,6 +52,24 @@ class Chunk:
     deadline: Deadline
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs of one save or load."""
+
+    prefix_hashes: list[bytes]
+    pool: KVPool
+    table: UnitTable
+    fence: Fence
+    deadline: Deadline
+
+    def chunk(self, namespace: Namespace, pages: list[int]) -> Chunk:
+        """Some of its pages, in ascending order."""
+        hashes = [self.prefix_hashes[page] for page in pages]
+        together = pages[-1] - pages[0] == len(pages) - 1
+        table = self.table.select(slice(pages[0], pages[-1] + 1) if together else pages)
+        return Chunk(namespace, hashes, self.pool, table, self.fence, self.deadline)
+
+
 class Carrier(Protocol):
     """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return.
 

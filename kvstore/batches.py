@@ -12,22 +12,30 @@ from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Protocol
 from kvstore.keys import Namespace
 from kvstore.link import Link
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import Keep, PutOutcome
+from kvstore.results import ACK_ALL, Keep, PutOutcome
 
 # So long before a caller's deadline a node ends its waiting for the disk, at least.
 WAIT_MARGIN_S = 0.05
+NEAR_SHARE = 0.8  # of the time that is left, for what a near node asks of others
 
 
 def look_up(
-    link: Link, namespace: Namespace, prefix_hashes: Sequence[bytes], touch: bool, deadline: Deadline
+    link: Link,
+    namespace: Namespace,
+    prefix_hashes: Sequence[bytes],
+    touch: bool,
+    deadline: Deadline,
+    near: bool = False,
 ) -> list[bool]:
-    """Presence per key. Several batches go tail first: touching must end with the head, and after a
-    transfer in batches this puts the whole chain's order right."""
+    """Presence per key; `near`: at this node or at others. Several batches go tail first: touching must end with the
+    head, and after a transfer in batches this puts the whole chain's order right."""
     found: list[list[bool]] = []
     step = link.limits.batch_keys_max
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
+        if near:
+            request.near, request.wait_ms = True, near_wait_ms(deadline)
         with _too_many(len(found) * step, deadline):
             present = link.wire.call("lookup", request, deadline).present[:]
         if len(present) != len(hashes):
@@ -68,7 +76,8 @@ def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep
         page_nbytes=namespace.layout.page_nbytes,
         ttl_ms=max(0, round(keep.ttl_s * 1000)),
         durable=keep.durable,
-        wait_ms=wait_ms(deadline) if keep.durable else 0,
+        ack_all=keep.ack == ACK_ALL,
+        wait_ms=wait_ms(deadline) if keep.promised else 0,
     )
 
 
@@ -77,6 +86,12 @@ def wait_ms(deadline: Deadline) -> int:
     for a node that does."""
     left_s = deadline.remaining()
     return max(1, int(1000 * (left_s - max(WAIT_MARGIN_S, left_s / 10))))
+
+
+def near_wait_ms(deadline: Deadline) -> int:
+    """How long a near node may ask others: it answers before the deadline, so that others that hang are not taken for
+    a near node that does. The least is for one that asks next to nobody."""
+    return max(1, int(1000 * deadline.remaining() * NEAR_SHARE))
 
 
 def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:

@@ -6,6 +6,7 @@ one deadline and not one per call.
       +------------------- success -------------------+   failure: open again, pause doubled
 """
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -14,21 +15,35 @@ from kvstore.errors import Unavailable
 
 PAUSE_S_MIN = 0.1
 PAUSE_PER_COST = 4
+PAUSE_JITTER = 0.25
 
 
 class CircuitBreaker:
     """Thread-safe. The clock is an argument so that tests need not wait."""
 
-    def __init__(self, name: str, pause_s_max: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        pause_s_max: float,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """`chance`: 0 to 1, by which a pause is shorter, so that many clients do not come back at once."""
         self._name = name
         self._pause_s_max = pause_s_max
         self._clock = clock
+        self._chance = chance
         self._lock = threading.Lock()
         self._failures = 0
         self._open_until = 0.0
         self._trying = False
         self._cause = ""
         self._cost_s = 0.0
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last that was heard is a failure."""
+        return self._failures > 0
 
     def enter(self) -> None:
         """Call before trying. Raises Unavailable at once while the breaker is open."""
@@ -64,4 +79,5 @@ class CircuitBreaker:
 
     def _pause_s(self) -> float:
         doubled = PAUSE_S_MIN * (1 << min(self._failures - 1, 16))
-        return min(self._pause_s_max, max(doubled, PAUSE_PER_COST * self._cost_s))
+        longest = min(self._pause_s_max, max(doubled, PAUSE_PER_COST * self._cost_s))
+        return longest * (1 - PAUSE_JITTER * self._chance())

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.batches import batches, key_seeds, leading, look_up, put_outcomes, put_request
+from kvstore.batches import batches, key_seeds, leading, look_up, near_wait_ms, put_outcomes, put_request
 from kvstore.checksum import hashed_nbytes
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
@@ -33,7 +33,7 @@ def put_pages(
         try:
             verdicts = link.wire.put(request, views[part], deadline)
         except Exhausted:
-            if not outcomes or keep.durable:
+            if not outcomes or keep.promised:
                 raise
             verdicts = [pb.FULL] * len(hashes)
         outcomes.extend(put_outcomes(verdicts))
@@ -44,10 +44,12 @@ def put_pages(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a get asks of each page. `prefix`: nothing behind the first miss."""
+    """What a get asks of each page. `prefix`: nothing behind the first miss; `near`: the node may fetch it from
+    others."""
 
     ranges: tuple[ByteRange, ...]
     prefix: bool
+    near: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +80,8 @@ def get_pages(
             prefix_hashes=hashes,
             ranges=[] if whole else messages,
             prefix_only=wanted.prefix,
+            near=wanted.near,
+            wait_ms=near_wait_ms(deadline) if wanted.near else 0,
         )
         found, damaged = link.wire.get(request, views[part], key_seeds(namespace, hashes), deadline)
         hits.extend(found)

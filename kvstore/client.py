@@ -10,6 +10,8 @@ checksum, and a page that could not be stored are values; errors mean the node c
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from operator import not_
 from typing import Any, TypeVar
 
@@ -18,21 +20,22 @@ from kvstore.batches import (
     check_lengths,
     leading,
     look_up,
+    near_wait_ms,
     put_request,
 )
-from kvstore.buffers import byte_views
+from kvstore.buffers import byte_views, copy
 from kvstore.calls import Wanted, get_pages, put_pages
-from kvstore.cluster.fan_out import Places, chosen
+from kvstore.cluster.fan_out import Places, check_knows_members, chosen
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
-from kvstore.errors import Exhausted, InvalidRequest, KVStoreError
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.link import Link
 from kvstore.log_rate import LogRate
 from kvstore.management import PREFIX_HASHES_MAX, Management
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult
+from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult
 from kvstore.results import PutOutcome as PutOutcome
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
 from kvstore.wires.shm import ShmWire
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
+PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # what a put's promise holds for
 
 
 class Client(Management):
@@ -63,8 +67,10 @@ class Client(Management):
 
     @property
     def maps_arena(self) -> bool:
-        """Whether `open_put` and `open_get` work; after the first call, such as `open`."""
-        return self._fan_out.nodes.view is None and self._fan_out.nodes.only.wire_name == ShmWire.name
+        """Whether `open_put` and `open_get` work; after the first call, such as `open`. Not while a near node fails:
+        `put` and `get` do without it."""
+        link = self._fan_out.nodes.at_hand
+        return link is not None and link.wire_name == ShmWire.name
 
     def close(self) -> None:
         """Closes idle connections now and those in use when their call ends."""
@@ -84,11 +90,14 @@ class Client(Management):
         """Which of these pages are stored. `touch` counts as a use; a plain lookup does not, so
         that polling can not keep dead pages alive."""
 
-        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
-            return look_up(link, namespace, chosen(prefix_hashes, places), touch, deadline)
+        def ask(link: Link, deadline: Deadline, places: Places, near: bool = False) -> list[bool]:
+            return look_up(link, namespace, chosen(prefix_hashes, places), touch, deadline, near)
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
-        present = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, self._deadline(timeout_s))
+        deadline = self._deadline(timeout_s)
+        present = self._fan_out.near(partial(ask, near=True), namespace, prefix_hashes, deadline)
+        if present is None:
+            present = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
         return LookupResult(leading(present), tuple(present))
 
     def put(
@@ -109,21 +118,59 @@ class Client(Management):
         views = byte_views(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
 
-        full: set[int] = set()  # places of keys whose owner answered that it is
+        def near(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
+            try:
+                return put_pages(link, namespace, prefix_hashes, views, keep, deadline)
+            except InvalidRequest as error:
+                if not keep.durable:
+                    raise
+                raise Exhausted(f"it can not promise these pages: {error}") from error  # their owners may
+
+        deadline = self._deadline(timeout_s)
+        outcomes = self._fan_out.near(near, namespace, prefix_hashes, deadline)
+        if outcomes is None:
+            return self._put_at_owners(namespace, prefix_hashes, views, keep, deadline)
+        left = [place for place, outcome in enumerate(outcomes) if keep.promised and outcome not in PROMISED]
+        if left:
+            hashes, rest = chosen(prefix_hashes, left), chosen(views, left)
+            asked = self._put_at_owners(namespace, hashes, rest, keep, deadline)
+            for place, outcome in zip(left, asked, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    def _put_at_owners(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        views: Sequence[memoryview],
+        keep: Keep,
+        deadline: Deadline,
+    ) -> list[PutOutcome]:
+        """Where there is no near node, or it did not do what was promised; or at the node that is alone."""
+        full: dict[int, Exhausted] = {}  # what an owner answered that has no room or could not promise, by place
 
         def ask(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
             try:
+                if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
+                    check_knows_members(link)
                 return put_pages(link, namespace, chosen(prefix_hashes, places), chosen(views, places), keep, deadline)
             except Exhausted as error:
-                full.update(places if error.answered else ())
+                if error.answered:
+                    full.update(dict.fromkeys(places, error))
                 raise
 
-        deadline = self._deadline(timeout_s)
-        outcomes = self._fan_out.per_key(ask, namespace, prefix_hashes, _never, PutOutcome.AWAY, deadline)
-        return [
-            PutOutcome.FULL if outcome is PutOutcome.AWAY and place in full else outcome
-            for place, outcome in enumerate(outcomes)
-        ]
+        try:
+            outcomes = self._fan_out.per_key(ask, namespace, prefix_hashes, _full, PutOutcome.AWAY, deadline)
+        except (Unavailable, DeadlineExceeded):
+            if full:  # says more than that another did not answer
+                raise next(iter(full.values())) from None
+            raise
+        refused = [place for place in full if not outcomes[place].kept]
+        if refused and keep.promised:
+            raise full[refused[0]]
+        for place in refused:
+            outcomes[place] = PutOutcome.FULL
+        return outcomes
 
     def get(
         self,
@@ -170,14 +217,43 @@ class Client(Management):
         views = byte_views(buffers, wanted.nbytes, writable=True)
         check_lengths(prefix_hashes, views)
 
-        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+        deadline = self._deadline(timeout_s)
+        view = self._fan_out.nodes.found(deadline)
+        several = view is not None and (view.replicas > 1 or not view.settled)
+        # What is missing at one member may be at another: no member knows where the prefix ends.
+        asked = replace(wanted, prefix=False) if several else wanted
+
+        def read(
+            link: Link, deadline: Deadline, places: Places, into: Sequence[memoryview], asked: Wanted = asked
+        ) -> list[bool]:
             hashes = chosen(prefix_hashes, places)
-            hits, corrupt = get_pages(link, namespace, hashes, chosen(views, places), wanted, deadline)
+            hits, corrupt = get_pages(link, namespace, hashes, into, asked, deadline)
             if corrupt:
                 self._report_corrupt(link, namespace, corrupt, deadline)
             return hits
 
-        hits = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, self._deadline(timeout_s))
+        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+            return read(link, deadline, places, chosen(views, places))
+
+        def ask_near(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+            return read(link, deadline, places, views, replace(wanted, near=True))
+
+        def ask_apart(link: Link, deadline: Deadline, places: Places) -> list[memoryview | None]:
+            """Into memory of its own: two members may be asked for a page, and who is late may write when the call has
+            returned."""
+            apart = [memoryview(bytearray(wanted.nbytes)) for _ in places]
+            hits = read(link, deadline, places, apart)
+            return [view if hit else None for view, hit in zip(apart, hits, strict=True)]
+
+        hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
+        if hits is None and several and self.config.hedge_s:
+            found = self._fan_out.hedged(ask_apart, namespace, prefix_hashes, not_, None, deadline)
+            for view_, page in zip(views, found, strict=True):
+                if page is not None:
+                    copy(view_, page)
+            hits = [page is not None for page in found]
+        elif hits is None:
+            hits = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
         length = leading(hits) if wanted.prefix else len(hits)
         return hits[:length] + [False] * (len(views) - length)
 
@@ -209,13 +285,15 @@ class Client(Management):
         `slots.commit(leaves)`. Leaving without a commit stores nothing.
 
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
-        connection of its own; `timeout_s` covers all of it up to the commit.
+        connection of its own; `timeout_s` covers all of it up to the commit. A near node that does not answer
+        leaves half of it.
         """
+        until = self._deadline(timeout_s)
 
         def enter(wire: ShmWire, deadline: Deadline) -> contextlib.AbstractContextManager[ReservedSlots]:
-            return wire.reserving(put_request(namespace, prefix_hashes, keep, deadline), deadline)
+            return wire.reserving(put_request(namespace, prefix_hashes, keep, deadline), deadline, until)
 
-        return self._in_place(enter, namespace, timeout_s)
+        return self._in_place(enter, namespace, until)
 
     def open_get(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], prefix: bool = False, timeout_s: float | None = None
@@ -226,21 +304,29 @@ class Client(Management):
         The caller compares bytes and `slots.checksums`, and tells `verify` of a page that does not
         match. Otherwise as `open_put`.
         """
-        request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=prefix_hashes, prefix_only=prefix)
-        nbytes = namespace.layout.page_nbytes
-        return self._in_place(lambda wire, deadline: wire.acquiring(request, nbytes, deadline), namespace, timeout_s)
+
+        def enter(wire: ShmWire, deadline: Deadline) -> contextlib.AbstractContextManager[AcquiredSlots]:
+            request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=prefix_hashes, prefix_only=prefix)
+            if self._fan_out.nodes.view is not None:
+                request.near, request.wait_ms = True, near_wait_ms(deadline)
+            return wire.acquiring(request, namespace.layout.page_nbytes, deadline)
+
+        return self._in_place(enter, namespace, self._deadline(timeout_s))
 
     def batch_pages_max(self, namespace: Namespace, timeout_s: float | None = None) -> int:
         """Pages of this namespace that one `open_put` or `open_get` may ask for."""
         nbytes = namespace.layout.page_nbytes
-        return self._one("batch_pages_max", lambda link, _: batch_pages_max(nbytes, link.limits), namespace, timeout_s)
+        deadline = self._deadline(timeout_s)
+        return self._fan_out.in_place(
+            lambda link, _: batch_pages_max(nbytes, link.limits), namespace, deadline, "batch_pages_max"
+        )
 
     @contextlib.contextmanager
     def _in_place(
         self,
         enter: Callable[[ShmWire, Deadline], contextlib.AbstractContextManager[Slots]],
         namespace: Namespace,
-        timeout_s: float | None,
+        deadline: Deadline,
     ) -> Iterator[Slots]:
         def run(link: Link, deadline: Deadline) -> tuple[Slots, contextlib.ExitStack]:
             if not isinstance(link.wire, ShmWire):
@@ -248,10 +334,10 @@ class Client(Management):
             with contextlib.ExitStack() as stack:
                 return stack.enter_context(enter(link.wire, deadline)), stack.pop_all()
 
-        slots, stack = self._one("a page in place", run, namespace, timeout_s)
+        slots, stack = self._fan_out.in_place(run, namespace, deadline, "a page in place")
         with stack:
             yield slots
 
 
-def _never(_: object) -> bool:
-    return False
+def _full(outcome: PutOutcome) -> bool:
+    return outcome is PutOutcome.FULL

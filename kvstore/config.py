@@ -21,8 +21,11 @@ GRPC_PORT = 7440
 BULK_PORT = 7441
 METRICS_PORT = 7442
 
-# Protocol: one version, checked at connect. Raised by every change of docs/FORMAT.md's wire part.
-PROTOCOL_VERSION = 3
+# Protocol: checked at connect; raised by every change of docs/FORMAT.md's wire part. Who speaks the version before or
+# after works with us, in the older of both, so that the nodes of a cluster can be updated one after the other.
+PROTOCOL_VERSION = 4
+# Nodes that speak an older one do not see what a request asks of other members: `near`, `ack_all`.
+MEMBERS_VERSION = 4
 
 # One gRPC message and one bulk header. Pages cross gRPC in chunks well below it, so that the
 # 4 MiB default of other languages' gRPC libraries is enough: 1 MiB chunk + envelope < 2 MiB.
@@ -38,9 +41,20 @@ _TRUTHS = {"1": True, "0": False, "true": True, "false": False}
 Config = TypeVar("Config")
 
 
+def speaks(version: int) -> bool:
+    """Whether we work with who speaks this version of the protocol."""
+    return abs(version - PROTOCOL_VERSION) <= 1
+
+
 def setting(default: Any, help: str, low: Any = None, high: Any = None, choices: tuple[str, ...] = ()) -> Any:
     """A dataclass field with an inclusive range or a list of choices."""
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+
+
+def secret(help: str) -> Any:
+    """A field that only the environment sets: what stands on a command line everybody on the host can read."""
+    meta = {"help": help, "low": None, "high": None, "choices": (), "secret": True}
+    return dataclasses.field(default="", repr=False, metadata=meta)
 
 
 def load(
@@ -169,10 +183,18 @@ class ClientConfig:
         "auto: shared memory with a node on this host, else bulk TCP, gRPC if that is unreachable",
         choices=("auto", "bulk", "grpc", "shm"),
     )
+    near: str = setting(
+        "auto",
+        "of a cluster, the member that is asked for everything: auto: one on this host, by shared memory; none: each "
+        "page's owners; or the id of one",
+    )
     shm_dir: str = setting("", "where the node's socket directory is mounted here; empty: where the node says")
     timeout_s: float = setting(5.0, "deadline of a call that names none", 0.001, 3600.0)
     connect_timeout_s: float = setting(2.0, "deadline of a connection attempt", 0.001, 60.0)
     connections_max: int = setting(8, "bulk or shm connections kept; more threads than this take turns", 1, 256)
+    hedge_s: float = setting(
+        0.0, "a get that a member has not answered by then is also asked of the next owner; 0: it is not", 0.0, 3600.0
+    )
     backoff_s_max: float = setting(10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0)
 
     def __post_init__(self) -> None:

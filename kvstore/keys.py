@@ -21,6 +21,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.layout import PageLayout
 
 NAMESPACE_DIGEST_NBYTES = 16
+REMOVAL_NBYTES = 16  # of the name by which members of a cluster know the removal of a namespace
 PREFIX_HASH_NBYTES_MIN = 16  # shorter digests collide within a large fleet's lifetime
 PREFIX_HASH_NBYTES_MAX = 64
 TEXT_NBYTES_MAX = 1024  # each text field of a namespace

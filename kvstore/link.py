@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from kvstore.breaker import CircuitBreaker
-from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.config import MEMBERS_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
 from kvstore.keys import Namespace
@@ -52,6 +52,11 @@ class Link:
     @property
     def control(self) -> GrpcWire:
         return self.way.control
+
+    @property
+    def knows_members(self) -> bool:
+        """Whether the node does what is asked of it about other members."""
+        return self.way.hello.protocol_version >= MEMBERS_VERSION
 
     @property
     def limits(self) -> pb.Limits:
@@ -112,6 +117,16 @@ class NodeLink:
         link = self._link
         return link.wire.name if link else "none"
 
+    @property
+    def failing(self) -> bool:
+        return self._breaker.failing
+
+    @property
+    def is_older(self) -> bool:
+        """Whether the node, as far as it is connected to, does not know of other members."""
+        link = self._link
+        return link is not None and not link.knows_members
+
     def run(self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline) -> Result:
         """Runs one call under breaker and deadline."""
         deadline.remaining()  # a caller who comes too late says nothing about the node
@@ -123,8 +138,10 @@ class NodeLink:
             self.failure_count += 1
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
                 self._breaker.failure(error, self._clock() - began)
-                if isinstance(error, DeadlineExceeded):
-                    self._beside("kvstore-lives", self._look_whether_it_lives)
+                if _hurried(deadline):
+                    self._beside("kvstore-connects", self._connect)
+            if isinstance(error, DeadlineExceeded):
+                self._beside("kvstore-lives", self._look_whether_it_lives)
             raise
         except KVStoreError as error:
             if error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
@@ -162,8 +179,9 @@ class NodeLink:
                 link.wire.call("open_namespace", request, deadline)
                 link.opened.add(namespace.digest)
             return call(link, deadline)
-        except (Unavailable, ProtocolError):
-            self._drop(link)
+        except (Unavailable, ProtocolError) as error:
+            if isinstance(error, ProtocolError) or not _hurried(deadline):
+                self._drop(link)
             raise
 
     def _connected(self, deadline: Deadline) -> tuple[Link, bool]:
@@ -191,6 +209,15 @@ class NodeLink:
                 link.leave()
                 raise Unavailable("this client is closed")
             return link, True
+
+    def _connect(self) -> None:
+        """For who had no time for it, and for all others: if it is always such a one who tries, nobody gets in."""
+        try:
+            link, _ = self._connected(Deadline(self._config.timeout_s))
+            link.leave()
+            self._breaker.success()
+        except KVStoreError as error:
+            log.info("%s: no connection: %s", self.address, error)
 
     @contextlib.contextmanager
     def _connecting(self, deadline: Deadline) -> Iterator[None]:
@@ -257,10 +284,12 @@ class NodeLink:
         if link is None or not link.enter():
             return
         try:
-            link.wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(LIVES_S))
+            link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
             self._breaker.success()
         except KVStoreError as error:
             log.info("%s: it does not say that it lives: %s", self.address, error)
+            if not self._breaker.failing:  # calls in a hurry say nothing
+                self._breaker.failure(error, LIVES_S)
         finally:
             link.leave()
 
@@ -283,3 +312,8 @@ class NodeLink:
             link, self._link = self._link, None
         if link:
             link.retire()
+
+
+def _hurried(deadline: Deadline) -> bool:
+    """Whether what failed had too little time, such as one more connection: the others' link is as it was."""
+    return deadline.seconds < EVIDENCE_S and deadline.passed

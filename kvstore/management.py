@@ -4,17 +4,19 @@ import functools
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import not_, or_
 from typing import Any, TypeVar, cast
 
 from kvstore.batches import check_goes_on, keyed_replies, per_key, wait_ms
 from kvstore.cluster.fan_out import Ask, FanOut, Places, chosen
+from kvstore.cluster.spread import FIRST_SHARE, Away
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
-from kvstore.keys import Namespace, check_prefix_hashes
+from kvstore.keys import REMOVAL_NBYTES, Namespace, check_prefix_hashes
 from kvstore.link import Link, NodeLink
 from kvstore.log_rate import LogRate
 from kvstore.messages import add_counts, namespace_value
@@ -30,39 +32,79 @@ RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so the
 
 
 class Management:
-    """Of one node, or of all members of a cluster. `kvstore.Client` is one."""
+    """Of one node, or of all members of a cluster. `kvstore.Client` is one.
+
+    What is done at all members raises what one of them raised; the others have done it then. Who gives `away` is told
+    there of members that could not be asked, by id, and has what the others answered; if nobody did, it raises.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self._fan_out = FanOut(config)
 
     def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Registers the namespace now, if the node is alone. Every other call does it by itself when needed."""
-        deadline = self._deadline(timeout_s)
-        if self._fan_out.nodes.found(deadline) is None:
-            self._fan_out.all(lambda link, _: None, namespace, deadline)
+        """Registers the namespace now, at the node that is alone or near. Every other call does it by itself when
+        needed."""
+        self._fan_out.open(namespace, self._deadline(timeout_s))
 
     def verify(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None = None,
+        away: Away | None = None,
     ) -> VerifyResult:
         """Lets the node check its copies of these pages; it drops those that are bad."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
-        counted: list[VerifyResult] = []
+
+        def ask(link: Link, deadline: Deadline, places: Places) -> list[int]:
+            hashes = chosen(prefix_hashes, places)
+            replies = keyed_replies(link, "verify", pb.VerifyRequest, namespace, hashes, deadline)
+            return [health for reply in replies for health in _healths(reply)]
+
+        deadline = self._deadline(timeout_s)
+        found = self._fan_out.every_copy(ask, namespace, prefix_hashes, max, int(pb.PAGE_ABSENT), deadline, away)
+        return VerifyResult(*map(found.count, (pb.PAGE_INTACT, pb.PAGE_DROPPED, pb.PAGE_ABSENT)))
+
+    def remove(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None = None,
+        away: Away | None = None,
+    ) -> list[bool]:
+        """Forgets pages, pinned ones too; True for each that was there. At all members of a cluster, also of a view
+        that is heard of meanwhile, and what was there again and again: one of them may have handed it to another just
+        before it forgot it, and that one to a third."""
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+        deadline, nodes = self._deadline(timeout_s), self._fan_out.nodes
+        view, every = nodes.found(deadline), list(range(len(prefix_hashes)))
+        # Who hangs costs the first round its time; it is left out of the others.
+        limit = deadline if view is None or away is None else deadline.sooner(deadline.remaining() * FIRST_SHARE)
+        removed, asked = [False] * len(prefix_hashes), every
+        while asked:
+            said = self._removed(namespace, chosen(prefix_hashes, asked), limit, away)
+            there = [place for place, was in zip(asked, said, strict=True) if was]
+            for place in there:
+                removed[place] = True
+            if view is None:
+                break
+            asked = there if nodes.view is view else every
+            view, limit = nodes.view, deadline
+        return removed
+
+    def _removed(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline, away: Away | None
+    ) -> list[bool]:
+        """At all members, each once."""
 
         def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
             hashes = chosen(prefix_hashes, places)
-            for reply in keyed_replies(link, "verify", pb.VerifyRequest, namespace, hashes, deadline):
-                counted.append(VerifyResult(reply.intact, reply.dropped, reply.absent))
-            return [True] * len(places)
+            replies = keyed_replies(link, "remove", pb.RemoveRequest, namespace, hashes, deadline)
+            self._fan_out.nodes.hear(link, max((reply.view_number for reply in replies), default=0), deadline)
+            return per_key(replies, "removed", hashes)
 
-        self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, self._deadline(timeout_s))
-        return VerifyResult(*map(sum, zip(*counted, strict=True)))
-
-    def remove(
-        self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
-    ) -> list[bool]:
-        """Forgets pages, pinned ones too; True for each that was there."""
-        return self._keyed("remove", "removed", pb.RemoveRequest, namespace, prefix_hashes, timeout_s)
+        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
 
     def pin(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], ttl_s: float, timeout_s: float | None = None
@@ -73,9 +115,16 @@ class Management:
         ask = _asks("pin", "pinned", message, namespace, prefix_hashes)
         return self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, self._deadline(timeout_s))
 
-    def unpin(self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+    def unpin(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None = None,
+        away: Away | None = None,
+    ) -> list[bool]:
         """True for each page that was pinned."""
-        return self._keyed("unpin", "unpinned", pb.UnpinRequest, namespace, prefix_hashes, timeout_s)
+        deadline = self._deadline(timeout_s)
+        return self._keyed("unpin", "unpinned", pb.UnpinRequest, namespace, prefix_hashes, deadline, away)
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
@@ -96,34 +145,38 @@ class Management:
     ) -> Iterator[pb.PageStat]:
         """Pages in the order of their prefix hashes, fetched piece by piece, those `after` one. `limit` 0: all. Of
         a cluster those of the members that answer; a page that several of them have is listed once."""
-        first = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=1)
-        asked = self._fan_out.each(
-            lambda link, deadline: link.wire.call("list", first, deadline), namespace, self._deadline(None)
+        first = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit)
+        replies = answered(
+            self._fan_out.each(
+                lambda link, deadline: link.wire.call("list", first, deadline), namespace, self._deadline(None)
+            )
         )
-        alive = answered(asked)
         links = self._fan_out.nodes.all()
         parts = [
-            self._list_of(links[address], namespace, key_prefix, limit, after) for address in alive if address in links
+            self._list_of(links[address], namespace, first, reply)
+            for address, reply in replies.items()
+            if address in links
         ]
         merged = heapq.merge(*parts, key=lambda page: page.prefix_hash)
         distinct = (next(copies) for _, copies in itertools.groupby(merged, key=lambda page: page.prefix_hash))
         yield from itertools.islice(distinct, limit or None)
 
     def _list_of(
-        self, link: NodeLink, namespace: Namespace, key_prefix: bytes, limit: int, after: bytes
+        self, link: NodeLink, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
     ) -> Iterator[pb.PageStat]:
-        request = pb.ListRequest(namespace=namespace.digest, key_prefix=key_prefix, page_token=after)
-        count = 0
+        """What a node answered, and what it answers when it is asked to go on."""
+        request, limit, count = pb.ListRequest(), first.limit, 0
+        request.CopyFrom(first)
         while True:
-            request.limit = limit - count if limit else 0
-            reply = link.run(
-                lambda link, deadline: link.wire.call("list", request, deadline), namespace, self._deadline(None)
-            )
             check_goes_on(request, reply)
             yield from reply.pages
             request.page_token, count = reply.next_page_token, count + len(reply.pages)
             if not request.page_token or (limit and count >= limit):
                 return
+            request.limit = limit - count if limit else 0
+            reply = link.run(
+                lambda link, deadline: link.wire.call("list", request, deadline), namespace, self._deadline(None)
+            )
 
     def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, pb.NamespaceInfo]]:
         """All namespaces that the nodes know, with their counters: sums over those members of a cluster that answer."""
@@ -131,12 +184,7 @@ class Management:
         replies = answered(
             self._fan_out.each(lambda link, limit: link.wire.call("list_namespaces", request, limit), None, deadline)
         )
-        found: dict[bytes, pb.NamespaceInfo] = {}
-        for info in (info for reply in replies.values() for info in reply.namespaces):
-            known = found.setdefault(info.digest, info)
-            if known is not info:
-                add_counts(known, info)
-        return [(namespace_value(info.namespace), info) for info in found.values()]
+        return summed(info for reply in replies.values() for info in reply.namespaces)
 
     def view(self, timeout_s: float | None = None) -> View | None:
         """Of the cluster that the nodes are members of, the newest that one of them told; None: the node is alone."""
@@ -153,17 +201,23 @@ class Management:
 
     def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
         """Forgets all pages of a namespace in every tier; how many entries went."""
-        request = pb.RemoveNamespaceRequest(namespace=namespace.digest)
-        return sum(reply.removed for reply in self._all("remove_namespace", request, namespace, timeout_s))
+        request = pb.RemoveNamespaceRequest(namespace=namespace.digest, removal=os.urandom(REMOVAL_NBYTES))
+        deadline = self._deadline(timeout_s)
+        removed = 0
+        while True:  # as `remove` does it
+            count = sum(int(reply.removed) for reply in self._all("remove_namespace", request, namespace, deadline))
+            removed = removed or count
+            if not count or self._fan_out.nodes.view is None:
+                return removed
 
-    def flush(self, timeout_s: float | None = None) -> int:
+    def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
         """Returns when all visible pages survive power loss; the number of pages on disk."""
 
         def run(link: Link, deadline: Deadline) -> int:
             reply = link.wire.call("flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline)
             return int(reply.pages_on_disk)
 
-        return sum(self._fan_out.all(run, None, self._deadline(timeout_s)))
+        return sum(self._fan_out.all(run, None, self._deadline(timeout_s), away))
 
     def scrub(self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None) -> pb.ScrubReply:
         """Lets the node verify a stretch of its disk; go on with `next_cursor` until it is empty."""
@@ -175,6 +229,15 @@ class Management:
         """Lets the node try its failed disk again. Raises Exhausted if it still fails, or hangs for 30 s."""
         self._only("recover", pb.RecoverRequest(), timeout_s)
 
+    def drain(self, end: bool = False, timeout_s: float | None = None) -> pb.DrainReply:
+        """Has the named member hand its pages to who owns them without it, or says how far it is; `end`: it serves
+        again. Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed list."""
+        return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
+
+    def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
+        """Has the named member fetch what it owns and others have; `dry`: only says what that is."""
+        return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
+
     # ---- one call ------------------------------------------------------------------------
 
     def _keyed(
@@ -184,16 +247,16 @@ class Management:
         message: Any,
         namespace: Namespace,
         prefix_hashes: Sequence[bytes],
-        timeout_s: float | None,
+        deadline: Deadline,
+        away: Away | None = None,
     ) -> list[bool]:
         """What the replies' `field` says of each key, of any of its copies; in as many batches as the node's limit asks
         for."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         ask = _asks(op, field, message, namespace, prefix_hashes)
-        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, self._deadline(timeout_s))
+        return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
 
-    def _all(self, op: str, request: Any, namespace: Namespace | None, timeout_s: float | None) -> list[Any]:
-        deadline = self._deadline(timeout_s)
+    def _all(self, op: str, request: Any, namespace: Namespace | None, deadline: Deadline) -> list[Any]:
         return self._fan_out.all(lambda link, limit: link.wire.call(op, request, limit), namespace, deadline)
 
     def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
@@ -210,6 +273,18 @@ class Management:
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
+
+
+def summed(infos: Iterable[pb.NamespaceInfo]) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+    """Each namespace once, with the sums of what nodes tell of it."""
+    found: dict[bytes, pb.NamespaceInfo] = {}
+    for info in infos:
+        if info.digest in found:
+            add_counts(found[info.digest], info)
+        else:
+            found[info.digest] = pb.NamespaceInfo()
+            found[info.digest].CopyFrom(info)
+    return [(namespace_value(info.namespace), info) for info in found.values()]
 
 
 def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]:
@@ -229,6 +304,12 @@ def _asks(op: str, field: str, message: Any, namespace: Namespace, prefix_hashes
         return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
 
     return ask
+
+
+def _healths(reply: pb.VerifyReply) -> Sequence[int]:
+    """Per key; as an older node tells it, in any order: it has no copies elsewhere."""
+    counted = [pb.PAGE_INTACT] * reply.intact + [pb.PAGE_DROPPED] * reply.dropped + [pb.PAGE_ABSENT] * reply.absent
+    return list(reply.pages) or counted
 
 
 def _not_present(page: pb.PageStat) -> bool:

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 
 
@@ -30,14 +31,28 @@ class LookupResult:
     present: tuple[bool, ...]
 
 
+ACK_ONE, ACK_ALL = "one", "all"
+
+
 @dataclass(frozen=True)
 class Keep:
     """How long and how well the pages of a put are kept. `ttl_s`: seconds after which new pages are
     forgotten for certain, 0: whenever space runs out. `durable`: the put returns when they survive
-    `kill -9` and power loss; needs a node with a data directory."""
+    `kill -9` and power loss; needs a node with a data directory. `ack`: in a cluster with replicas it returns when
+    "one" of a page's owners has it, or "all" of them; with both they survive at all of them."""
 
     ttl_s: float = 0.0
     durable: bool = False
+    ack: str = ACK_ONE
+
+    def __post_init__(self) -> None:
+        if self.ack not in (ACK_ONE, ACK_ALL):
+            raise InvalidRequest(f"ack={self.ack!r} must be one of {ACK_ONE}, {ACK_ALL}")
+
+    @property
+    def promised(self) -> bool:
+        """Whether the put answers for more than that a node has the pages."""
+        return self.durable or self.ack == ACK_ALL
 
 
 KEEP_WHILE_SPACE = Keep()

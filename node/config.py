@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvstore.config import BULK_PORT, GRPC_CHUNK_NBYTES, GRPC_PORT, METRICS_PORT, check_settings, setting
+from kvstore.cluster.view import REPLICAS_MAX
+from kvstore.config import BULK_PORT, GRPC_CHUNK_NBYTES, GRPC_PORT, METRICS_PORT, check_settings, secret, setting
 from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
@@ -51,9 +52,42 @@ class NodeConfig:
     flush_s: float = setting(60.0, "time that a flush or a durable put gets", 0.1, 3600.0)
     scrub_nbytes_per_s: int = setting(8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40)
     cluster: str = setting(
-        "", "members of its cluster, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., the same at all; empty: it is alone"
+        "",
+        "etcd://HOST:PORT,.../NAME, or its members, static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..., the same at all; "
+        "empty: this node is alone",
     )
-    member: str = setting("", "which of them this node is")
+    member: str = setting(
+        "", "this node's id in its cluster; with etcd, empty: the one in data_dir, made at the first start"
+    )
+    replicas: int = setting(
+        0, "members that own a key, the same at all; 0: as the cluster has it, 1 in a new one", 0, REPLICAS_MAX
+    )
+    advertise: str = setting(
+        "", "host:port by which the others reach its gRPC; empty: host, or the address towards etcd"
+    )
+    weight: float = setting(1.0, "this node's share of the keys, in relation to the others' (etcd)", 0.001, 1e6)
+    zone: str = setting("", "what fails together with this node, such as its rack (etcd)")
+    lease_s: int = setting(5, "a node that etcd has not heard of for so long is no member any more", 1, 300)
+    cluster_wait_s: float = setting(60.0, "how long a start waits for etcd", 0.0, 86400.0)
+    etcd_ca: str = setting("", "PEM file of the authority that etcd's certificate is from; empty: no TLS")
+    etcd_cert: str = setting("", "PEM file of this node's certificate for etcd")
+    etcd_key: str = setting("", "PEM file of its key")
+    etcd_user: str = setting("", "user of etcd; the password is in KVSTORE_NODE_ETCD_PASSWORD")
+    etcd_password: str = secret("password of that user")
+    sweep_nbytes_per_s: int = setting(
+        256 << 20,
+        "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",
+        0,
+        1 << 40,
+    )
+    sweep_s: float = setting(
+        3600.0, "of a cluster: how often it looks for such pages; 0: only when the view changes", 0.0, 1e6
+    )
+    hand_over_queue_nbytes: int = setting(
+        0, "pages on their way to other members, held in RAM; 0: ram_nbytes/8", 0, 1 << 46
+    )
+    hand_over_nbytes_per_s: int = setting(0, "how much is sent to other members; 0: no limit", 0, 1 << 40)
+    copies_share: float = setting(0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0)
     drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
     log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
@@ -80,6 +114,13 @@ class NodeConfig:
                 f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
             )
         self._check_disk()
+        if not self.hand_over_queue_nbytes:
+            object.__setattr__(self, "hand_over_queue_nbytes", self.ram_nbytes // 8)
+        if self.hand_over_queue_nbytes > self.ram_nbytes // 2:
+            raise ConfigError(
+                f"hand_over_queue_nbytes={self.hand_over_queue_nbytes} must be at most half of "
+                f"ram_nbytes={self.ram_nbytes}: queued pages are held in RAM"
+            )
         # A request of batch_keys_max keys must fit one message: 64 bytes and 2 of framing per key,
         # and 1 KiB for the rest. A reply of PageStat needs 160 a key, so List caps its own limit.
         if self.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024 > MESSAGE_NBYTES_MAX:

@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level DEBUG
 
 Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
+KVSTORE_NODE_ETCD_PASSWORD has no flag, which everybody on the host could read.
 exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting is unusable
 """
 
@@ -40,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=kvstore.__version__)
     for field in dataclasses.fields(NodeConfig):
         meta = field.metadata
+        if meta.get("secret"):
+            continue
         limits = ", ".join(meta["choices"]) if meta["choices"] else f"{meta['low']}..{meta['high']}"
         limits = "" if limits == "None..None" else f"; {limits}"
         parser.add_argument(
@@ -69,13 +72,13 @@ def main() -> None:
         handler.addFilter(LogRate())
         form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=config.log_level, format=form, handlers=[handler])
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = Node(config, _end_if_asked)
+        SeldomCollections()
+        node.start()
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    SeldomCollections()
-    node.start()
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     address = f"[{host}]" if ":" in host else host
     ports = f"grpc={address}:{node.grpc.port} bulk={node.bulk.port} metrics={node.metrics.port}"

@@ -7,11 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.cluster.view import State
+from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from node.config import NodeConfig
 from node.disk.kept_dir import KeptDir
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
+from node.peers.address import advertised, check_address
+from node.peers.membership import Membership
+from node.peers.peers import Peers
+from node.peers.registry import Registering, Registry
+from node.peers.scheme import open_registry
 from node.ram.arena import Arena
 from node.ram.namespace import Namespaces
 from node.ram.tier import RamTier
@@ -50,15 +56,32 @@ class Node:
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
         self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
+        self.membership = Membership(config.cluster, config.member, config.replicas)
         self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max)
         self.disk = self._open_disk(namespaces) if config.data_dir else None
-        self.service = Service(config, self.arena, self.tier, self.disk, self.sessions)
+        room_below = self.disk.has_room if self.disk is not None else lambda slot_nbytes: False
+        self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
+        self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers)
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
                 undo.callback(self.disk.close)
+            self.registry = self._open_registry()
             allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max)
             self._listen(config)
             undo.pop_all()
+
+    def _open_registry(self) -> Registry | None:
+        """None: this node is alone, or of a fixed list."""
+        registry = open_registry(self.config, self.membership, self._forget_namespace, self.service.durability.settle)
+        if registry is not None:
+            self.membership.registry = lambda: (registry.status, registry.apart)
+            self.membership.announcer = registry.set_state
+            self.service.on_removed = registry.record_removal
+        return registry
+
+    def _forget_namespace(self, digest: bytes) -> None:
+        with contextlib.suppress(UnknownNamespace):
+            self.tier.remove_namespace(digest)
 
     def _listen(self, config: NodeConfig) -> None:
         try:
@@ -126,11 +149,15 @@ class Node:
         return disk
 
     def start(self) -> None:
+        """Raises ConfigError if it can not be of its cluster."""
         try:
-            self.arena.populate(self._pulse)
+            self._start()
         except BaseException:
-            self.stop()
+            self._end()
             raise
+
+    def _start(self) -> None:
+        self.arena.populate(self._pulse)
         log.info("RAM: %d bytes, of which %d are in huge pages", self.arena.nbytes, self.arena.huge_nbytes)
         self._started = True
         if self.disk is not None:
@@ -138,14 +165,30 @@ class Node:
             self.grpc.set_disk_healthy(not self.disk.poisoned)
             self.disk.writer.start(self.tier)
             self.scrubber.start()
+        if self.registry is not None:
+            self.registry.connect(self._pulse)
         if self.shm is not None:
             self.shm.start()
         self.bulk.start()
         self.grpc.start()
+        self.peers.start()
+        if self.registry is not None:
+            self._join(self.registry)
+
+    def _join(self, registry: Registry) -> None:
+        """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
+        config = self.config
+        address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
+        check_address(address, self.service.instance_id, self._pulse)
+        about = Registering(address, self.service.instance_id, config.weight, config.zone, State.JOINING)
+        registry.join(about, self._pulse)
 
     def stop(self) -> None:
         """Tells health, refuses new pages, lets running requests end within `drain_s`, closes all."""
         log.info("draining: running requests have %g s", self.config.drain_s)
+        self._end()
+
+    def _end(self) -> None:
         self.service.draining = True
         self.grpc.set_serving(False)
         started = time.monotonic()
@@ -153,6 +196,9 @@ class Node:
             self.shm.stop(self.config.drain_s)
         self.bulk.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
+        self.peers.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
+        if self.registry is not None:  # after what was handed to others: they take it from members
+            self.registry.close()
         self.metrics.stop()
         if self.disk is not None and self._started:
             self._stop_disk(self.disk)
@@ -181,7 +227,7 @@ class Node:
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        return self.tier.check() + (self.disk.check() if self.disk is not None else [])
+        return self.tier.check() + self.peers.check() + (self.disk.check() if self.disk is not None else [])
 
 
 def _tell_violations(where: str, page_count: int, check: Callable[[], list[str]]) -> None:

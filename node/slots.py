@@ -121,11 +121,13 @@ class SlotAllocator:
             block.free = NO_SLOTS
         return block.offset + slot * slot_nbytes
 
-    def has_room(self, slot_nbytes: int) -> bool:
-        """Whether `allocate` would find a slot."""
-        kind = self._kinds.get(slot_nbytes)
-        has_slot = kind is not None and len(kind.partial) > 0
-        return has_slot or (slot_nbytes <= self.extent_nbytes and any(self._free[self.level(slot_nbytes) :]))
+    def free_count(self, slot_nbytes: int) -> int:
+        """How many slots `allocate` would find one after the other, if nothing is closed."""
+        kind = self._kind(slot_nbytes)
+        if kind is None:
+            return 0
+        blocks = sum(len(free) << above for above, free in enumerate(self._free[kind.level :]))
+        return kind.slot_count - kind.used_count + blocks * kind.per_block
 
     def free(self, offset: int) -> Block:
         """Gives a slot back; a block whose last slot is freed serves any size again. The block it was in."""
@@ -349,9 +351,6 @@ class SlotAllocator:
     def kinds(self) -> list[SizeClass]:
         """Of the slot sizes that have blocks."""
         return list(self._kinds.values())
-
-    def kind_of(self, slot_nbytes: int) -> SizeClass | None:
-        return self._kinds.get(slot_nbytes)
 
     def block_at(self, unit: int) -> Block | None:
         """The block that starts there."""

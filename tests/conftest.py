@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker ha
 # How much later than its deadline a call may return.
 LATE_S = 0.25
 # On a host that gives its processors to others for seconds, a node that lives takes longer than two to say hello.
-CONNECT_S = 5.0
+PATIENT_S, CONNECT_S = 30.0, 20.0
 MEASURED_COUNT = 3
 # Files of few tests that take long, most of it waiting: they begin first, or the last worker would be alone with one.
 LONG = (
@@ -77,7 +77,7 @@ def shared_node() -> Iterator[NodeProcess]:
 @pytest.fixture(params=["shm", "bulk", "grpc"])
 def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
     """A client of the shared node, once over each wire."""
-    config = ClientConfig(address=shared_node.address, wire=request.param, connect_timeout_s=CONNECT_S)
+    config = ClientConfig(shared_node.address, wire=request.param, timeout_s=PATIENT_S, connect_timeout_s=CONNECT_S)
     with Client(config) as client:
         yield client
 

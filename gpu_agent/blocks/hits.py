@@ -21,7 +21,7 @@ class Hits:
 
     def __init__(self, worth: Worth | None) -> None:
         self._worth = worth
-        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX)
+        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, chance=lambda: 0.0)
         self._hung = 0  # loads since one ended well
         self._away = 0  # ranks that can load nothing now
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvstore.client import Client
+from kvstore.cluster.spread import Away
 from kvstore.keys import Namespace
 
 COUNT_MAX = 4096  # keys in a piece
@@ -22,6 +23,9 @@ def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
     return (page.prefix_hash for page in client.list_pages(namespace))
 
 
-def remove_all(client: Client, namespace: Namespace) -> int:
-    """Removes every page of a namespace; how many there were."""
-    return sum(sum(client.remove(namespace, piece)) for piece in pieces(all_keys(client, namespace)))
+def remove_all(client: Client, namespace: Namespace) -> Away:
+    """Removes every page of a namespace; which members of a cluster could not be asked to."""
+    away: Away = {}
+    for piece in pieces(all_keys(client, namespace)):
+        client.remove(namespace, piece, away=away)
+    return away

@@ -1,12 +1,13 @@
-"""`kvstore cluster`: the members of a cluster and what they have; whose a key is."""
+"""`kvstore cluster`: the members of a cluster and what they have; whose a key is. `kvstore status` of a cluster."""
 
-from typing import Any
+from itertools import chain
 
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.hints import hints
 from kvstore.cli.invocation import Invocation
+from kvstore.cli.members import COLUMNS, Statuses, answers, headline, members_json, rows, sums, troubled_first, troubles
 from kvstore.cli.nodes import namespace_json, show_namespaces
-from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show
+from kvstore.cli.output import console, emit, note, show, show_fitting
 from kvstore.cli.selection import (
     KeysArgument,
     ModelOption,
@@ -18,14 +19,17 @@ from kvstore.cli.selection import (
 )
 from kvstore.client import Client
 from kvstore.cluster.view import View
-from kvstore.errors import KVStoreError
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.management import summed
+
+# One screen of 24 lines has so many rows of members and namespaces; `kvstore cluster` and `kvstore ls` show all.
+ROWS = 11
+MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
 def cluster(run: Invocation) -> int:
-    """Show the members of the cluster: state, share of the keys, RAM, disk and hit rate.
+    """Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, what waits for others.
 
-    Exit 3 if one of them does not answer.
+    Columns that do not fit the terminal are left out; in a pipe all are there. Exit 3 if a member does not answer.
 
     \b
     Examples:
@@ -35,13 +39,12 @@ def cluster(run: Invocation) -> int:
     """
     with run.client() as client:
         statuses = client.statuses()
-        view = _view(client)
-        if run.as_json:
-            emit({"cluster": view.cluster, "view": view.number, "members": _members_json(view, statuses)})
-        else:
-            show_cluster(view, statuses)
-    away = [address for address, status in statuses.items() if isinstance(status, KVStoreError)]
-    return ExitCode.UNAVAILABLE if away else ExitCode.OK
+        view = view_of(client)
+    if run.as_json:
+        emit(members_json(view, statuses))
+    else:
+        _show(view, statuses, len(view.members))
+    return ExitCode.UNAVAILABLE if len(answers(statuses)) < len(statuses) else ExitCode.OK
 
 
 def owners(
@@ -62,7 +65,7 @@ def owners(
     with run.client() as client:
         space, _ = find_namespace(client, namespace, model)
         hashes = find_keys(client, space, keys, tokens, tokens_file)
-        view = _view(client)
+        view = view_of(client)
         found = view.owners.owners(space.digest, hashes)
     rows = [(prefix_hash.hex(), *some) for prefix_hash, some in zip(hashes, found, strict=True)]
     if run.as_json:
@@ -75,82 +78,37 @@ def owners(
     return ExitCode.OK
 
 
-def show_cluster(view: View, statuses: dict[str, pb.NodeStatusReply | KVStoreError]) -> None:
-    weight = sum(member.weight for member in view.members)
-    answer = [status for status in statuses.values() if not isinstance(status, KVStoreError)]
-    out = console()
-    out.print(
-        f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(answer)} answer",
-        markup=False,
-        soft_wrap=True,
-    )
-    rows: list[tuple[Any, ...]] = []
-    for member in view.members:
-        status = statuses.get(member.address)
-        share = percent(member.weight, weight)
-        about = (member.id, member.address, member.zone or "-", member.state.name.lower(), share)
-        if not isinstance(status, pb.NodeStatusReply):
-            rows.append((*about, "DOES NOT ANSWER", *("-",) * 5))
-            continue
-        ram, disk, totals = status.ram, status.disk, status.totals
-        rows.append(
-            (
-                *about,
-                status.state,
-                human_ms(status.uptime_ms),
-                f"{human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)}",
-                f"{human_nbytes(disk.used_nbytes)} of {human_nbytes(disk.capacity_nbytes)}" if disk.state else "-",
-                ram.page_count,
-                percent(totals.prefix_hits, totals.pages_asked),
-            )
-        )
-    show(("MEMBER", "ADDRESS", "ZONE", "IS", ">SHARE", "NODE", ">UP", ">RAM", ">DISK", ">PAGES", ">HIT"), rows)
-    for address, status in statuses.items():
-        if isinstance(status, KVStoreError):
-            note(f"{address}: {status}")
-
-
 def show_cluster_status(run: Invocation, client: Client) -> None:
-    """What `kvstore status` shows of a cluster: members, and namespaces over all of them."""
-    view, statuses = _view(client), client.statuses()
-    known = client.namespaces()
+    """What `kvstore status` shows of a cluster, on one screen: members, and namespaces over all of them."""
+    statuses = client.statuses()
+    view = view_of(client)
+    known = summed(chain.from_iterable(status.namespaces for status in answers(statuses)))
     found = hints(known)
     if run.as_json:
-        members = _members_json(view, statuses)
         namespaces = [namespace_json(namespace, info) for namespace, info in known]
-        emit(
-            {"cluster": view.cluster, "view": view.number, "members": members, "namespaces": namespaces, "hints": found}
-        )
+        emit({**members_json(view, statuses), "namespaces": namespaces, "hints": found})
         return
-    show_cluster(view, statuses)
+    _show(view, statuses, MEMBER_ROWS)
     if known:
         console().print()
-        show_namespaces(known)
+        show_namespaces(known, max(NAMESPACE_ROWS_MIN, ROWS - len(view.members)), copies=True)
     for hint in found:
         note(f"hint: {hint}")
 
 
-def _members_json(view: View, statuses: dict[str, pb.NodeStatusReply | KVStoreError]) -> list[dict[str, Any]]:
-    members = []
-    for member in view.members:
-        status = statuses.get(member.address)
-        answers = isinstance(status, pb.NodeStatusReply)
-        members.append(
-            {
-                "id": member.id,
-                "address": member.address,
-                "weight": member.weight,
-                "zone": member.zone,
-                "state": member.state.name,
-                "answers": answers,
-                "error": "" if answers else str(status),
-                "status": plain(status) if answers else None,
-            }
-        )
-    return members
+def _show(view: View, statuses: Statuses, count: int) -> None:
+    out = console()
+    for line in (headline(view, statuses), *sums(view, statuses)):
+        out.print(line, markup=False, soft_wrap=True)
+    members = view.members if count >= len(view.members) else troubled_first(view.members, statuses)[:count]
+    show_fitting(COLUMNS, rows(view, members, statuses))
+    if len(members) < len(view.members):
+        out.print(f"and {len(view.members) - len(members):,} more members: kvstore cluster", markup=False)
+    for line in troubles(view, statuses):
+        note(line)
 
 
-def _view(client: Client) -> View:
+def view_of(client: Client) -> View:
     view = client.view()
     if view is None:
         raise Failure(f"the node at {client.config.address} is in no cluster; kvstore status shows it", ExitCode.USAGE)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import cluster, disk, listing, load, pages, payload, pins
+from kvstore.cli import cluster, disk, listing, load, moves, pages, payload, pins
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.status import status
@@ -93,4 +93,6 @@ for _name, _function in (
 _cluster = typer.Typer(rich_markup_mode=None)
 _cluster.callback(invoke_without_command=True)(command(cluster.cluster))
 _cluster.command("owners")(command(cluster.owners))
+_cluster.command("drain")(command(moves.drain))
+_cluster.command("rebalance")(command(moves.rebalance))
 app.add_typer(_cluster, name="cluster")

@@ -1,73 +1,98 @@
-"""Commands for a node's disk tier: flush, scrub, recover."""
+"""Commands for the disk tier of a node, or of all members of a cluster: flush, scrub, recover."""
 
+from kvstore.cli.everywhere import at_each, away_json, without
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, progress
+from kvstore.client import Client
+from kvstore.cluster.spread import Away
+from kvstore.pb import kvstore_pb2 as pb
 
-PATIENT_S = 120.0  # unless --timeout says otherwise: a full RAM tier may have to be written, a keeper to be waited for
 SCRUB_STEP_NBYTES = 64 << 20  # read by the node in one request
 
 
 def flush(run: Invocation) -> int:
     """Write all pages to disk. Returns when they survive power loss; exit 4 if the disk is full, fails or hangs.
 
+    Of a cluster at all members, which count each page that they have; exit 3 if one does not answer.
+
     \b
     Examples:
       kvstore flush
       kvstore flush --timeout 600 --json
     """
+    away: Away = {}
     with run.client() as client:
-        pages = client.flush(timeout_s=run.timeout_s or PATIENT_S)
+        pages = client.flush(run.patient_s, away)
+        alone = client.view() is None
     if run.as_json:
-        emit({"pages_on_disk": pages})
+        emit({"pages_on_disk": pages, **away_json(None if alone else away)})
     else:
         print(f"{pages:,} pages are on disk")
-    return ExitCode.OK
+    return without(away)
 
 
 def scrub(run: Invocation) -> int:
     """Verify every page on disk now. Exit 5 if one was damaged.
 
-    Damaged pages are dropped, never returned. A node also does this by itself, slowly, all the time.
+    Damaged pages are dropped, never returned. A node also does this by itself, slowly, all the time. Of a cluster one
+    member after the other; exit 3 if one does not answer.
 
     \b
     Examples:
       kvstore scrub
       kvstore scrub --json
     """
-    intact = damaged = nbytes = 0
-    cursor = b""
-    with run.client(direct=True) as client:
+
+    def verify(client: Client, member: str) -> pb.ScrubReply:
+        found = pb.ScrubReply()
         total = client.node_status().disk.used_nbytes
-        with progress("verifying", total) as report:
+        with progress(f"verifying {member}".rstrip(), total) as report:
             while True:
-                reply = client.scrub(cursor, SCRUB_STEP_NBYTES, timeout_s=run.timeout_s or PATIENT_S)
-                intact, damaged, nbytes = intact + reply.intact, damaged + reply.damaged, nbytes + reply.nbytes
-                cursor = reply.next_cursor
-                report(min(nbytes, total))
-                if not cursor:
-                    break
+                reply = client.scrub(found.next_cursor, SCRUB_STEP_NBYTES, timeout_s=run.patient_s)
+                found.intact, found.damaged = found.intact + reply.intact, found.damaged + reply.damaged
+                found.nbytes, found.next_cursor = found.nbytes + reply.nbytes, reply.next_cursor
+                report(min(found.nbytes, total))
+                if not found.next_cursor:
+                    return found
+
+    done, away = at_each(run, verify)
+    intact, damaged, nbytes = (
+        sum(getattr(found, name) for found in done.values()) for name in ("intact", "damaged", "nbytes")
+    )
     if run.as_json:
-        emit({"intact": intact, "damaged": damaged, "nbytes": nbytes})
+        emit({"intact": intact, "damaged": damaged, "nbytes": nbytes, **away_json(away)})
     else:
         print(f"{intact:,} pages intact, {damaged:,} damaged and dropped; {human_nbytes(nbytes)} read")
-    return ExitCode.CORRUPT if damaged else ExitCode.OK
+    code = without(away)
+    return ExitCode.CORRUPT if damaged else code
 
 
 def recover(run: Invocation) -> int:
     """Use a disk again that failed, once its cause is gone.
 
     A node stops using a disk that fails or is full; `kvstore status` says why. This tries the disk and,
-    if it works, goes on with what is there. Exit 4 if it still fails.
+    if it works, goes on with what is there. Exit 4 if it still fails. Of a cluster at each member whose disk is
+    stopped; exit 3 if one does not answer.
 
     \b
     Example:
       kvstore recover
     """
-    with run.client(direct=True) as client:
-        client.recover(timeout_s=run.timeout_s or PATIENT_S)
+
+    def mend(client: Client, member: str) -> bool:
+        if member and client.node_status().disk.state in ("", "SERVING"):
+            return False
+        client.recover(timeout_s=run.patient_s)
+        return True
+
+    done, away = at_each(run, mend)
+    mended = [member for member, tried in done.items() if tried]
     if run.as_json:
-        emit({"recovered": True})
+        emit({"recovered": True if away is None else mended, **away_json(away)})
+    elif mended:
+        whose = f"of {', '.join(mended)} " if away is not None else ""
+        print(f"the disk tier {whose}is in use again; kvstore flush puts on it what came while it was stopped")
     else:
-        print("the disk tier is in use again; kvstore flush puts on it what came while it was stopped")
-    return ExitCode.OK
+        print(f"no disk is stopped at the {len(done)} members that answer")
+    return without(away)

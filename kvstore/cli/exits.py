@@ -44,6 +44,11 @@ _CODES: dict[type[KVStoreError], ExitCode] = {
     Exhausted: ExitCode.EXHAUSTED,
 }
 
+
+def code_of(error: KVStoreError) -> ExitCode:
+    return _CODES.get(type(error), ExitCode.USAGE)
+
+
 # typer brings its own copy of click from 0.25 on, so the classes can only be had from typer.
 _UsageError: Any = typer.BadParameter.__base__
 _ClickException: Any = _UsageError.__base__
@@ -71,7 +76,7 @@ class Root(TyperGroup):
             result = super().main(args, *rest, **options)
             return result if isinstance(result, int) else ExitCode.OK
         except KVStoreError as error:
-            return self._fail(str(error), _CODES.get(type(error), ExitCode.USAGE), type(error).__name__)
+            return self._fail(str(error), code_of(error), type(error).__name__)
         except Failure as failure:
             return self._fail(str(failure), failure.code)
         except _ClickException as error:

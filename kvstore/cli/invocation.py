@@ -1,7 +1,9 @@
 """What every command shares: node address, deadline, --json; and the client made from them."""
 
+import contextlib
 import dataclasses
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.cli.exits import ExitCode, leave_broken_pipe
+from kvstore.cli.output import note
 from kvstore.client import Client
 from kvstore.config import ClientConfig, load
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
+PATIENT_S = 120.0  # unless --timeout says otherwise
 _ADDRESS = typer.Option("--address", "-a", metavar="HOST:PORT", help="Node to talk to.")
 _TIMEOUT = typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request.")
 _JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there.")
@@ -38,6 +42,11 @@ class Invocation:
         connect_s = min(config.connect_timeout_s, self.timeout_s)
         return dataclasses.replace(config, timeout_s=self.timeout_s, connect_timeout_s=connect_s)
 
+    @property
+    def patient_s(self) -> float:
+        """Of what may take long: a RAM tier to be written, a keeper to be waited for, a member that hangs."""
+        return self.timeout_s or PATIENT_S
+
     @contextmanager
     def client(self, wire: str | None = None, address: str | None = None, **values: Any) -> Iterator[Client]:
         """A client for the body, whose connection errors are told with the node's address and a remedy."""
@@ -45,13 +54,50 @@ class Invocation:
         try:
             with Client(config) as client:
                 yield client
-        except Unavailable as error:
-            raise Unavailable(
-                f"node {config.address} is unavailable: {error}; is kvstore-node running there? "
-                "Name another one with --address or KVSTORE_ADDRESS"
-            ) from error
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"node {config.address}: {error}; allow more time with --timeout") from error
+        except (Unavailable, DeadlineExceeded) as error:
+            raise type(error)(_told(error, client)) from error
+
+
+def _told(error: KVStoreError, client: Client) -> str:
+    """Whose error it is, and what to do."""
+    address, cluster = client.config.address, ""
+    with contextlib.suppress(KVStoreError):
+        view = client.view(timeout_s=0.0)  # what is known already
+        cluster = view.cluster if view else ""
+    if cluster:
+        return f"cluster {cluster}: {error}; `kvstore cluster` shows which members answer"
+    which = f"none of {address}" if "," in address else f"node {address}"
+    if isinstance(error, DeadlineExceeded):
+        return f"{which}: {error}; allow more time with --timeout"
+    return (
+        f"{which} is {'' if ',' in address else 'un'}available: {error}; is kvstore-node running there? "
+        "Name another one with --address or KVSTORE_ADDRESS"
+    )
+
+
+class _Remarks(logging.Handler):
+    """What the library warns of, once for each member: a command asks it several times."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: set[tuple[str, str]] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        first = record.args[0] if isinstance(record.args, tuple) and record.args else ""
+        about = (str(record.msg), str(first))
+        if about not in self._said:
+            self._said.add(about)
+            note(record.getMessage())
+
+
+@contextmanager
+def _remarks() -> Iterator[None]:
+    handler, logger = _Remarks(), logging.getLogger("kvstore")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
@@ -70,7 +116,8 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
             ctx.obj = run
             return
         try:
-            code = function(run, **arguments)
+            with _remarks():
+                code = function(run, **arguments)
             sys.stdout.flush()
         except BrokenPipeError:
             code = leave_broken_pipe()

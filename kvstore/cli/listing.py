@@ -8,8 +8,8 @@ import typer
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.nodes import namespace_json
-from kvstore.cli.output import emit, human_ms, human_nbytes, note, plain, show
+from kvstore.cli.nodes import namespace_json, page_columns
+from kvstore.cli.output import emit, human_ms, human_nbytes, note, plain, show, show_fitting
 from kvstore.cli.selection import ModelOption, NamespaceOption, check_hex, find_namespace, list_pages
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
@@ -72,11 +72,10 @@ def _ls_namespaces(client: Client, as_json: bool) -> int:
             "SHARD",
             ">TOKENS",
             ">PAGE",
-            ">IN RAM",
-            ">ON DISK",
+            *page_columns(copies=client.view() is not None),
         )
         fullest_first = sorted(known, key=lambda entry: -page_count(entry[1]))
-        show(columns, [_namespace_row(space, info) for space, info in fullest_first])
+        show_fitting(columns, [_namespace_row(space, info) for space, info in fullest_first])
     return ExitCode.OK if known else ExitCode.MISS
 
 

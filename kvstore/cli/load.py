@@ -10,6 +10,7 @@ from kvstore.cli.batches import remove_all
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, note, progress, show
+from kvstore.cluster.spread import Away
 from kvstore.config import ClientConfig, parse_nbytes
 from kvstore.errors import InvalidRequest
 from kvstore.measure.bench import BenchOptions, BenchReport, bench
@@ -41,7 +42,8 @@ def bench_command(
 
     Each thread puts, looks up, gets and removes a batch of pages of its own, again and again. Only
     the calls themselves are timed; every byte read is verified. A node that is full evicts
-    threads x batch pages for it. Exit 5 if a page differs from what was written.
+    threads x batch pages for it. Exit 5 if a page differs from what was written, 3 if a member of a
+    cluster could not be asked to remove its pages.
 
     \b
     Examples:
@@ -58,7 +60,7 @@ def bench_command(
         emit({**report.as_dict(), "corrupt_pages": corrupt})
     else:
         _show_bench(report)
-    return _verdict(report.mismatches, corrupt)
+    return _verdict(report.mismatches, corrupt, report.away)
 
 
 def _show_bench(report: BenchReport) -> None:
@@ -109,7 +111,7 @@ def replay_command(
         raise InvalidRequest(f"--speed {speed:g} must be above 0")
     page_nbytes = _size(page_bytes, "--page-bytes")
     count = count_requests(trace, limit)
-    namespace = replay_namespace(page_nbytes)
+    namespace, away = replay_namespace(page_nbytes), Away()
     with contextlib.ExitStack() as stack:
         address = run.address
         if address is None:
@@ -120,16 +122,16 @@ def replay_command(
         client = stack.enter_context(run.client(wire, address))
         on_progress = stack.enter_context(progress("replaying", count))
         if run.address is not None:
-            stack.callback(remove_all, client, namespace)
+            stack.callback(lambda: away.update(remove_all(client, namespace)))
         report = replay(client, read_trace(trace, limit), namespace, speed, lambda r: on_progress(r.requests))
         corrupt = client.stats.corrupt_pages
     if run.as_json:
-        emit({**report.as_dict(), "corrupt_pages": corrupt})
+        emit({**report.as_dict(), "corrupt_pages": corrupt, "away": sorted(away)})
     else:
         _show_replay(report)
     if report.pages_full:
         note(f"{report.pages_full} pages found no space: a request needs more pages than the node can free")
-    return _verdict(report.mismatches, corrupt)
+    return _verdict(report.mismatches, corrupt, sorted(away))
 
 
 def _show_replay(report: ReplayReport) -> None:
@@ -156,6 +158,11 @@ def _size(text: str, option: str) -> int:
         raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
 
 
-def _verdict(mismatches: int, corrupt: int) -> int:
-    """`corrupt`: pages whose checksum did not match; the client made misses of them."""
-    return ExitCode.CORRUPT if mismatches or corrupt else ExitCode.OK
+def _verdict(mismatches: int, corrupt: int, away: list[str]) -> int:
+    """`corrupt`: pages whose checksum did not match; the client made misses of them. `away`: members that could not
+    be asked to remove what was put."""
+    if away:
+        note(f"pages may be left, until they age away, at {', '.join(away)}: they could not be removed there")
+    if mismatches or corrupt:
+        return ExitCode.CORRUPT
+    return ExitCode.UNAVAILABLE if away else ExitCode.OK

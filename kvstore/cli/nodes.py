@@ -4,7 +4,8 @@ from typing import Any
 
 from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show
+from kvstore.cli.members import copies_line, handing_line, sweep_line
+from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show, show_fitting
 from kvstore.client import Client
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
@@ -61,6 +62,8 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
     ]
     if reply.HasField("disk"):
         lines[4:4] = _disk_lines(reply.disk)
+    if reply.HasField("peers"):
+        lines[2:2] = _peers_lines(reply.peers)
     if reply.HasField("shm"):
         lines[2:2] = _shm_lines(reply.shm)
     out = console()
@@ -86,6 +89,16 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
     return lines
 
 
+def _peers_lines(peers: pb.PeersStatus) -> list[str]:
+    return [
+        f"member {peers.member_id} of {peers.cluster}  view {peers.view_number}  members {peers.member_count}  "
+        f"replicas {peers.replicas}  registry {peers.registry}",
+        copies_line(peers),
+        handing_line(peers),
+        sweep_line(peers),
+    ]
+
+
 def _disk_lines(disk: pb.DiskStatus) -> list[str]:
     lines = [
         f"disk {human_nbytes(disk.used_nbytes)} of {human_nbytes(disk.capacity_nbytes)} "
@@ -101,19 +114,20 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
     return lines
 
 
-def show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
-    """Those with most pages first."""
+def show_namespaces(
+    known: list[tuple[Namespace, pb.NamespaceInfo]], count: int | None = None, copies: bool = False
+) -> None:
+    """Those with most pages first; at most so many. `copies`: what is counted."""
     columns = (
         "NAMESPACE",
         "MODEL",
-        ">IN RAM",
-        ">ON DISK",
+        *page_columns(copies),
         ">ASKED",
         ">HIT",
         *(f">{reason.upper()}" for reason in MISS_REASONS),
     )
     rows = []
-    for namespace, info in sorted(known, key=lambda entry: -page_count(entry[1])):
+    for namespace, info in sorted(known, key=lambda entry: -page_count(entry[1]))[:count]:
         counters = info.counters
         hit = percent(counters.prefix_hits, counters.pages_asked)
         misses = [getattr(counters, f"miss_{reason}") for reason in MISS_REASONS]
@@ -128,4 +142,11 @@ def show_namespaces(known: list[tuple[Namespace, pb.NamespaceInfo]]) -> None:
                 *misses,
             )
         )
-    show(columns, rows)
+    show_fitting(columns, rows)
+    if len(rows) < len(known):
+        console().print(f"and {len(known) - len(rows):,} more namespaces: kvstore ls", markup=False)
+
+
+def page_columns(copies: bool) -> tuple[str, str]:
+    """`copies`: over the members of a cluster, where a page counts at each that has it."""
+    return (">COPIES IN RAM", ">ON DISK") if copies else (">IN RAM", ">ON DISK")

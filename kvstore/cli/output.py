@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvstore.cli.interrupts import deferred_interrupt
 
+NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that say so
+GAP = 2  # between two columns of a dense table
 PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded there
 
 Report = Callable[[float], None]
@@ -38,9 +41,9 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], dense: bool = False) -> Table:
     """Columns whose header starts with '>' are right-aligned. Cells are shown as they are."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=dense)
     for column in columns:
         right = column.startswith(">")
         made.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
@@ -53,9 +56,31 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     console().print(table(columns, rows))
 
 
+def show_fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """As `fitting` makes it; in a pipe everything fits."""
+    out = console()
+    out.print(fitting(columns, rows, out.width))
+
+
+def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> Table:
+    """A table of which columns are left out that do not fit: those that say nothing first, then from the right."""
+    texts = [[column.removeprefix(">") for column in columns], *([_text(value) for value in row] for row in rows)]
+    widths = [max(cell_len(row[place]) for row in texts) for place in range(len(columns))]
+    said = [any(row[place] not in NOTHING for row in texts[1:]) for place in range(len(columns))]
+    kept = list(range(len(columns)))
+    for may_go in (lambda place: not said[place], lambda place: place > 0):
+        for place in [place for place in reversed(kept) if may_go(place)]:
+            if sum(widths[some] + GAP for some in kept) - GAP > width:
+                kept.remove(place)
+    return table([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], dense=True)
+
+
 def _cell(value: Any) -> str:
-    text = f"{value:,}" if isinstance(value, int) else str(value)
-    return text.replace("[", r"\[")  # brackets are markup to rich
+    return _text(value).replace("[", r"\[")  # brackets are markup to rich
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def plain(message: Any) -> dict[str, Any]:
@@ -89,6 +114,11 @@ def human_ms(ms: float) -> str:
         if ms >= length:
             return f"{ms / length:.1f} {unit}"
     return f"{ms:.0f} ms"
+
+
+def human_share(part_nbytes: int, whole_nbytes: int) -> str:
+    """(10, 40 << 30) -> "0 % of 40.0 GiB"; "-" of nothing."""
+    return f"{100 * part_nbytes / whole_nbytes:.0f} % of {human_nbytes(whole_nbytes)}" if whole_nbytes else "-"
 
 
 def percent(part: float, whole: float) -> str:

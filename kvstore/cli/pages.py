@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.batches import all_keys, pieces
+from kvstore.cli.everywhere import away_json, without
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
@@ -21,6 +22,7 @@ from kvstore.cli.selection import (
     find_namespace,
 )
 from kvstore.client import Client
+from kvstore.cluster.spread import Away
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb
@@ -111,29 +113,39 @@ def rm(
     every: AllOption = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int:
-    """Remove pages, pinned ones too. Exit 1 if none of them was stored.
+    """Remove pages, pinned ones too. Exit 1 if none of them was stored, 3 if a member of a cluster does not answer.
 
     \b
     Examples:
       kvstore rm -n 3fa2 9c0d41 77ab02
       kvstore rm --model llama-3-8b --all --yes
     """
+    away: Away = {}
     with run.client() as client:
         space, info = _named_namespace(client, keys, namespace, model, every)
         if every and not yes:
-            _confirm(f"Remove all {page_count(info)} pages of {space.model} [{space.digest.hex()[:12]}]?")
+            _confirm(f"Remove all {_about(client, info)} pages of {space.model} [{space.digest.hex()[:12]}]?")
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
         removed = asked = 0
-        with progress("removing", page_count(info) if every else len(keys or ())) as report:
+        with progress("removing", _about(client, info) if every else len(keys or ())) as report:
             for piece in pieces(chosen):
-                removed += sum(client.remove(space, piece))
+                removed += sum(client.remove(space, piece, away=away))
                 asked += len(piece)
                 report(asked)
+        alone = client.view() is None
     if run.as_json:
-        emit({"namespace": space.digest.hex(), "removed": removed, "absent": asked - removed})
+        counts = {"removed": removed, "absent": asked - removed}
+        emit({"namespace": space.digest.hex(), **counts, **away_json(None if alone else away)})
     else:
         print(f"removed {removed} of {asked} pages")
-    return ExitCode.OK if removed else ExitCode.MISS
+    code = without(away, "; what it has of these pages may come back: remove them again when it answers")
+    return code or (ExitCode.OK if removed else ExitCode.MISS)
+
+
+def _about(client: Client, info: pb.NamespaceInfo) -> int:
+    """How many pages a namespace has, where each lies at as many members as there are replicas."""
+    view = client.view()
+    return page_count(info) // min(view.replicas, len(view.members)) if view else page_count(info)
 
 
 def _named_namespace(
@@ -165,29 +177,31 @@ def verify(
 
     It compares them with their checksums and drops those that do not match.
 
-    Exit 5 if a page was corrupt, 1 if none of the pages is stored.
+    Exit 5 if a page was corrupt, 3 if a member of a cluster does not answer, 1 if none of the pages is stored.
 
     \b
     Examples:
       kvstore verify -n 3fa2 9c0d41
       kvstore verify --model llama-3-8b --all
     """
-    total = pb.VerifyReply()
+    total, away = pb.VerifyReply(), Away()
     with run.client() as client:
         space, info = _named_namespace(client, keys, namespace, model, every)
         count_max = max(1, VERIFY_NBYTES // info.page_nbytes)
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
-        with progress("verifying", page_count(info) if every else len(keys or ())) as report:
+        with progress("verifying", _about(client, info) if every else len(keys or ())) as report:
             for piece in pieces(chosen, count_max):
-                reply = client.verify(space, piece)
+                reply = client.verify(space, piece, away=away)
                 total.intact += reply.intact
                 total.dropped += reply.dropped
                 total.absent += reply.absent
                 report(total.intact + total.dropped + total.absent)
+        alone = client.view() is None
     if run.as_json:
-        emit({"namespace": space.digest.hex(), **plain(total)})
+        emit({"namespace": space.digest.hex(), **plain(total), **away_json(None if alone else away)})
     else:
         print(f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not stored")
+    code = without(away)
     if total.dropped:
         return ExitCode.CORRUPT
-    return ExitCode.OK if total.intact else ExitCode.MISS
+    return code or (ExitCode.OK if total.intact else ExitCode.MISS)

@@ -30,7 +30,7 @@ from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
 from kvstore.layout import ByteRange, opaque_layout
-from kvstore.results import Keep, PutOutcome
+from kvstore.results import ACK_ONE, Keep, PutOutcome
 
 # Pages of one put command: all of them are in memory at once.
 INPUT_NBYTES_MAX = 4 << 30
@@ -180,6 +180,9 @@ def put(
         str | None, typer.Option("--ttl", metavar="TIME", help="Forget new pages after: 90s, 30m, 1h, 7d.")
     ] = None,
     durable: Annotated[bool, typer.Option("--durable", help="Return when they survive power loss.")] = False,
+    ack: Annotated[
+        str, typer.Option("--ack", metavar="one|all", help="Return when one, or all, of a page's owners have it.")
+    ] = ACK_ONE,
 ) -> int:
     """Store pages from a file.
 
@@ -191,12 +194,14 @@ def put(
       kvstore put page.bin -n 3fa2 9c0d4177ab02e1f09c0d4177ab02e1f0
       kvstore put pages.bin --model llama-3-8b --tokens-file prompt.txt
       kvstore put page.bin -n 3fa2 --tokens-file prompt.txt --durable --ttl 7d
+      kvstore put page.bin -n 3fa2 --tokens-file prompt.txt --ack all
       head -c 65536 /dev/urandom | kvstore put - --create-opaque blob --tokens 1,2,3
     """
     if str(file) == "-" and str(tokens_file) == "-":
         raise InvalidRequest("FILE and --tokens-file can not both be stdin")
     if create_opaque is not None and (namespace is not None or model is not None):
         raise InvalidRequest("--create-opaque names the namespace; leave out --namespace and --model")
+    keep = Keep(parse_duration(ttl) if ttl is not None else 0.0, durable, ack)
     ids = read_tokens(tokens, tokens_file)
     if bool(keys) == (ids is not None):
         raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")
@@ -212,7 +217,6 @@ def put(
         else:
             space, _ = find_namespace(client, namespace, model)
         hashes = [_whole(key) for key in keys or ()] if ids is None else hash_tokens(ids, space.layout.page_tokens)
-        keep = Keep(parse_duration(ttl) if ttl is not None else 0.0, durable)
         outcomes = _store(client, space, hashes, (file, data), keep)
     counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in PutOutcome}
     if run.as_json:

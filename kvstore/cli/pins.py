@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvstore.cli.everywhere import away_json, without
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_ms
@@ -17,6 +18,7 @@ from kvstore.cli.selection import (
     find_namespace,
     parse_duration,
 )
+from kvstore.cluster.spread import Away
 
 
 def pin(
@@ -68,18 +70,24 @@ def unpin(
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
 ) -> int:
-    """Let pinned pages be evicted again. Exit 1 if none of them was pinned.
+    """Let pinned pages be evicted again.
+
+    Exit 1 if none of them was pinned, 3 if a member of a cluster does not answer.
 
     \b
     Example:
       kvstore unpin -n 3fa2 9c0d41
     """
+    away: Away = {}
     with run.client() as client:
         space, _ = find_namespace(client, namespace, model)
         hashes = find_keys(client, space, keys, tokens, tokens_file)
-        done = client.unpin(space, hashes)
+        done = client.unpin(space, hashes, away=away)
+        alone = client.view() is None
     if run.as_json:
-        emit({"namespace": space.digest.hex(), "unpinned": sum(done), "pages": _verdicts(hashes, done, "unpinned")})
+        pages = _verdicts(hashes, done, "unpinned")
+        found = {"namespace": space.digest.hex(), "unpinned": sum(done), "pages": pages}
+        emit({**found, **away_json(None if alone else away)})
     else:
         print(f"unpinned {sum(done)} of {len(done)} pages")
-    return ExitCode.OK if any(done) else ExitCode.MISS
+    return without(away) or (ExitCode.OK if any(done) else ExitCode.MISS)

@@ -8,6 +8,8 @@ from kvstore.cli.nodes import show_status
 def status(run: Invocation) -> None:
     """Show the node, its tiers and its namespaces; of a cluster its members, and namespaces over all of them.
 
+    A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
+
     Misses are counted by reason. A namespace that never hits gets a hint: usually its layout,
     revision, data type, TP size or salt differs from that of the namespace that holds the pages.
 

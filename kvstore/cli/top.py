@@ -1,32 +1,24 @@
-"""`kvstore top`: what a node is doing, from the differences of its counters."""
+"""`kvstore top`: what a node is doing, from the differences of its counters; or the members of a cluster."""
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from kvstore.cli.cluster_top import cluster_samples
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import console, emit, human_nbytes, percent, table
+from kvstore.cli.rates import RATES, Sample, rates
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 
 INTERVAL_S_MIN = 0.05
-
-# Shown rates and the counter that each is the change of.
-RATES = {
-    "asked_per_s": "pages_asked",
-    "prefix_hits_per_s": "prefix_hits",
-    "put_per_s": "pages_put",
-    "got_per_s": "pages_got",
-    "evicted_per_s": "pages_evicted",
-    "put_nbytes_per_s": "nbytes_put",
-    "got_nbytes_per_s": "nbytes_got",
-}
 
 
 def top(
@@ -35,14 +27,15 @@ def top(
     count: Annotated[int, typer.Option("--count", "-c", metavar="N", help="End after N samples; 0: go on.")] = 0,
     once: Annotated[bool, typer.Option("--once", help="One sample, then end.")] = False,
 ) -> None:
-    """Watch the node live.
+    """Watch the node, or the members of a cluster, live.
 
-    Requests, hit rate, throughput and evictions per second; Ctrl-C ends it. With --json one object
-    per sample is printed, one per line.
+    Requests, hit rate, throughput and evictions per second; of a cluster each member and the sums of those that
+    answer. Ctrl-C ends it. With --json one object per sample is printed, one per line.
 
     \b
     Examples:
       kvstore top
+      KVSTORE_DIRECT=1 kvstore top -a node7:7440      one member of a cluster alone
       kvstore top --interval 5
       kvstore top --once
       kvstore top --json --count 10 | jq .totals.put_nbytes_per_s
@@ -51,36 +44,37 @@ def top(
         raise InvalidRequest(f"--interval {interval:g} is below {INTERVAL_S_MIN} s")
     if count < 0:
         raise InvalidRequest(f"--count {count} is negative; 0 goes on until Ctrl-C")
-    with run.client(direct=True) as client:
-        samples = _samples(client, interval, 1 if once else count)
+    with run.client() as client:
+        samples = _samples if client.view() is None else cluster_samples
         try:
-            _watch(samples, run.as_json, client.config.address)
+            _watch(samples(client, interval, 1 if once else count), run.as_json)
         except KeyboardInterrupt:  # how a live view is meant to end
             return
 
 
-def _watch(samples: Iterator[dict[str, Any]], as_json: bool, address: str) -> None:
+def _watch(samples: Iterator[Sample], as_json: bool) -> None:
     out = console()
     if as_json:
         for sample in samples:
-            emit(sample)
+            emit(sample.values)
     elif out.is_terminal:
         with Live(console=out, auto_refresh=False) as live:
             for sample in samples:
-                live.update(_view(sample, address), refresh=True)
+                live.update(sample.view(out), refresh=True)
     else:
         for sample in samples:
-            out.print(_view(sample, address))
+            out.print(sample.view(out))
 
 
-def _samples(client: Client, interval_s: float, count: int) -> Iterator[dict[str, Any]]:
+def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
     """`count` samples (0: without end), each over one interval."""
     before, before_s = client.node_status(), time.monotonic()
     taken = 0
     while not count or taken < count:
         time.sleep(interval_s)
         now, now_s = client.node_status(), time.monotonic()
-        yield sample(before, now, now_s - before_s)
+        values = sample(before, now, now_s - before_s)
+        yield Sample(values, partial(_view, values, client.config.address))
         before, before_s = now, now_s
         taken += 1
 
@@ -95,7 +89,7 @@ def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) 
             "digest": info.digest.hex(),
             "model": info.namespace.model,
             "page_count": info.page_count,
-            **_rates(base.get(info.digest, zero), info.counters, seconds),
+            **rates(base.get(info.digest, zero), info.counters, seconds),
         }
         for info in now.namespaces
     ]
@@ -109,20 +103,12 @@ def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) 
         "ram_used_nbytes": now.ram.used_nbytes,
         "ram_capacity_nbytes": now.ram.capacity_nbytes,
         "page_count": now.ram.page_count,
-        "totals": _rates(zero if restarted else before.totals, now.totals, seconds),
+        "totals": rates(zero if restarted else before.totals, now.totals, seconds),
         "namespaces": namespaces,
     }
 
 
-def _rates(before: pb.Counters, now: pb.Counters, seconds: float) -> dict[str, float]:
-    # A namespace that was forgotten and opened again counts from zero: no negative rates.
-    return {
-        name: round(max(0, getattr(now, counter) - getattr(before, counter)) / seconds, 1)
-        for name, counter in RATES.items()
-    }
-
-
-def _view(values: dict[str, Any], address: str) -> Group:
+def _view(values: dict[str, Any], address: str, out: Console) -> Group:
     ram = f"RAM {human_nbytes(values['ram_used_nbytes'])} of {human_nbytes(values['ram_capacity_nbytes'])}"
     share = percent(values["ram_used_nbytes"], values["ram_capacity_nbytes"])
     head = f"{address}  {values['state']}  {ram} ({share})  pages {values['page_count']:,}"

@@ -1,28 +1,36 @@
 """A client's calls carried out: at the one node there is, or spread over the members of a cluster.
 
 alone      call --> the node
+near       call --> the member that is near, which asks the others; if it fails:
 cluster    call --> view: whose are the keys? --> members at the same time --> answers in the order of the keys
 """
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from kvstore.cluster.hedge import hedged
 from kvstore.cluster.nodes import Nodes
-from kvstore.cluster.spread import everywhere, spread
+from kvstore.cluster.spread import ELSEWHERE, FIRST_SHARE, Away, everywhere, of_all, spread
 from kvstore.cluster.view import View
-from kvstore.config import ClientConfig
+from kvstore.config import MEMBERS_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.link import Link
+from kvstore.log_rate import LogRate
 from kvstore.wires.abreast import Abreast
 
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Places = Sequence[int]  # of a call's keys
 Ask = Callable[[Link, Deadline, Places], list[Answer]]
+Whom = Callable[[View, Namespace, Sequence[bytes], Deadline], list[tuple[str, ...]]]
 
 THREADS_MAX = 32  # beside the callers' own; members for which there is none are asked one after the other
 ROUTED_AT_ONCE = 16  # keys: a few hundredths of a second with the most members
@@ -38,11 +46,26 @@ class FanOut:
 
     def __init__(self, config: ClientConfig) -> None:
         self.nodes = Nodes(config)
+        self._hedge_s = config.hedge_s
         self._abreast = Abreast(THREADS_MAX, "kvstore-members")
 
     def close(self) -> None:
         self.nodes.close()
         self._abreast.close()
+
+    def near(
+        self, ask: Ask[Answer], namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
+    ) -> list[Answer] | None:
+        """What the near node answers for all keys. None: there is none, or it failed, and owners are to be asked."""
+        link = self.nodes.near(deadline)
+        if link is None:
+            return None
+        limit, every = deadline.sooner(deadline.remaining() * FIRST_SHARE), range(len(prefix_hashes))
+        try:
+            return link.run(lambda link, limit: ask(_asks_others(link), limit, every), namespace, limit)
+        except ELSEWHERE as error:
+            log.info("near node %s: %s; asking the owners", link.address, error)
+            return None
 
     def per_key(
         self,
@@ -54,11 +77,28 @@ class FanOut:
         deadline: Deadline,
     ) -> list[Answer]:
         """An answer per key: its first member's that has one, as `spread` says it."""
-        view = self.nodes.found(deadline)
-        if view is None:
-            return self._alone(ask, namespace, len(prefix_hashes), deadline)
-        routes = _routes(view, namespace, prefix_hashes, deadline)
-        return spread(routes, self._asked(ask, namespace, view), self._abreast.run, lacks, absent, deadline)
+        how = partial(spread, lacks=lacks, absent=absent, deadline=deadline)
+        return self._or_absent(how, ask, namespace, prefix_hashes, absent, deadline)
+
+    def hedged(
+        self,
+        ask: Ask[Answer],
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        lacks: Callable[[Answer], bool],
+        absent: Answer,
+        deadline: Deadline,
+    ) -> list[Answer]:
+        """As `per_key`, but the next member is asked while the first is silent, as `hedged` says it."""
+        how = partial(
+            hedged,
+            begin=self._abreast.start,
+            lacks=lacks,
+            absent=absent,
+            deadline=deadline,
+            hedge_s=self._hedge_s,
+        )
+        return self._or_absent(lambda routes, ask, _: how(routes, ask), ask, namespace, prefix_hashes, absent, deadline)
 
     def every_copy(
         self,
@@ -68,13 +108,11 @@ class FanOut:
         combine: Callable[[Answer, Answer], Answer],
         absent: Answer,
         deadline: Deadline,
+        away: Away | None = None,
     ) -> list[Answer]:
-        """An answer per key, combined from those of all who may have it, as `everywhere` says it."""
-        view = self.nodes.found(deadline)
-        if view is None:
-            return self._alone(ask, namespace, len(prefix_hashes), deadline)
-        routes = _routes(view, namespace, prefix_hashes, deadline)
-        return everywhere(routes, self._asked(ask, namespace, view), self._abreast.run, combine, absent, deadline)
+        """An answer per key, combined from those of all members, as `everywhere` says it: any may have a copy."""
+        how = partial(everywhere, combine=combine, absent=absent, deadline=deadline, away=away)
+        return self._put_together(how, ask, namespace, prefix_hashes, deadline, _everybody)
 
     def one(
         self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline, what: str
@@ -83,6 +121,27 @@ class FanOut:
         if self.nodes.found(deadline) is not None:
             raise InvalidRequest(f"{what} is asked of one node; name a member of the cluster, with direct=True")
         return self.nodes.only.run(call, namespace, deadline)
+
+    def open(self, namespace: Namespace, deadline: Deadline) -> None:
+        """Connects to the node that is alone, or to the near one, and registers the namespace there. A near node that
+        does not answer is no error: others do."""
+        near = self.nodes.near(deadline)
+        if near is not None:
+            with contextlib.suppress(*ELSEWHERE):
+                near.run(lambda link, _: None, namespace, deadline.sooner(deadline.remaining() * FIRST_SHARE))
+        elif self.nodes.view is None:
+            self.nodes.only.run(lambda link, _: None, namespace, deadline)
+
+    def in_place(
+        self, call: Callable[[Link, Deadline], Result], namespace: Namespace, deadline: Deadline, what: str
+    ) -> Result:
+        """At the node that is alone, or at the near one, which leaves time to ask the owners if it fails. Raises
+        InvalidRequest if there is none."""
+        link = self.nodes.near(deadline)
+        if link is None:
+            return self.one(call, namespace, deadline, what)
+        limit = deadline.sooner(deadline.remaining() * FIRST_SHARE)
+        return link.run(lambda link, limit: call(check_knows_members(link), limit), namespace, limit)
 
     def each(
         self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
@@ -95,39 +154,92 @@ class FanOut:
         return dict(zip(links, self._abreast.run(calls), strict=True))
 
     def all(
-        self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+        self,
+        call: Callable[[Link, Deadline], Result],
+        namespace: Namespace | None,
+        deadline: Deadline,
+        away: Away | None = None,
     ) -> list[Result]:
-        """What every node returned. Raises what one of them raised; the others have done it then."""
-        found: list[Result] = []
-        for outcome in self.each(call, namespace, deadline).values():
-            if isinstance(outcome, KVStoreError):
-                raise outcome
-            found.append(outcome)
-        return found
+        """What every node returned; raises as `of_all` does."""
+        outcomes, view = self.each(call, namespace, deadline), self.nodes.view
+        ids = {member.address: member.id for member in view.members} if view else {}
+        return list(of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values())
 
-    def _alone(self, ask: Ask[Answer], namespace: Namespace, count: int, deadline: Deadline) -> list[Answer]:
-        return self.nodes.only.run(lambda link, limit: ask(link, limit, range(count)), namespace, deadline)
+    def _or_absent(
+        self,
+        how: Callable[..., list[Answer]],
+        ask: Ask[Answer],
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        absent: Answer,
+        deadline: Deadline,
+    ) -> list[Answer]:
+        """A member that failed has nothing while another is well, also when it owns all keys of the call."""
+        try:
+            return self._put_together(how, ask, namespace, prefix_hashes, deadline)
+        except (Unavailable, DeadlineExceeded):
+            if not self.nodes.some_fail:
+                raise
+            return [absent] * len(prefix_hashes)
 
-    def _asked(
-        self, ask: Ask[Answer], namespace: Namespace, view: View
-    ) -> Callable[[str, list[int], Deadline], list[Answer]]:
-        def asked(member: str, places: list[int], deadline: Deadline) -> list[Answer]:
+    def _put_together(
+        self,
+        how: Callable[..., list[Answer]],
+        ask: Ask[Answer],
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        deadline: Deadline,
+        whom: Whom | None = None,
+    ) -> list[Answer]:
+        """Of the node that is alone, as it answers; of members as `how` does it with (routes, ask, together). `whom`:
+        the routes, by default each key's owners."""
+        view = self.nodes.found(deadline)
+        if view is None:
+            every = range(len(prefix_hashes))
+            return self.nodes.only.run(lambda link, limit: ask(link, limit, every), namespace, deadline)
+
+        def asked(member: str, places: list[int], limit: Deadline) -> list[Answer]:
             link = self.nodes.member(view, member)
-            return link.run(lambda link, limit: ask(link, limit, places), namespace, deadline)
+            return link.run(lambda link, limit: ask(link, limit, places), namespace, limit)
 
-        return asked
+        return how((whom or routes)(view, namespace, prefix_hashes, deadline), asked, self._abreast.run)
 
 
-def _routes(
+def _asks_others(link: Link) -> Link:
+    """Raises Exhausted for a near node that does not: it is older, or reached by gRPC only, where it may not wait."""
+    if link.wire is link.control:
+        raise Exhausted("the near node is reached by gRPC only")
+    return check_knows_members(link)
+
+
+def check_knows_members(link: Link) -> Link:
+    """Raises Exhausted for a node that does not see what is asked of it about other members."""
+    if not link.knows_members:
+        error = Exhausted(
+            f"a member speaks protocol {link.way.hello.protocol_version}, in which nothing is asked of others (a near "
+            f"node, ack=all); update it to {MEMBERS_VERSION} or later"
+        )
+        error.answered = True  # what it is
+        raise error
+    return link
+
+
+def routes(
     view: View, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
 ) -> list[tuple[str, ...]]:
     """Whom to ask for each key. Raises DeadlineExceeded: a slot that is asked for first costs microseconds for each
     member. What was worked out by then need not be again."""
-    routes: list[tuple[str, ...]] = []
+    found: list[tuple[str, ...]] = []
     for start in range(0, len(prefix_hashes), ROUTED_AT_ONCE):
         deadline.remaining()
-        routes += _some_routes(view, namespace, prefix_hashes[start : start + ROUTED_AT_ONCE])
-    return routes
+        found += _some_routes(view, namespace, prefix_hashes[start : start + ROUTED_AT_ONCE])
+    return found
+
+
+def _everybody(
+    view: View, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
+) -> list[tuple[str, ...]]:
+    return [tuple(view.by_id)] * len(prefix_hashes)
 
 
 def _some_routes(view: View, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:

@@ -1,19 +1,41 @@
 """The nodes that a client talks to: one that is alone, or the members of a cluster as the newest view has them.
 
 addresses that were given --hello--> a view, or none --> a link per member, which tells of newer views
+                                                         a stream of views from one of them
+                                                     --> which of them is near
 """
 
+import contextlib
 import logging
+import socket
 import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
 
-from kvstore.cluster.view import View, parse_view
-from kvstore.config import ClientConfig
+from kvstore.cluster.follower import Follower, Views
+from kvstore.cluster.view import State, View, parse_view
+from kvstore.config import PROTOCOL_VERSION, ClientConfig, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
-from kvstore.link import NodeLink
+from kvstore.link import Link, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.addresses import Addresses
 
 log = logging.getLogger(__name__)
+
+NEAR_AGAIN_S = 30.0  # until a near node is looked for again where there was none
+NEAR_TRIED = 4  # members at this host's addresses that are connected to for it
+NEAR_SHARE = 0.25  # of a call's time for each
+
+
+class Near(NamedTuple):
+    """`link`: to the near node of a view, None if there was none; `until`: when that is looked at again."""
+
+    view: View
+    link: NodeLink | None
+    until: float
 
 
 class Nodes:
@@ -22,12 +44,16 @@ class Nodes:
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
+        self._addresses = config.addresses  # that were given
         self._lock = threading.Lock()  # held for moments
         self._links: dict[str, NodeLink] = {}  # by address
         self._closed = False
         self._gone = (0, 0)  # connects and failures of links that are no more
         self._view: View | None = None
-        self.only = self._link(config.addresses[0])
+        self._members: dict[str, str] = {}  # by address: which member answered there
+        self._near: Near | None = None
+        self.only = self._link(self._addresses[0])
+        self._follower = Follower(self._follow, self._take)
 
     @property
     def view(self) -> View | None:
@@ -37,31 +63,105 @@ class Nodes:
     def found(self, deadline: Deadline) -> View | None:
         """The view, asked for at the addresses that were given if nobody has said hello yet. Raises what the last of
         them raised if none answers, ProtocolError for several addresses of which one's node is alone."""
-        alone = len(self._config.addresses) == 1 and self.only.connect_count
+        alone = len(self._addresses) == 1 and self.only.connect_count
         if self._view is None and not alone:
             self._ask(deadline)
         return self._view
 
+    def hear(self, link: Link, number: int, deadline: Deadline) -> None:
+        """A member has told the number of its view: if that is newer, it is asked for it."""
+        view = self._view
+        if view is not None and number > view.number:
+            hello = link.wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), deadline)
+            self._take(hello.view)
+
+    # ---- near ----------------------------------------------------------------------------
+
+    @property
+    def at_hand(self) -> NodeLink | None:
+        """The node that is alone, or the near one as far as it was looked for and answers."""
+        if self._view is None:
+            return self.only
+        link = self._near.link if self._near else None
+        return None if link is None or link.failing or link.is_older else link
+
+    def near(self, deadline: Deadline) -> NodeLink | None:
+        """The link to the member that is asked for everything. None: there is none, or the node is alone."""
+        view = self.found(deadline)
+        if view is None or self._config.near == "none":
+            return None
+        known = self._near
+        if known is None or known.view is not view or (known.link is None and time.monotonic() >= known.until):
+            again = time.monotonic() + NEAR_AGAIN_S
+            self._near = Near(view, None, again)  # meanwhile other threads do without
+            self._near = Near(view, self._nearest(view, deadline), again)
+        link = self._near.link if self._near else None
+        return None if link is None or link.is_older else link
+
+    def _nearest(self, view: View, deadline: Deadline) -> NodeLink | None:
+        named = self._config.near
+        if named != "auto":
+            if named not in view.by_id:
+                log.warning("near=%s is no member of the cluster %s; asking the owners", named, view.cluster)
+                return None
+            return self.member(view, named)
+        if self._config.wire not in ("auto", "shm"):
+            return None
+        for link in self._likely(view):
+            if not link.connect_count:
+                with contextlib.suppress(KVStoreError):
+                    limit = deadline.sooner(deadline.remaining() * NEAR_SHARE)
+                    link.run(lambda link, limit: None, None, limit)
+            if link.wire_name == "shm":
+                log.info("cluster %s: %s is near", view.cluster, link.address)
+                return link
+        return None
+
+    def _likely(self, view: View) -> Iterator[NodeLink]:
+        """Members whose shared memory is in use already; then those at addresses of this host."""
+        given = {member.id for member in view.members if member.state is not State.DRAINING}
+        with self._lock:
+            known = [link for at, link in self._links.items() if self._members.get(at) in given]
+        yield from (link for link in known if link.wire_name == "shm")
+        here = [some for some in view.members if some.id in given and _is_here(split_address(some.address)[0])]
+        yield from (self._link(member.address) for member in here[:NEAR_TRIED])
+
+    # ---- links ---------------------------------------------------------------------------
+
     def _ask(self, deadline: Deadline) -> None:
-        addresses = self._config.addresses
-        for number, address in enumerate(addresses):
-            last = number == len(addresses) - 1
+        for number, address in enumerate(self._addresses, 1):
+            last, link = number == len(self._addresses), self._link(address)
+            failures = link.failure_count
             try:
                 limit = deadline if last else Deadline(deadline.remaining() / 2)
-                self._link(address).run(lambda link, limit: None, None, limit)
+                link.run(lambda link, limit: None, None, limit)
             except ProtocolError:
                 raise
             except KVStoreError as error:
+                tried = link.failure_count > failures  # or its breaker refuses at once, and so is this to do
+                if tried and self._ask_records(address, limit):
+                    return
                 if last:
                     raise
-                log.info("%s: %s; asking %s", address, error, addresses[number + 1])
+                log.info("%s: %s; asking %s", address, error, self._addresses[number])
                 continue
-            if self._view is None and not (number == 0 and last):
+            if self._view is None and len(self._addresses) > 1:
                 raise ProtocolError(
-                    f"the node at {address} is in no cluster, but {len(addresses)} addresses were given; "
+                    f"the node at {address} is in no cluster, but {len(self._addresses)} addresses were given; "
                     "start its node with --cluster, or name the one node"
                 )
             return
+
+    def _ask_records(self, address: str, deadline: Deadline) -> bool:
+        """Whether a cluster was found behind one of several addresses that a name has."""
+        for record in _records(address, deadline):
+            try:
+                self._link(record).run(lambda link, limit: None, None, deadline)
+            except KVStoreError as error:
+                log.info("%s: %s", record, error)
+            if self._view is not None:
+                return True
+        return False
 
     def member(self, view: View, member: str) -> NodeLink:
         """The link to a member of a view, which may have been the newest only when a call began."""
@@ -73,6 +173,14 @@ class Nodes:
         if view is None:
             return {self.only.address: self.only}
         return {member.address: self._link(member.address) for member in view.members}
+
+    @property
+    def some_fail(self) -> bool:
+        """And one that is connected to does not."""
+        links = self.all().values()
+        return any(link.failing for link in links) and any(
+            not link.failing and link.wire_name != "none" for link in links
+        )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -88,6 +196,7 @@ class Nodes:
         with self._lock:
             self._closed = True
             links = list(self._links.values())
+        self._follower.close()
         for link in links:
             link.close()
 
@@ -95,17 +204,40 @@ class Nodes:
         with self._lock:
             link = self._links.get(address)
             if link is None:
-                link = self._links[address] = NodeLink(address, self._config, learn=self._learn)
+                link = self._links[address] = NodeLink(
+                    address, self._config, learn=partial(self._learn, address=address)
+                )
                 if self._closed:
                     link.close()
             return link
 
-    def _learn(self, hello: pb.HelloReply) -> None:
+    def _learn(self, hello: pb.HelloReply, address: str = "") -> None:
         """Raises ProtocolError for a view that can not be."""
-        if not hello.HasField("view") or self._config.direct:
-            return
+        if hello.HasField("view") and not self._config.direct:
+            self._take(hello.view)
+            with self._lock:
+                self._members[address] = hello.member_id
+            self._follower.begin()
+
+    def _follow(self, turn: int, seconds: float) -> Views:
+        """What one of the members tells: of those that are connected to, if there are any. When none of them could be
+        followed, the addresses that were given are asked, which may be those of others by now."""
+        view = self._view
+        assert view is not None
+        members = [self._link(member.address) for member in view.members]
+        links = [link for link in members if link.wire_name != "none"] or members
+        deadline = Deadline(self._config.timeout_s)
+        if turn % (len(links) + 1) == len(links):
+            links = [self._link(address) for address in self._addresses]
+            for address in self._addresses:
+                links += [self._link(record) for record in _records(address, deadline)]
+        link = links[turn % len(links)]
+        return link.run(lambda link, limit: link.control.follow(view.number, seconds), None, deadline)
+
+    def _take(self, message: pb.View) -> None:
+        """Raises ProtocolError for a view that can not be."""
         try:
-            view = parse_view(hello.view)
+            view = parse_view(message)
         except ConfigError as error:
             raise ProtocolError(f"a node told of a cluster that can not be: {error}") from error
         with self._lock:
@@ -117,9 +249,10 @@ class Nodes:
                 )
             if known and (known.number > view.number or known == view):  # fixed lists have one number: the last told
                 return
-            self._view = view
-            addresses = {member.address for member in view.members} | {*self._config.addresses}
-            left = [self._links.pop(address) for address in list(self._links) if address not in addresses]
+            self._view = view.after(known)
+            addresses = {member.address for member in view.members} | {*self._addresses}
+            left = [self._links.pop(known_at) for known_at in list(self._links) if known_at not in addresses]
+            self._members = {at: member for at, member in self._members.items() if at in addresses}
             self._gone = (
                 self._gone[0] + sum(link.connect_count for link in left),
                 self._gone[1] + sum(link.failure_count for link in left),
@@ -127,3 +260,28 @@ class Nodes:
         log.info("cluster %s: view %d with %d members", view.cluster, view.number, len(view.members))
         for link in left:
             link.close()
+
+
+def _is_here(host: str) -> bool:
+    """Whether it is this host, as far as that shows without asking anybody."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            socket.inet_pton(sock.family, host)  # no name: that would be looked up
+            sock.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _records(address: str, deadline: Deadline) -> list[str]:
+    """The addresses that a name stands for, if they are several; not the two of one host, of IPv4 and IPv6."""
+    host, port = split_address(address)
+    try:
+        found = Addresses(host).resolve(deadline)
+    except KVStoreError:
+        return []
+    six, four = [one for one in found if ":" in one], [one for one in found if ":" not in one]
+    several = max(len(six), len(four)) > 1
+    return [*(f"{one}:{port}" for one in four), *(f"[{one}]:{port}" for one in six)] if several else []

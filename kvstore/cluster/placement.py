@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvstore.checksum import hash64, key_seed
 
-# Of 64 equal members the fullest has 3 % more than the mean, with 2^16 it has 8 %.
+# Of 64 equal members the fullest has 3 to 4 % more than the mean, with 2^16 it would have 8 %.
 SLOT_COUNT = 1 << 19
 UNIT = 1 / (1 << 64)  # makes 64 drawn bits a number in 0..1
 

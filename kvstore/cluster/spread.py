@@ -10,17 +10,20 @@ given.
 A member that failed is not asked again in this call. What nobody answered is a miss, unless nobody answered anything.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable
 
 Answer = TypeVar("Answer")
+Outcome = TypeVar("Outcome")
 Ask = Callable[[str, list[int], Deadline], list[Answer]]
 Together = Callable[[Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]]
+SILENT = (Unavailable, DeadlineExceeded, ProtocolError)  # of a member that could not be asked at all
 # Of a member's: another one may still answer. The rest is the caller's mistake, wherever it asks.
-ELSEWHERE = (Unavailable, DeadlineExceeded, Exhausted, ProtocolError)
+ELSEWHERE = (*SILENT, Exhausted)
+Away = dict[str, KVStoreError]  # by member: why it could not be asked
 FIRST_SHARE = 0.5  # of the time that is left, for a member after which there is another one to ask
 
 
@@ -85,22 +88,30 @@ def everywhere(
     combine: Callable[[Answer, Answer], Answer],
     absent: Answer,
     deadline: Deadline,
+    away: Away | None = None,
 ) -> list[Answer]:
-    """An answer per key, combined from those of all its members, which are asked at the same time. Raises what one of
-    them raised: what was to happen at all of them has happened at the others."""
+    """An answer per key, combined from those of all its members, which are asked at the same time. Raises as `of_all`
+    does."""
     groups: dict[str, list[int]] = {}
     for place, route in enumerate(routes):
         for member in route:
             groups.setdefault(member, []).append(place)
     answers = [absent] * len(routes)
     calls = [_bound(ask, member, places, deadline) for member, places in groups.items()]
-    failure: KVStoreError | None = None
-    for places, outcome in zip(groups.values(), together(calls), strict=True):
-        if isinstance(outcome, KVStoreError):
-            failure = failure or outcome
-            continue
-        for place, answer in zip(places, outcome, strict=True):
+    outcomes = dict(zip(groups, together(calls), strict=True))
+    for member, outcome in of_all(outcomes, away).items():
+        for place, answer in zip(groups[member], outcome, strict=True):
             answers[place] = combine(answers[place], answer)
-    if failure:
-        raise failure
     return answers
+
+
+def of_all(outcomes: Mapping[str, Outcome | KVStoreError], away: Away | None = None) -> dict[str, Outcome]:
+    """What each member answered. Raises what one of them raised: what was to happen at all of them has happened at the
+    others. `away` takes those that could not be asked, which is no error then, unless all could not."""
+    failed = {member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)}
+    grave = [error for error in failed.values() if away is None or not isinstance(error, SILENT)]
+    if grave or (failed and len(failed) == len(outcomes)):
+        raise (grave or list(failed.values()))[0]
+    if away is not None:
+        away |= failed
+    return {member: outcome for member, outcome in outcomes.items() if not isinstance(outcome, KVStoreError)}

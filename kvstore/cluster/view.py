@@ -8,7 +8,7 @@ draining   it is given nothing any more, and asked for what it still has
 import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvstore.cluster.placement import Candidate, Placement
@@ -20,6 +20,10 @@ MEMBERS_MAX = 1024
 REPLICAS_MAX = 8
 WEIGHT_MAX = 1e6
 NAME_NBYTES_MAX = 64  # of a cluster, a zone and a member's id
+ADDRESS_NBYTES_MAX = 300  # the longest name of a host has 253; a view with the most members fits a message
+
+
+REGISTRIES = ("static", "etcd")  # what a member says of its own while that is well
 
 
 class State(enum.Enum):
@@ -43,6 +47,11 @@ class Member:
         check_name("a member's id", self.id)
         if self.zone:
             check_name(f"the zone of {self.id}", self.zone)
+        if len(self.address) > ADDRESS_NBYTES_MAX:
+            raise ConfigError(
+                f"the address of {self.id} is not host:port: it has {len(self.address)} characters, at most "
+                f"{ADDRESS_NBYTES_MAX}"
+            )
         split_address(self.address)
         if not 0 < self.weight <= WEIGHT_MAX:
             raise ConfigError(f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}")
@@ -70,6 +79,14 @@ class View:
             if twice := [name for name, count in counts.items() if count > 1]:
                 raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
 
+    def after(self, known: "View | None") -> "View":
+        """This view, which follows `known`: with what was worked out there, if nothing but the number is another."""
+        if known is not None and replace(known, number=self.number) == self:
+            for name in ("by_id", "owners", "holders"):
+                if name in known.__dict__:
+                    self.__dict__[name] = known.__dict__[name]
+        return self
+
     @cached_property
     def by_id(self) -> dict[str, Member]:
         return {member.id: member for member in self.members}
@@ -89,7 +106,7 @@ class View:
         """Who was given a key before members joined or were drained: asked for what its owners lack."""
         return self._placed(State.SERVING, State.DRAINING)
 
-    @property
+    @cached_property
     def settled(self) -> bool:
         """Whether nobody joins or is drained: then holders are owners."""
         return all(member.state is State.SERVING for member in self.members)
@@ -116,7 +133,9 @@ def static_view(text: str) -> View:
     scheme, _, rest = text.partition(":")
     cluster, slash, members = rest.partition("/")
     if scheme != "static" or not slash:
-        raise ConfigError(f"cluster={text!r} is not static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...")
+        raise ConfigError(
+            f"cluster={text!r} is neither etcd://HOST:PORT,.../NAME nor static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],..."
+        )
     return View(cluster, 1, tuple(_described(member) for member in members.split(",")))
 
 

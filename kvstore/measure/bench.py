@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvstore.client import Client
+from kvstore.cluster.spread import Away
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
@@ -62,7 +63,8 @@ class OpReport:
 @dataclass
 class BenchReport:
     """`mismatches`: pages that were read and differ from what was written. `pages_full`: not stored
-    for want of space. `pages_lost`: stored, but evicted before they were read."""
+    for want of space. `pages_lost`: stored, but evicted before they were read. `away`: members of a cluster
+    that could not be asked to remove them."""
 
     wire: str
     page_nbytes: int
@@ -76,6 +78,7 @@ class BenchReport:
     put: OpReport = field(default_factory=OpReport)
     lookup: OpReport = field(default_factory=OpReport)
     get: OpReport = field(default_factory=OpReport)
+    away: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -114,6 +117,7 @@ def _sum_up(report: BenchReport, workers: list["_Worker"]) -> None:
     report.bytes_verified = sum(worker.pages_verified for worker in workers) * report.page_nbytes
     report.pages_full = sum(worker.pages_full for worker in workers)
     report.pages_lost = sum(worker.pages_lost for worker in workers)
+    report.away = sorted({member for worker in workers for member in worker.away})
     for name in ("put", "lookup", "get"):
         watches = [worker.watches[name] for worker in workers]
         seconds = [s for watch in watches for s in watch.seconds]
@@ -133,6 +137,7 @@ class _Worker:
         self._buffers = [bytearray(nbytes) for _ in range(batch)]
         self._blank = bytes(nbytes)
         self.watches = {"put": Stopwatch(), "lookup": Stopwatch(), "get": Stopwatch()}
+        self.away: Away = {}
         self.pages_verified = self.mismatches = self.pages_full = self.pages_lost = 0
 
     def run(self, stop: threading.Event) -> None:
@@ -164,4 +169,4 @@ class _Worker:
                 intact = buffer == page
                 self.pages_verified += intact
                 self.mismatches += not intact
-        self._client.remove(self._namespace, self._hashes)
+        self._client.remove(self._namespace, self._hashes, away=self.away)

@@ -1,11 +1,13 @@
 """A node of our own in a child process: for `kvstore replay`, benchmarks, the demo and tests."""
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import IO
 
 from kvstore.errors import ConfigError, Unavailable
@@ -17,32 +19,39 @@ class NodeProcess:
     """Starts `kvstore-node` on free ports of the loopback interface; stops it at the end.
 
     `flags` are command-line flags as given to kvstore-node, `python` an interpreter that has the node, by
-    default this one. Raises ConfigError if the node package is not installed here and Unavailable, with
-    what the node said, if it does not start.
+    default this one, `inside` a command that runs another, such as `ip netns exec NAME`. Raises ConfigError if the
+    node package is not installed here and Unavailable, with what the node said, if it does not start.
     """
 
-    def __init__(self, *flags: str, python: str = sys.executable) -> None:
+    def __init__(self, *flags: str, python: str = sys.executable, inside: Sequence[str] = ()) -> None:
         if python == sys.executable and importlib.util.find_spec("node") is None:
             raise ConfigError(
                 "the node is not installed here; it comes with the extra node of kvstore-llm (README, Install)"
             )
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
-        command = [python, "-m", "node.main", *ports, *flags]
+        command = [*inside, python, "-m", "node.main", *ports, *flags]
         # Not a pipe: nobody reads it while the node runs, and a full one would stop the node.
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `_close`
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_close`
+        self._last_words = ""
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._said, text=True)
         ready = _READY.search(_pipe(self._process.stdout).readline())
         if ready is None:
             self._process.wait(timeout=10)
-            self._said.seek(0)
-            said = self._said.read().strip()
             self._close()
-            raise Unavailable(f"kvstore-node did not start: {said}")
+            raise Unavailable(f"kvstore-node did not start: {self.said.strip()}")
         self.address, self.bulk_port, self.metrics_port = ready[1], int(ready[2]), int(ready[3])
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def said(self) -> str:
+        """Its log, also after its end."""
+        if self._said.closed:
+            return self._last_words
+        size = os.fstat(self._said.fileno()).st_size
+        return os.pread(self._said.fileno(), size, 0).decode(errors="replace")  # its place in the file is the node's
 
     @property
     def running(self) -> bool:
@@ -55,6 +64,13 @@ class NodeProcess:
     def kill(self) -> int:
         """SIGKILL."""
         return self._end(signal.SIGKILL, 10.0)
+
+    def pause(self) -> None:
+        """SIGSTOP: it lives and does not answer, until `resume`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def _end(self, how: signal.Signals, timeout_s: float) -> int:
         if self._process.poll() is None:
@@ -69,6 +85,7 @@ class NodeProcess:
             self._close()
 
     def _close(self) -> None:
+        self._last_words = self.said
         _pipe(self._process.stdout).close()
         self._said.close()
 

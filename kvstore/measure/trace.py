@@ -7,7 +7,9 @@ before it* (one parent per id), so ids are prefix hashes already, only shorter o
 """
 
 import hashlib
+import itertools
 import json
+import random
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from typing import IO
 from kvstore.errors import InvalidRequest
 
 LINE_NBYTES_MAX = 16 << 20  # a request of a million pages; more is not a trace but a mistake
+SYSTEM_PROMPT_PAGES = (4, 8, 16)
+CHATS = 64  # at a time
+CHAT_PAGES_MAX = 48
 _NUMBERS = ("timestamp", "input_length", "output_length")
 
 
@@ -42,6 +47,22 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
     Raises InvalidRequest naming the file and line for anything that is not as described above.
     """
     return islice(_requests(path), limit)
+
+
+def conversations(count: int, seed: int = 1) -> list[TraceRequest]:
+    """`count` requests that nobody made: many chats beside each other, each request of a chat with all pages of the one
+    before and some new ones, behind one of a few system prompts."""
+    chance, fresh = random.Random(seed), itertools.count()
+    prompts = [tuple(itertools.islice(fresh, pages)) for pages in SYSTEM_PROMPT_PAGES]
+    chats = [chance.choice(prompts) for _ in range(CHATS)]
+    requests = []
+    for number in range(count):
+        chat = chance.randrange(CHATS)
+        if len(chats[chat]) > CHAT_PAGES_MAX:
+            chats[chat] = chance.choice(prompts)
+        chats[chat] += tuple(itertools.islice(fresh, chance.randint(1, 8)))
+        requests.append(TraceRequest(number * 100.0, len(chats[chat]) * 512, 128, chats[chat]))
+    return requests
 
 
 def count_requests(path: Path, limit: int | None = None) -> int:

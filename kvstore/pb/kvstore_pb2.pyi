@@ -20,6 +20,13 @@ class PutVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXISTS: _ClassVar[PutVerdict]
     BUSY: _ClassVar[PutVerdict]
     FULL: _ClassVar[PutVerdict]
+
+class PageHealth(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAGE_HEALTH_UNSPECIFIED: _ClassVar[PageHealth]
+    PAGE_ABSENT: _ClassVar[PageHealth]
+    PAGE_INTACT: _ClassVar[PageHealth]
+    PAGE_DROPPED: _ClassVar[PageHealth]
 MEMBER_STATE_UNSPECIFIED: MemberState
 MEMBER_JOINING: MemberState
 MEMBER_SERVING: MemberState
@@ -29,6 +36,10 @@ WRITE: PutVerdict
 EXISTS: PutVerdict
 BUSY: PutVerdict
 FULL: PutVerdict
+PAGE_HEALTH_UNSPECIFIED: PageHealth
+PAGE_ABSENT: PageHealth
+PAGE_INTACT: PageHealth
+PAGE_DROPPED: PageHealth
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol_version",)
@@ -97,6 +108,44 @@ class View(_message.Message):
     replicas: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     def __init__(self, cluster: _Optional[str] = ..., number: _Optional[int] = ..., replicas: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("end",)
+    END_FIELD_NUMBER: _ClassVar[int]
+    end: bool
+    def __init__(self, end: bool = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("over", "pages_left", "pages_handed")
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    PAGES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HANDED_FIELD_NUMBER: _ClassVar[int]
+    over: bool
+    pages_left: int
+    pages_handed: int
+    def __init__(self, over: bool = ..., pages_left: _Optional[int] = ..., pages_handed: _Optional[int] = ...) -> None: ...
+
+class SweepRequest(_message.Message):
+    __slots__ = ("dry",)
+    DRY_FIELD_NUMBER: _ClassVar[int]
+    dry: bool
+    def __init__(self, dry: bool = ...) -> None: ...
+
+class SweepReply(_message.Message):
+    __slots__ = ("pages_missing", "nbytes_missing", "away")
+    PAGES_MISSING_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_MISSING_FIELD_NUMBER: _ClassVar[int]
+    AWAY_FIELD_NUMBER: _ClassVar[int]
+    pages_missing: int
+    nbytes_missing: int
+    away: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pages_missing: _Optional[int] = ..., nbytes_missing: _Optional[int] = ..., away: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Plane(_message.Message):
     __slots__ = ("name", "dtype", "unit_tokens", "unit_shape")
@@ -241,14 +290,18 @@ class ListNamespacesReply(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "touch")
+    __slots__ = ("namespace", "prefix_hashes", "touch", "near", "wait_ms")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     TOUCH_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     touch: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., touch: bool = ...) -> None: ...
+    near: bool
+    wait_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., touch: bool = ..., near: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("prefix_pages", "present")
@@ -259,20 +312,24 @@ class LookupReply(_message.Message):
     def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable", "wait_ms")
+    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable", "wait_ms", "forwarded_by", "ack_all")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_BY_FIELD_NUMBER: _ClassVar[int]
+    ACK_ALL_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     page_nbytes: int
     ttl_ms: int
     durable: bool
     wait_ms: int
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    forwarded_by: str
+    ack_all: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ..., wait_ms: _Optional[int] = ..., forwarded_by: _Optional[str] = ..., ack_all: bool = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ("verdicts", "offsets")
@@ -327,26 +384,32 @@ class ByteRange(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "ranges", "prefix_only")
+    __slots__ = ("namespace", "prefix_hashes", "ranges", "prefix_only", "near", "wait_ms")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
     prefix_only: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., prefix_only: bool = ...) -> None: ...
+    near: bool
+    wait_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., prefix_only: bool = ..., near: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class GetReply(_message.Message):
-    __slots__ = ("hits", "checksums", "offsets")
+    __slots__ = ("hits", "checksums", "offsets", "ttls_ms")
     HITS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TTLS_MS_FIELD_NUMBER: _ClassVar[int]
     hits: _containers.RepeatedScalarFieldContainer[bool]
     checksums: _containers.RepeatedScalarFieldContainer[bytes]
     offsets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hits: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+    ttls_ms: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hits: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ..., ttls_ms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetFrame(_message.Message):
     __slots__ = ("begin", "chunk")
@@ -365,14 +428,16 @@ class VerifyRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("intact", "dropped", "absent")
+    __slots__ = ("intact", "dropped", "absent", "pages")
     INTACT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     intact: int
     dropped: int
     absent: int
-    def __init__(self, intact: _Optional[int] = ..., dropped: _Optional[int] = ..., absent: _Optional[int] = ...) -> None: ...
+    pages: _containers.RepeatedScalarFieldContainer[PageHealth]
+    def __init__(self, intact: _Optional[int] = ..., dropped: _Optional[int] = ..., absent: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageHealth, str]]] = ...) -> None: ...
 
 class RemoveRequest(_message.Message):
     __slots__ = ("namespace", "prefix_hashes")
@@ -383,10 +448,12 @@ class RemoveRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RemoveReply(_message.Message):
-    __slots__ = ("removed",)
+    __slots__ = ("removed", "view_number")
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     removed: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, removed: _Optional[_Iterable[bool]] = ...) -> None: ...
+    view_number: int
+    def __init__(self, removed: _Optional[_Iterable[bool]] = ..., view_number: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("namespace", "prefix_hashes", "ttl_ms")
@@ -419,16 +486,18 @@ class UnpinReply(_message.Message):
     def __init__(self, unpinned: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("namespace", "key_prefix", "page_token", "limit")
+    __slots__ = ("namespace", "key_prefix", "page_token", "limit", "owner")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     key_prefix: bytes
     page_token: bytes
     limit: int
-    def __init__(self, namespace: _Optional[bytes] = ..., key_prefix: _Optional[bytes] = ..., page_token: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+    owner: str
+    def __init__(self, namespace: _Optional[bytes] = ..., key_prefix: _Optional[bytes] = ..., page_token: _Optional[bytes] = ..., limit: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class ListReply(_message.Message):
     __slots__ = ("pages", "next_page_token")
@@ -580,8 +649,60 @@ class ShmStatus(_message.Message):
     orphan_page_count: int
     def __init__(self, socket: _Optional[str] = ..., client_count: _Optional[int] = ..., orphan_count: _Optional[int] = ..., orphan_page_count: _Optional[int] = ...) -> None: ...
 
+class PeersStatus(_message.Message):
+    __slots__ = ("view_number", "registry", "queue_pages", "queue_nbytes", "queue_nbytes_max", "pages_handed", "pages_dropped", "nbytes_handed", "copy_count", "copy_nbytes", "pages_fetched", "nbytes_fetched", "pages_fetch_failed", "apart", "cluster", "member_id", "member_count", "replicas", "sweeping", "sweep_pages_missing", "sweep_pages_fetched", "sweep_pages_full", "sweep_pages_failed", "sweep_age_ms")
+    VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HANDED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_HANDED_FIELD_NUMBER: _ClassVar[int]
+    COPY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COPY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FETCH_FAILED_FIELD_NUMBER: _ClassVar[int]
+    APART_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SWEEPING_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_PAGES_MISSING_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_PAGES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_PAGES_FULL_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_PAGES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    view_number: int
+    registry: str
+    queue_pages: int
+    queue_nbytes: int
+    queue_nbytes_max: int
+    pages_handed: int
+    pages_dropped: int
+    nbytes_handed: int
+    copy_count: int
+    copy_nbytes: int
+    pages_fetched: int
+    nbytes_fetched: int
+    pages_fetch_failed: int
+    apart: _containers.RepeatedScalarFieldContainer[str]
+    cluster: str
+    member_id: str
+    member_count: int
+    replicas: int
+    sweeping: bool
+    sweep_pages_missing: int
+    sweep_pages_fetched: int
+    sweep_pages_full: int
+    sweep_pages_failed: int
+    sweep_age_ms: int
+    def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ...) -> None: ...
+
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -597,6 +718,7 @@ class NodeStatusReply(_message.Message):
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -612,13 +734,16 @@ class NodeStatusReply(_message.Message):
     metrics_port: int
     disk: DiskStatus
     shm: ShmStatus
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ...) -> None: ...
+    peers: PeersStatus
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ...) -> None: ...
 
 class RemoveNamespaceRequest(_message.Message):
-    __slots__ = ("namespace",)
+    __slots__ = ("namespace", "removal")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    REMOVAL_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
+    removal: bytes
+    def __init__(self, namespace: _Optional[bytes] = ..., removal: _Optional[bytes] = ...) -> None: ...
 
 class RemoveNamespaceReply(_message.Message):
     __slots__ = ("removed",)
@@ -671,7 +796,7 @@ class ReleaseRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -691,6 +816,8 @@ class BulkRequest(_message.Message):
     SCRUB_FIELD_NUMBER: _ClassVar[int]
     RECOVER_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_FIELD_NUMBER: _ClassVar[int]
     hello: HelloRequest
     open_namespace: OpenNamespaceRequest
     list_namespaces: ListNamespacesRequest
@@ -710,7 +837,9 @@ class BulkRequest(_message.Message):
     scrub: ScrubRequest
     recover: RecoverRequest
     release: ReleaseRequest
-    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ...) -> None: ...
+    drain: DrainRequest
+    sweep: SweepRequest
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -721,7 +850,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -741,6 +870,8 @@ class BulkReply(_message.Message):
     FLUSH_FIELD_NUMBER: _ClassVar[int]
     SCRUB_FIELD_NUMBER: _ClassVar[int]
     RECOVER_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SWEEP_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     open_namespace: OpenNamespaceReply
     list_namespaces: ListNamespacesReply
@@ -760,4 +891,6 @@ class BulkReply(_message.Message):
     flush: FlushReply
     scrub: ScrubReply
     recover: RecoverReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ...) -> None: ...
+    drain: DrainReply
+    sweep: SweepReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ...) -> None: ...

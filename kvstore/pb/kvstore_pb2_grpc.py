@@ -19,6 +19,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.HelloRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.HelloReply.FromString,
                 )
+        self.Follow = channel.unary_stream(
+                '/kvstore.KVStore/Follow',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.FollowRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.View.FromString,
+                )
         self.OpenNamespace = channel.unary_unary(
                 '/kvstore.KVStore/OpenNamespace',
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.OpenNamespaceRequest.SerializeToString,
@@ -99,6 +104,16 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverReply.FromString,
                 )
+        self.Drain = channel.unary_unary(
+                '/kvstore.KVStore/Drain',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.DrainReply.FromString,
+                )
+        self.Sweep = channel.unary_unary(
+                '/kvstore.KVStore/Sweep',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.SweepRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.SweepReply.FromString,
+                )
 
 
 class KVStoreServicer(object):
@@ -106,6 +121,13 @@ class KVStoreServicer(object):
 
     def Hello(self, request, context):
         """Version and limits of the node, and where its bulk wire listens. First call of every client.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request, context):
+        """Of a node of a cluster: the view now, unless it is the one that the caller knows, and every later one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,6 +239,20 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """This member hands its pages to who owns them without it: the first request begins it, any says how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sweep(self, request, context):
+        """This member fetches what it owns and others have, now; or only says what that is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -224,6 +260,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Hello,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.HelloRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.HelloReply.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FollowRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.View.SerializeToString,
             ),
             'OpenNamespace': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenNamespace,
@@ -305,6 +346,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecoverReply.SerializeToString,
             ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.DrainRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.DrainReply.SerializeToString,
+            ),
+            'Sweep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sweep,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.SweepRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.SweepReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvstore.KVStore', rpc_method_handlers)
@@ -329,6 +380,23 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Hello',
             kvstore_dot_pb_dot_kvstore__pb2.HelloRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.HelloReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/kvstore.KVStore/Follow',
+            kvstore_dot_pb_dot_kvstore__pb2.FollowRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.View.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -601,5 +669,39 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Recover',
             kvstore_dot_pb_dot_kvstore__pb2.RecoverRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.RecoverReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Drain',
+            kvstore_dot_pb_dot_kvstore__pb2.DrainRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.DrainReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Sweep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Sweep',
+            kvstore_dot_pb_dot_kvstore__pb2.SweepRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.SweepReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -79,6 +79,10 @@ class Abreast:
             other.result()
         return [made[number] for number in range(len(calls))]
 
+    def start(self, work: Callable[[], None]) -> bool:
+        """In a thread, which nobody waits for. False: there is none."""
+        return self._begin(concurrent.futures.Future(), work)
+
     def _begin(self, done: "concurrent.futures.Future[None]", work: Callable[[], None]) -> bool:
         """False: there is no thread; or the wire is closed, or its threads are the parent's, as the call is going to
         say."""

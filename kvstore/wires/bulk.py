@@ -5,12 +5,12 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import Exhausted, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.connections import ConnectionPool, exchange, greeting
@@ -18,6 +18,16 @@ from kvstore.wires.frames import FrameSocket
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
+Good = Callable[[bytes, bytes], bool]
+
+
+class Arrived(NamedTuple):
+    """A page that was received. `leaves`: none if they do not match its checksum. `ttl_ms`: until it is forgotten;
+    0: it has no time to live."""
+
+    leaves: bytes
+    checksum: bytes
+    ttl_ms: int
 
 
 class BulkWire:
@@ -27,11 +37,18 @@ class BulkWire:
     name = "bulk"
 
     def __init__(
-        self, host: str, port: int, config: ClientConfig, found: Sequence[str] = (), instance_id: bytes = b""
+        self,
+        host: str,
+        port: int,
+        config: ClientConfig,
+        found: Sequence[str] = (),
+        instance_id: bytes = b"",
+        version: int = PROTOCOL_VERSION,
     ) -> None:
         """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. All
-        connections are to one run of the node, `instance_id` where that is known."""
+        connections are to one run of the node, `instance_id` where that is known; it speaks this `version`."""
         self._instance_id = instance_id
+        self._version = version
         self._found = found or (host,)
         self._port = port
         self._config = config
@@ -46,18 +63,24 @@ class BulkWire:
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
 
-    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
-        found = self._shared(request, pages, lambda one, part: self._put(one, pages[part], deadline), deadline)
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, good: Good | None = None
+    ) -> list[int]:
+        """`good` is told the key of each page that was sent, and the leaves of what was sent: False, and nothing of the
+        batch is committed, InvalidRequest."""
+        found = self._shared(request, pages, lambda one, part: self._put(one, pages[part], deadline, good), deadline)
         failed = [error for _, error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
-        if worse or len(failed) == len(found) or (failed and request.durable):
+        if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
             raise (worse or failed)[0]
         verdicts: list[int] = []
         for part, said in found:  # a share without room is no failure of the others
             verdicts += [pb.FULL] * (part.stop - part.start) if isinstance(said, KVStoreError) else said
         return verdicts
 
-    def _put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
+    def _put(
+        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, good: Good | None
+    ) -> list[int]:
         def talk(connection: FrameSocket) -> list[int]:
             verdicts = list(exchange(connection, "put", request)[0].verdicts)
             if len(verdicts) != len(pages):
@@ -69,6 +92,11 @@ class BulkWire:
             # while it is in the cache.
             connection.send_frame(b"", sum(pages[i].nbytes for i in chosen))
             leaves = [_send_page(connection, pages[i]) for i in chosen]
+            said = (
+                [good(request.prefix_hashes[i], some) for i, some in zip(chosen, leaves, strict=True)] if good else []
+            )
+            if not all(said):
+                raise InvalidRequest("a page is not what it was: its bytes changed in memory")
             exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
             return verdicts
 
@@ -77,16 +105,23 @@ class BulkWire:
     def get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
+        found = self.fetch(request, buffers, seeds, deadline)
+        hits = [page is not None and bool(page.leaves) for page in found]
+        return hits, [i for i, page in enumerate(found) if page is not None and not page.leaves]
+
+    def fetch(
+        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+    ) -> list[Arrived | None]:
+        """The same, with what else is known of each page that is there."""
         found = self._shared(
             request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline), deadline
         )
-        hits, corrupt = list[bool](), list[int]()
-        for part, said in found:
+        arrived = list[Arrived | None]()
+        for _, said in found:
             if isinstance(said, KVStoreError):
                 raise said
-            hits += said[0]
-            corrupt += [part.start + i for i in said[1]]
-        return hits, corrupt
+            arrived += said
+        return arrived
 
     def _shared(
         self,
@@ -110,8 +145,8 @@ class BulkWire:
 
     def _get(
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
-    ) -> tuple[list[bool], list[int]]:
-        def talk(connection: FrameSocket) -> tuple[list[bool], list[int]]:
+    ) -> list[Arrived | None]:
+        def talk(connection: FrameSocket) -> list[Arrived | None]:
             reply, payload_nbytes = exchange(connection, "get", request)
             hits = list(reply.hits)
             found = [i for i, hit in enumerate(hits) if hit]
@@ -119,22 +154,23 @@ class BulkWire:
                 len(hits) != len(buffers)
                 or payload_nbytes != sum(buffers[i].nbytes for i in found)
                 or len(reply.checksums) != len(found)
+                or len(reply.ttls_ms) not in (0, len(found))
             ):
                 raise ProtocolError("the reply to a get does not fit its request")
-            corrupt = []
-            for i, expected in zip(found, reply.checksums, strict=True):
-                if root(_recv_page(connection, buffers[i]), seeds[i]) != expected:
-                    hits[i] = False
-                    corrupt.append(i)
-            return hits, corrupt
+            arrived: list[Arrived | None] = [None] * len(hits)
+            ttls_ms = reply.ttls_ms or [0] * len(found)
+            for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
+                leaves = _recv_page(connection, buffers[i])
+                arrived[i] = Arrived(leaves if root(leaves, seeds[i]) == expected else b"", expected, ttl_ms)
+            return arrived
 
         return self._pool.talk(deadline, talk)
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
         limit = deadline.sooner(self._config.connect_timeout_s)
-        connection = FrameSocket(self._connected(limit))
+        connection = FrameSocket(self._connected(limit), self._version)
         with greeting(connection, self._pool.where, limit):
-            hello, _ = exchange(connection, "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION))
+            hello, _ = exchange(connection, "hello", pb.HelloRequest(protocol_version=self._version))
             if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
                 raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
         return connection

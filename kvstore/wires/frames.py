@@ -8,25 +8,30 @@ the memory they are for. Lengths are checked against limits before they are beli
 breaks the framing loses its connection: there is no way to find the next frame.
 """
 
+import collections
+import itertools
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from kvstore.config import PROTOCOL_VERSION
+from kvstore.checksum import CHUNK_NBYTES
+from kvstore.config import PROTOCOL_VERSION, speaks
 from kvstore.errors import ProtocolError
 
 _FIXED = struct.Struct("<2sBBIQ")
 FIXED_NBYTES = _FIXED.size
 _MAGIC = b"KV"
+_VERSION_AT = len(_MAGIC)
 _TIMEVAL = struct.Struct("@ll")
 # Asked for where a frame begins, so that a small one takes a single system call. What it gets of
 # a large payload is copied once more, which costs less than the call.
 _AHEAD_NBYTES = 4096
+_VIEWS_MAX = 1024  # that a system call takes, IOV_MAX
 
 
-def pack_fixed(header_nbytes: int, payload_nbytes: int) -> bytes:
-    return _FIXED.pack(_MAGIC, PROTOCOL_VERSION, 0, header_nbytes, payload_nbytes)
+def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
+    return _FIXED.pack(_MAGIC, version, 0, header_nbytes, payload_nbytes)
 
 
 def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
@@ -34,7 +39,7 @@ def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int,
     magic, version, zero, header_nbytes, payload_nbytes = _FIXED.unpack(fixed)
     if magic != _MAGIC or zero != 0:
         raise ProtocolError(f"not a kvstore bulk frame: it starts with {bytes(fixed[:4]).hex()}")
-    if version != PROTOCOL_VERSION:
+    if not speaks(version):
         raise ProtocolError(f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}; update the older one")
     if header_nbytes > header_nbytes_max:
         raise ProtocolError(f"a frame's header has {header_nbytes} bytes, at most {header_nbytes_max}")
@@ -55,12 +60,14 @@ class FrameSocket:
     The kernel's own send and receive timeouts do the waiting, so there is no poll before each call.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
+        """`version`: of the protocol, in which it begins; then the one that the peer answered in."""
         sock.setblocking(True)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sock = sock
+        self.version = version
         self._timeout_s = 0.0
         self._deadline = 0.0
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
@@ -85,7 +92,7 @@ class FrameSocket:
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""
-        self.send(pack_fixed(len(header), payload_nbytes) + header, at_once)
+        self.send(pack_fixed(len(header), payload_nbytes, self.version) + header, at_once)
 
     def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
         """`at_once`: what the socket takes without waiting is sent whatever time it is."""
@@ -136,7 +143,9 @@ class FrameSocket:
         return True
 
     def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
-        header_nbytes, payload_nbytes = unpack_fixed(self._recv(FIXED_NBYTES), header_nbytes_max)
+        fixed = self._recv(FIXED_NBYTES)
+        header_nbytes, payload_nbytes = unpack_fixed(fixed, header_nbytes_max)
+        self.version = fixed[_VERSION_AT]
         self.admit(header_nbytes)
         return self._recv(header_nbytes), payload_nbytes
 
@@ -163,6 +172,50 @@ class FrameSocket:
             if got == 0:
                 raise ConnectionResetError("the peer closed the connection")
             view = view[got:]
+
+    def send_all(self, views: Iterable[memoryview], next_s: Callable[[], float]) -> None:
+        """All the views in few system calls: after each, a thread among many waits for its turn at the GIL. `next_s`:
+        seconds that the next CHUNK_NBYTES, or what is left, may take; it may raise."""
+        left = collections.deque(views)
+        try:
+            self._through(left, next_s, "send", self._sock.sendmsg)
+        finally:
+            self.torn = self.torn or bool(left)
+
+    def recv_all(self, views: Iterable[memoryview], next_s: Callable[[], float]) -> None:
+        """Fills the views, as `send_all` sends them."""
+        left = collections.deque(views)
+        while left and self._early.nbytes:
+            early = left[0][: self._early.nbytes]
+            self.recv_into(early)
+            _pass(left, early.nbytes)
+        self._through(left, next_s, "receive", self._recv_some)
+
+    def _recv_some(self, views: list[memoryview]) -> int:
+        got: int = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        if got == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        return got
+
+    def _through(
+        self,
+        left: collections.deque[memoryview],
+        next_s: Callable[[], float],
+        doing: str,
+        some: Callable[[list[memoryview]], int],
+    ) -> None:
+        moved = CHUNK_NBYTES
+        while left:
+            if moved >= CHUNK_NBYTES:
+                self.arm(next_s())
+                moved = 0
+            self._check_deadline(doing)
+            try:
+                count = some(list(itertools.islice(left, _VIEWS_MAX)))
+            except BlockingIOError:
+                continue
+            moved += count
+            _pass(left, count)
 
     def _check_deadline(self, doing: str) -> None:
         """Before each system call, also after one that did all it should: its timeout must be what is left now."""
@@ -191,3 +244,11 @@ class FrameSocket:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _pass(views: collections.deque[memoryview], nbytes: int) -> None:
+    """Leaves what is behind their first `nbytes`."""
+    while views and nbytes >= views[0].nbytes:
+        nbytes -= views.popleft().nbytes
+    if nbytes:
+        views[0] = views[0][nbytes:]

@@ -34,6 +34,8 @@ _METHODS = {
     "flush": "Flush",
     "scrub": "Scrub",
     "recover": "Recover",
+    "drain": "Drain",
+    "sweep": "Sweep",
 }
 
 
@@ -117,8 +119,35 @@ class GrpcWire:
             hits[i] = False
         return hits, corrupt
 
+    def follow(self, number: int, seconds: float) -> "Followed":
+        """Views from now on, for so long. `number`: of the one that is known."""
+        try:
+            return Followed(self._stub.Follow(pb.FollowRequest(number=number), timeout=seconds))
+        except ValueError as error:
+            raise _translated(error) from error
+
     def close(self) -> None:
         self._channel.close()
+
+
+class Followed:
+    """A stream of views, to be iterated once."""
+
+    def __init__(self, views: Any) -> None:
+        self._views = views
+
+    def __iter__(self) -> Iterator[pb.View]:
+        try:
+            yield from self._views
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which is how it ends when all is well
+                raise _translated(error) from error
+        finally:
+            self._views.cancel()
+
+    def cancel(self) -> None:
+        """Ends it, from any thread."""
+        self._views.cancel()
 
 
 def _send(pages: list[memoryview], outbox: Outbox) -> None:

@@ -6,9 +6,9 @@ name --addresses--> gRPC: hello --> shared memory, or else bulk TCP, or else gRP
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from kvstore.config import PROTOCOL_VERSION, ClientConfig, split_address
+from kvstore.config import PROTOCOL_VERSION, ClientConfig, speaks, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -67,7 +67,7 @@ class Negotiation:
             raise Unavailable(str(error)) from error
         try:
             try:
-                hello = control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit)
+                hello = _hello(control, limit)
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
             if not hello.limits.batch_keys_max:
@@ -113,7 +113,7 @@ class Negotiation:
             if self._config.wire == "shm":
                 raise Unavailable(f"{self._address} serves no shared memory")
             return None
-        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config)
+        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config, _common(hello))
         try:
             return _tried(wire, deadline)
         except ProtocolError as error:  # whoever listens there: the node itself was asked and is all right
@@ -126,8 +126,24 @@ class Negotiation:
     def _bulk(self, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> Wire:
         if not hello.bulk_port:
             raise Unavailable(f"{self._address} serves no bulk wire")
-        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id)
+        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id, _common(hello))
         return _tried(wire, deadline)
+
+
+def _hello(control: GrpcWire, limit: Deadline) -> pb.HelloReply:
+    """An older node refuses our version, and then is asked for its own. Raises ProtocolError if that is too old."""
+    try:
+        return cast(pb.HelloReply, control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit))
+    except ProtocolError:
+        hello = control.call("hello", pb.HelloRequest(), limit)
+        if not speaks(hello.protocol_version):
+            raise
+        return cast(pb.HelloReply, hello)
+
+
+def _common(hello: pb.HelloReply) -> int:
+    """The version in which to speak with a node: the older of both."""
+    return min(hello.protocol_version or PROTOCOL_VERSION, PROTOCOL_VERSION)
 
 
 def _tried(wire: Tried, deadline: Deadline) -> Tried:

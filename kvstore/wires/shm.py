@@ -48,8 +48,12 @@ class ShmWire:
 
     name = "shm"
 
-    def __init__(self, node_path: str, instance_id: bytes, config: ClientConfig) -> None:
-        """`node_path`: the socket's path where the node is; it may be mounted elsewhere here."""
+    def __init__(
+        self, node_path: str, instance_id: bytes, config: ClientConfig, version: int = PROTOCOL_VERSION
+    ) -> None:
+        """`node_path`: the socket's path where the node is; it may be mounted elsewhere here. It speaks this
+        `version`."""
+        self._version = version
         self._config = config
         self._path = os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
         self._instance_id = instance_id
@@ -83,10 +87,14 @@ class ShmWire:
 
     # ---- in place ------------------------------------------------------------------------
 
-    def reserving(self, request: pb.PutRequest, deadline: Deadline) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """Slots to write in; leaving the context without a commit gives them back."""
+    def reserving(
+        self, request: pb.PutRequest, deadline: Deadline, until: Deadline | None = None
+    ) -> contextlib.AbstractContextManager[ReservedSlots]:
+        """Slots to write in; leaving the context without a commit gives them back. `until`: the deadline of the
+        commit, if it is another one."""
+        commit = until or deadline
         return self._slots(
-            "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, deadline), deadline
+            "put", request, lambda lease, reply: ReservedSlots(lease, self.arena, request, reply, commit), deadline
         )
 
     def acquiring(
@@ -178,13 +186,13 @@ class ShmWire:
 
     def _connect(self, deadline: Deadline) -> DescriptorSocket:
         limit = deadline.sooner(self._config.connect_timeout_s)
-        connection = DescriptorSocket(self._connected(limit))
+        connection = DescriptorSocket(self._connected(limit), self._version)
         with greeting(connection, self._path, limit):
             uid = connection.peer.uid
             # Who could put a socket where the node's should be would be handed our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
                 raise Unavailable(f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be")
-            hello = pb.HelloRequest(protocol_version=PROTOCOL_VERSION)
+            hello = pb.HelloRequest(protocol_version=self._version)
             with _own_pidfd() as pidfd:
                 connection.send_frame_with(pidfd, request_header("hello", hello))
             header, _, fd = connection.recv_frame_with(MESSAGE_NBYTES_MAX)

@@ -6,6 +6,7 @@ import socket
 import struct
 from typing import NamedTuple
 
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError
 from kvstore.wires.frames import FrameSocket, pack_fixed, set_timeout
 
@@ -62,13 +63,13 @@ def connected(path: str, seconds: float) -> socket.socket:
 class DescriptorSocket(FrameSocket):
     """A connected Unix stream socket. A frame may bring one descriptor along, on its first byte."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock)
+    def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
+        super().__init__(sock, version)
         self.peer = peer_of(sock)
 
     def send_frame_with(self, fd: int, header: bytes) -> None:
         """Sends a frame without payload and a copy of `fd`, which stays the caller's."""
-        frame = pack_fixed(len(header), 0) + header
+        frame = pack_fixed(len(header), 0, self.version) + header
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         sent = 0
         while not sent:  # the descriptor goes with the first byte, so only a first byte is waited for here

@@ -63,6 +63,11 @@ class Durability:
         except OSError as error:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 
+    def settle(self) -> None:
+        """Returns when what was removed stays so after power loss. Raises Exhausted."""
+        if self._disk is not None:
+            self._barrier(self.begin_wait())
+
     def flush(self, wait: Wait) -> None:
         """Returns when all pages that the node has now survive power loss; those that are put meanwhile do
         not delay it, and those that go meanwhile need not be there."""

@@ -190,7 +190,7 @@ class Talk:
             return reply
         except TimeoutError as error:
             raise Silent from error
-        except (EOFError, Broken) as error:
+        except (EOFError, Broken, OSError) as error:  # OSError: closed here, by a stop
             raise OSError(self._gone()) from error
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class DiskTier:
     def has_room(self, slot_nbytes: int) -> bool:
         """Whether a page of this size can be stored without evicting another."""
         with self._lock:
-            return self.records.slots.has_room(slot_nbytes)
+            return self.records.slots.free_count(slot_nbytes) > 0
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         return self.writer.offer(pages, urgent)

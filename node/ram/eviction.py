@@ -5,6 +5,9 @@
                    evicted, the coldest of the places where that size's oldest pages lie is cleared
                    and serves our size from now on
 
+    copies         of pages that other members own; they go before all others, and one goes for a new one
+                   where they have their share
+
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
 than any cleverer policy (docs/decisions/0005). Pinned pages are in no list; those in a place that is
 cleared move to another slot. Not thread-safe: the tier's lock guards it.
@@ -16,6 +19,7 @@ from node.ram.clearing import Clearing
 from node.ram.order import UseOrder
 from node.ram.page import Page
 from node.ram.pins import Pins
+from node.ram.sizes import rank_ms
 from node.ram.turn import Turn, Work
 from node.slots import SlotAllocator
 
@@ -37,6 +41,8 @@ class Eviction:
         self.order = UseOrder(slots, self.turn)
         self._clearing = Clearing(slots, self.order, self.turn, forget, hold, self._make_place)
         self.watchers = self._clearing.watchers
+        self.copy_count = self.copy_nbytes = 0  # that have a slot
+        self.copy_nbytes_max = slots.region_nbytes
         self.placed_nbytes = 0  # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
 
     @property
@@ -46,10 +52,26 @@ class Eviction:
     def place(self, page: Page) -> bool:
         """Gives a new page a slot: a free one, or that of the oldest page if that is of the same size.
         False: `make_room` may help."""
-        if not self.lend(page):
+        size = page.namespace.slot_nbytes
+        if (page.is_copy and self.copies_full(size)) or not self.lend(page):
             return False
-        self.placed_nbytes += page.namespace.slot_nbytes
+        self.placed_nbytes += size
+        if page.is_copy:
+            self._count_copy(page, 1)
         return True
+
+    def copies_full(self, size: int) -> bool:
+        """Whether a copy of this size has to wait until another one goes."""
+        return self.copy_nbytes + size > self.copy_nbytes_max
+
+    def _count_copy(self, page: Page, more: int) -> None:
+        self.copy_count += more
+        self.copy_nbytes += more * page.namespace.slot_nbytes
+
+    def own(self, page: Page) -> None:
+        """A visible copy is none any more."""
+        self._count_copy(page, -1)
+        self.order.own(page)
 
     def lend(self, page: Page) -> bool:
         """The same for a page that is given back when it is read: RAM does not turn over by it."""
@@ -64,6 +86,8 @@ class Eviction:
     def release(self, page: Page, successor: Page | None = None) -> None:
         """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
         offset, page.offset = page.offset, -1
+        if page.is_copy:
+            self._count_copy(page, -1)
         if successor is None:
             self._slots.free(offset).used_sum -= page.used_ms
         else:
@@ -74,22 +98,24 @@ class Eviction:
         ours = self.order.oldest(size)
         if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
             return False
-        if self._slots.block_of(ours.offset).closed or self.order.older_sizes(ours.used_ms, but=size, count=1):
+        if self._slots.block_of(ours.offset).closed or self.order.older_sizes(rank_ms(ours), but=size, count=1):
             return False
         self.turn.left -= 1
         self._forget(ours, "evicted", page)
         return True
 
-    def make_room(self, size: int, now_ms: int) -> Work[bool]:
+    def make_room(self, size: int, now_ms: int, for_copy: bool = False) -> Work[bool]:
         """Frees a slot of this size if that can be, in turns. False: nothing may go. After True another
         may have been quicker, so place the page or ask again."""
         if self.turn.over:
             yield None
+        if for_copy and self.copies_full(size):
+            return (yield from self._drop_copy(size))
         for area in self._loose_areas(size):
             if (yield from self._clearing.clear(area, may_evict=False)):
                 return True
         ours = yield from self._oldest(size)
-        for other in (yield from self._older_sizes(ours.used_ms if ours else None, size)):
+        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size)):
             for area in self._areas(other, size):
                 if (yield from self._clearing.clear(area)):
                     return True
@@ -104,6 +130,24 @@ class Eviction:
             if (yield from self._clearing.clear(area)):
                 return True
         return False
+
+    def _drop_copy(self, size: int) -> Work[bool]:
+        """The oldest copy goes: of this size, or else of the one that has the oldest. False: all are in use."""
+        copy = yield from self._oldest_copy(size)
+        if copy is None:
+            for other in (yield from self._older_sizes(0, size)):
+                if (copy := (yield from self._oldest_copy(other))) is not None:
+                    break
+        if copy is None:
+            return False
+        self.turn.left -= 1
+        self._forget(copy, "evicted", None)
+        return True
+
+    def _oldest_copy(self, size: int) -> Work[Page | None]:
+        while (copy := self.order.oldest_copy(size)) is None and self.turn.over:
+            yield None
+        return copy
 
     def _oldest(self, size: int) -> Work[Page | None]:
         """Of this size, however many are held."""
@@ -151,6 +195,13 @@ class Eviction:
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
         wrong = self._slots.check() + self.order.check()
+        copies = [page for block in self._slots.blocks() for page in block.owners if page is not None and page.is_copy]
+        nbytes = sum(page.namespace.slot_nbytes for page in copies)
+        if (len(copies), nbytes) != (self.copy_count, self.copy_nbytes) or nbytes > self.copy_nbytes_max:
+            counted = f"{self.copy_count} with {self.copy_nbytes} bytes"
+            wrong.append(
+                f"{len(copies)} copies with {nbytes} bytes, counted are {counted}, {self.copy_nbytes_max} may be"
+            )
         for block in self._slots.blocks():
             pages = [page for page in block.owners if page is not None]
             total = sum(page.used_ms for page in pages)

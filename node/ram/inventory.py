@@ -2,7 +2,8 @@
 
 import contextlib
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from node.ram.tier import RamTier
 from node.ram.walk import walk
 
 SPACES = 64  # namespaces whose counters are copied under one lock
+HASHES = 64  # from disk, asked for together
 
 
 class PageInfo(NamedTuple):
@@ -94,9 +96,16 @@ class Inventory:
             if page is not None:
                 self._tier.release([page])
 
-    def list_pages(self, digest: bytes, key_prefix: bytes, after: bytes, limit: int) -> tuple[list[PageInfo], bytes]:
+    def list_pages(
+        self,
+        digest: bytes,
+        key_prefix: bytes,
+        after: bytes,
+        limit: int,
+        wanted: Callable[[list[bytes]], list[bytes]] = list,
+    ) -> tuple[list[PageInfo], bytes]:
         """Up to `limit` pages whose hash starts with `key_prefix` and is above `after`, and the `after`
-        of the rest; empty if that was all."""
+        of the rest; empty if that was all. `wanted` says which of some hashes are asked for."""
         hashes: list[bytes] = []
 
         def collect(pages: list[Page]) -> None:
@@ -104,22 +113,33 @@ class Inventory:
             hashes.extend(h for h in found if h > after and h.startswith(key_prefix))
 
         walk(self._tier, self._tier.namespace(digest), collect)
+        hashes = list(_sifted(iter(hashes), wanted))  # outside the lock: who owns a page may take half a millisecond
         # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed yet, is
         # left out below. It still counts here, or the reply would look like the last one.
         in_ram = heapq.nsmallest(limit + 1, set(hashes))
-        on_disk = islice(self._tier.below.list_hashes(digest, key_prefix, after), limit + 1)
+        on_disk = islice(_sifted(self._tier.below.list_hashes(digest, key_prefix, after), wanted), limit + 1)
         chosen = sorted({*in_ram, *on_disk})[: limit + 1]
         rest_after = chosen[limit - 1] if len(chosen) > limit else b""
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
+    def room(self, slot_nbytes: int, count: int) -> list[float]:
+        """Of the slots that so many new pages would take one after the other: for how many ms what is there has not
+        been used, infinity for a free one. Fewer, if no more may go."""
+        tier = self._tier
+        with tier.lock:
+            free_count = min(count, tier.slots.free_count(slot_nbytes))
+            loose = (page for page in tier.eviction.order.oldest_first(slot_nbytes) if not page.holds)
+            now_ms = tier.clock_ms()
+            return [math.inf] * free_count + [now_ms - page.used_ms for page in islice(loose, count - free_count)]
+
     def unsaved(self) -> list[tuple[bytes, list[bytes]]]:
-        """Pages in RAM that are not safe below: (namespace digest, prefix hashes)."""
+        """Pages in RAM that are not safe below, copies apart: (namespace digest, prefix hashes)."""
         found: dict[bytes, list[bytes]] = {}
 
         def collect(pages: list[Page]) -> None:
             hashes: dict[bytes, list[bytes]] = {}
             for page in pages:
-                if page.state is State.VISIBLE:
+                if page.state is State.VISIBLE and not page.is_copy:
                     hashes.setdefault(page.namespace.digest, []).append(page.prefix_hash)
             for digest, visible in hashes.items():
                 safe = self._tier.below.safe(digest, visible)
@@ -150,3 +170,8 @@ class Inventory:
         for _, counters, _ in each:
             totals.add(counters)
         return totals, each
+
+
+def _sifted(hashes: Iterator[bytes], wanted: Callable[[list[bytes]], list[bytes]]) -> Iterator[bytes]:
+    while some := list(islice(hashes, HASHES)):
+        yield from wanted(some)

@@ -13,13 +13,12 @@ from node.ram.turn import Turn
 class LruList:
     """Pages of one slot size that may be evicted once nobody holds them. A page is in at most one list."""
 
-    __slots__ = ("_aside", "_root", "count", "is_known")
+    __slots__ = ("_aside", "_root", "count")
 
     def __init__(self) -> None:
         self._root = root = Page.__new__(Page)  # sentinel: root.newer is the oldest page
         root.newer = root.older = root
         self._aside: Aside[Page] = Aside()  # held pages that would be in the way of who looks for the oldest
-        self.is_known = False  # to those who compare lists
         self.count = 0  # those aside included
 
     def push_newest(self, page: Page) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvstore.checksum import key_seed
 from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch, UnknownNamespace
-from kvstore.keys import Namespace
+from kvstore.keys import NAMESPACE_DIGEST_NBYTES, Namespace
 from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
 from node.ram.counters import Counters
@@ -14,7 +14,6 @@ from node.ram.page import Page
 # All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
-DIGEST_NBYTES = 16
 SHRUNK = 8  # a namespace of an eighth of the pages that it had gives memory back
 PAGES_SMALL = 512  # not worth it, until it is empty
 
@@ -138,6 +137,6 @@ class Namespaces:
 
 def _named(digest: bytes) -> str:
     """As an error says it: a stranger's may have megabytes."""
-    if len(digest) > DIGEST_NBYTES:
-        return f"of {len(digest)} bytes, where a digest has {DIGEST_NBYTES},"
+    if len(digest) > NAMESPACE_DIGEST_NBYTES:
+        return f"of {len(digest)} bytes, where a digest has {NAMESPACE_DIGEST_NBYTES},"
     return digest.hex() or "(empty)"

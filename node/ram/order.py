@@ -1,6 +1,6 @@
-"""In which order pages may go: a list in order of use for each slot size, and which size has the oldest.
+"""In which order pages may go: of each slot size copies, then others, in order of use; and which size has the oldest.
 
-Visible pages are in the list of their size, pinned ones in none. Not thread-safe: the tier's lock
+Visible pages are in the order of their size, pinned ones in none. Not thread-safe: the tier's lock
 guards it. No call takes longer the more pages, sizes, holds or pins there are.
 """
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from node.ram.ages import Ages
-from node.ram.lru import LruList
 from node.ram.page import Page, State
 from node.ram.pins import Pins
+from node.ram.sizes import SizeOrder, rank_ms
 from node.ram.turn import Turn
 from node.slots import SlotAllocator
 
@@ -23,7 +23,7 @@ class UseOrder:
     def __init__(self, slots: SlotAllocator, turn: Turn) -> None:
         self._slots = slots
         self._turn = turn
-        self._lists: dict[int, LruList] = {}  # by slot size
+        self._lists: dict[int, SizeOrder] = {}  # by slot size
         self._ages = Ages(self._oldest_ms, lambda: turn.over)
         self.pins = Pins(slots)
 
@@ -34,14 +34,14 @@ class UseOrder:
         size = page.namespace.slot_nbytes
         lru = self._lists.get(size)
         if lru is None:
-            lru = self._lists[size] = LruList()
+            lru = self._lists[size] = SizeOrder()
         lru.push_newest(page)
-        if not lru.is_known:
+        if page.is_copy or not lru.is_known:
             self._make_known(lru, page)
 
-    def _make_known(self, lru: LruList, page: Page) -> None:
+    def _make_known(self, lru: SizeOrder, page: Page) -> None:
         lru.is_known = True
-        self._ages.add(page.namespace.slot_nbytes, page.used_ms)
+        self._ages.add(page.namespace.slot_nbytes, rank_ms(page))
 
     def touch(self, chain: Iterable[Page | None], now_ms: int) -> None:
         """Visible pages are used now, one after the other."""
@@ -56,7 +56,7 @@ class UseOrder:
             elif page not in self.pins:  # it was held when it was the oldest
                 lru = lists[page.namespace.slot_nbytes]
                 lru.move_newest(page)
-                if not lru.is_known:
+                if page.is_copy or not lru.is_known:
                     self._make_known(lru, page)
 
     def withdraw(self, page: Page) -> None:
@@ -77,6 +77,15 @@ class UseOrder:
         lru = self._lists.get(page.namespace.slot_nbytes)
         if lru is not None and lru.give_back(page):
             self._make_known(lru, page)
+
+    def own(self, page: Page) -> None:
+        """A visible copy is none any more: it counts as others of its age do, and as the newest of them."""
+        in_order = page not in self.pins
+        if in_order:
+            self._unlink(page)
+        page.is_copy = False
+        if in_order:
+            self.admit(page)
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -124,11 +133,16 @@ class UseOrder:
         page = self.oldest(size)
         if page is None and not self._turn.over:  # all are held: the first that is given back says so
             self._lists[size].is_known = False
-        return page.used_ms if page is not None else None
+        return rank_ms(page) if page is not None else None
+
+    def oldest_copy(self, slot_nbytes: int) -> Page | None:
+        """The same of copies."""
+        lru = self._lists.get(slot_nbytes)
+        return lru.oldest_copy(self._turn) if lru is not None else None
 
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
-        """Other slot sizes that have a page that may go and is older (None: any), that with the oldest first.
-        May be short if the turn is over."""
+        """Other slot sizes that have a page that may go and is older by its rank (None: any; 0: a copy), that with the
+        oldest first. May be short if the turn is over."""
         if len(self._lists) == 1 and but in self._lists:
             return []
         return self._ages.older(than_ms, but, count)

@@ -30,13 +30,13 @@ class State(enum.IntEnum):
                  | abort         ^ | remove, evict                    | last release
                  v               | v                                  v
                 gone    LOADING -+ gone                              gone
-                        (from disk; fails: DOOMED)
+                        (from disk, from another node; fails: DOOMED)
     """
 
     WRITING = 0  # a writer owns the slot; nobody else may look
     VISIBLE = 1
     DOOMED = 2  # nobody can find it (any more), but the slot waits for its readers
-    LOADING = 3  # on its way from the tier below; readers may wait for it
+    LOADING = 3  # on its way from the tier below, or from another node; readers may wait for it
 
 
 class Page:
@@ -50,6 +50,7 @@ class Page:
         "checksum",
         "expiry_s",
         "holds",
+        "is_copy",
         "leaves",
         "namespace",
         "newer",
@@ -70,6 +71,7 @@ class Page:
         self.expiry_s = 0  # since the epoch; 0: no time to live
         self.state = State.WRITING
         self.holds = 0
+        self.is_copy = False  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
         self.older: Page | None = None
         self.newer: Page | None = None

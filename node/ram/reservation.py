@@ -48,12 +48,20 @@ class Reservation:
         refused = map(self.verdicts.count, (Verdict.EXISTS, Verdict.BUSY, Verdict.FULL))
         self.namespace.counters.count_put(*refused)
 
+    def count_stored(self) -> None:
+        """Tells them what was written."""
+        counters = self.namespace.counters
+        counters.pages_put += len(self.pages)
+        counters.nbytes_put += len(self.pages) * self.namespace.page_nbytes
+
 
 class Acquired(NamedTuple):
     """`pages`: one or None per key, all held. `loads`: those of them that the caller must read from
     the tier below, with the record to read, before it, or anyone, may look at them. `in_part`: those of these
-    that nobody else can find, because only parts of them are read."""
+    that nobody else can find, because only parts of them are read. `fetched`: those that the caller must fetch
+    from another node."""
 
     pages: list[Page | None]
     loads: list[tuple[Page, int]]
     in_part: dict[bytes, Page]
+    fetched: list[Page]

@@ -10,7 +10,7 @@ says what each takes at most.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TypeVar
 
 from kvstore.errors import Exhausted, LayoutMismatch
@@ -19,6 +19,7 @@ from node.ram.audit import Counted, violations
 from node.ram.below import Below, Nothing
 from node.ram.eviction import Eviction
 from node.ram.ghosts import Ghosts
+from node.ram.holding import NOWHERE, hold_all
 from node.ram.loads import Loads
 from node.ram.namespace import NamespaceIndex, Namespaces
 from node.ram.page import Page, State
@@ -52,8 +53,9 @@ class RamTier:
         self._copy = copy
         self._ghosts = Ghosts()
         self.eviction = Eviction(slots, self._forget, self.hold_page)
-        self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, clock_ms)
+        self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
+        self._unwanted: set[Page] = set()  # being written, and removed meanwhile
         self.writing_count = 0
         self.held_count = 0
         self.visible_count = 0
@@ -100,6 +102,14 @@ class RamTier:
                 index.count_lookup(present, absent, self._ghosts)
             return present
 
+    def lacking(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
+        """Those that are in no tier, nor read into one. Not counted, and no use of the others."""
+        with self.lock:
+            index = self.namespaces.find(digest)
+            pages, writing = map(index.pages.get, prefix_hashes), State.WRITING
+            absent = [h for h, page in zip(prefix_hashes, pages, strict=True) if page is None or page.state is writing]
+            return [h for h, there in zip(absent, self.below.present(digest, absent), strict=True) if not there]
+
     def _look_closer(
         self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], pages: list[Page | None], present: list[bool]
     ) -> None:
@@ -130,17 +140,23 @@ class RamTier:
 
     # ---- write ---------------------------------------------------------------------------
 
-    def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
-        """Slots for the pages that are not here. Raises Exhausted if there is space for none."""
-        return self._in_turns(self._reserve(digest, prefix_hashes, page_nbytes))
+    def reserve(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+    ) -> Reservation:
+        """Slots for the pages that are not here. `copies`: those that other members own; what is here as one and is
+        none any more becomes the node's own. Raises Exhausted if there is space for none."""
+        return self._in_turns(self._reserve(digest, prefix_hashes, page_nbytes, copies))
 
-    def _reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Work[Reservation]:
+    def _reserve(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+    ) -> Work[Reservation]:
         now_ms = self.clock_ms()
         index = self.namespaces.find(digest)
         if page_nbytes != index.page_nbytes:
             raise LayoutMismatch(f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}")
         self._order.expire_pins(now_ms)
         known = [page for h in prefix_hashes if (page := self.live(index, h)) is not None]
+        self._own([page for page in known if page.is_copy and page.prefix_hash not in copies])
         self._touch_chain(known)
         for page in known:  # making room for the batch must not evict the batch
             self.hold_page(page)
@@ -153,11 +169,11 @@ class RamTier:
             for prefix_hash, is_below in zip(prefix_hashes, below, strict=True):
                 if not turn.take():
                     yield None
-                page, new = index.pages.get(prefix_hash), None
+                page, new, is_copy = index.pages.get(prefix_hash), None, prefix_hash in copies
                 while page is None and new is None and not (is_below or full):
-                    new = self._place(index, prefix_hash, now_ms)
+                    new = self._place(index, prefix_hash, now_ms, is_copy)
                     if new is None:
-                        full = not (yield from self.eviction.make_room(index.slot_nbytes, now_ms))
+                        full = not (yield from self.eviction.make_room(index.slot_nbytes, now_ms, is_copy))
                         page = index.pages.get(prefix_hash)  # others had their turn
                 if new is not None:
                     result.write(new)
@@ -177,10 +193,16 @@ class RamTier:
             raise
         finally:
             index.busy -= 1
-            self._let_go(known)
+            self.let_go(known)
 
-    def _place(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> Page | None:
+    def _own(self, copies: list[Page]) -> None:
+        for page in copies:
+            self.eviction.own(page)
+        self._offer(copies, urgent=False)
+
+    def _place(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int, is_copy: bool) -> Page | None:
         page = Page(index, prefix_hash, now_ms)
+        page.is_copy = is_copy
         if not self.eviction.place(page):
             return None
         index.add(page)
@@ -199,8 +221,7 @@ class RamTier:
             page.namespace.drop(page)
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
-        """Makes the reserved pages visible; the whole chain becomes the newest, head last. `ttl_s`: seconds until the
-        new pages are forgotten; 0: no time to live."""
+        """Makes the reserved pages visible, for `ttl_s` seconds, 0: no limit; the chain is the newest, head last."""
         now_ms = self.clock_ms()
         with self.lock:
             for page, checksum in zip(reservation.pages, checksums, strict=True):
@@ -213,12 +234,13 @@ class RamTier:
             stored = len(reservation.pages)
             self.writing_count -= stored
             self.visible_count += stored
-            counters = reservation.namespace.counters
-            counters.pages_put += stored
-            counters.nbytes_put += stored * reservation.namespace.page_nbytes
+            reservation.count_stored()
             self._touch_chain(reservation.chain)
             self.below.touch(reservation.namespace.digest, reservation.prefix_hashes)
-            self._offer(reservation.pages, urgent=False)
+            self._offer([page for page in reservation.pages if not page.is_copy], urgent=False)
+            for page in self._unwanted.intersection(reservation.pages):
+                self._unwanted.discard(page)
+                self._forget(page, "removed")
             return stored
 
     def offer(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
@@ -227,7 +249,7 @@ class RamTier:
             index = self.namespaces.find(digest)
             below = self.below.present(digest, prefix_hashes)
             live = [self.live(index, h) for h, is_below in zip(prefix_hashes, below, strict=True) if not is_below]
-            pages = [page for page in live if page is not None]
+            pages = [page for page in live if page is not None and not page.is_copy]
             return [page.prefix_hash for page in pages[self._offer(pages, urgent=True) :]]
 
     def hold_visible(self, pages: Sequence[Page]) -> list[Page]:
@@ -253,6 +275,7 @@ class RamTier:
     def _take_back(self, reservation: Reservation) -> None:
         for page in reservation.pages:
             assert page.state is State.WRITING
+            self._unwanted.discard(page)
             page.namespace.drop(page)
             self.eviction.release(page)
         self.writing_count -= len(reservation.pages)
@@ -266,16 +289,24 @@ class RamTier:
         prefix_only: bool,
         wanted_nbytes: int,
         parts: Parts | None = None,
+        elsewhere: Mapping[bytes, bool] = NOWHERE,
     ) -> Acquired:
         """A page or None per key; each page is held until `release`. Counts as a use. `wanted_nbytes`: bytes of each
-        page that the caller is going to read, for the counters; `parts`: all that he wants of what is only below."""
-        return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts))
+        page that the caller is going to read, for the counters; `parts`: all that he wants of what is only below.
+        `elsewhere`: what he can fetch from other nodes if it is not here, and whether it is a copy then."""
+        return self._in_turns(self._acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere))
 
     def _acquire(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], prefix_only: bool, wanted_nbytes: int, parts: Parts | None
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        prefix_only: bool,
+        wanted_nbytes: int,
+        parts: Parts | None,
+        elsewhere: Mapping[bytes, bool] = NOWHERE,
     ) -> Work[Acquired]:
         index = self.namespaces.find(digest)
-        acquired = yield from self._hold_all(index, prefix_hashes, prefix_only, parts)
+        acquired = yield from hold_all(self, index, prefix_hashes, prefix_only, parts, elsewhere)
         self._touch_chain(acquired.pages)
         self.below.touch(digest, prefix_hashes)
         misses = acquired.pages.count(None)
@@ -287,36 +318,6 @@ class RamTier:
         with self.lock:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
-    def _hold_all(
-        self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], prefix_only: bool, parts: Parts | None = None
-    ) -> Work[Acquired]:
-        acquired = Acquired([None] * len(prefix_hashes), [], {})
-        space = parts or index
-        index.busy += 1
-        try:
-            for position, prefix_hash in enumerate(prefix_hashes):
-                page = acquired.in_part.get(prefix_hash) or self.live(index, prefix_hash)
-                while page is None:
-                    page = index.pages.get(prefix_hash)
-                    if page is not None:
-                        page = page if page.state in (State.VISIBLE, State.LOADING) else None
-                        break
-                    page, is_full = self.loads.begin(self.below, space, prefix_hash, acquired)
-                    if not is_full or not (yield from self.eviction.make_room(space.slot_nbytes, self.clock_ms())):
-                        break
-                if page is not None:
-                    self.hold_page(page)
-                    acquired.pages[position] = page
-                elif prefix_only:
-                    break
-        except BaseException:  # a caller who is never told of them can not release them
-            self.loads.give_up(self.below, acquired.loads)
-            self._let_go([page for page in acquired.pages if page is not None])
-            raise
-        finally:
-            index.busy -= 1
-        return acquired
-
     def hold_page(self, page: Page) -> None:
         """The caller has the lock."""
         page.holds += 1
@@ -324,9 +325,10 @@ class RamTier:
 
     def release(self, pages: Sequence[Page]) -> None:
         with self.lock:
-            self._let_go(pages)
+            self.let_go(pages)
 
-    def _let_go(self, pages: Sequence[Page]) -> None:
+    def let_go(self, pages: Sequence[Page]) -> None:
+        """The same; the caller has the lock."""
         for page in pages:
             assert page.holds > 0
             page.holds -= 1
@@ -354,6 +356,8 @@ class RamTier:
             page = self.live(index, prefix_hash) or index.pages.get(prefix_hash)
             if page is not None and page.state is State.LOADING:
                 self.loads.forget(page)
+            elif page is not None and page.state is State.WRITING:
+                self._unwanted.add(page)  # the bytes may have been on their way before the removal
             removed.append(page is not None and page.state is State.VISIBLE)
             if removed[-1] and page is not None:
                 self._forget(page, "removed")
@@ -378,9 +382,9 @@ class RamTier:
         """Takes a visible page out; its slot follows, or goes to its successor, at once or with its last reader."""
         index = page.namespace
         index.drop(page)
-        self._ghosts.remember(index.digest, page.prefix_hash, reason)
-        if reason == "evicted":
-            index.counters.pages_evicted += 1
+        if reason != "evicted" or not page.is_copy:  # which its owners have
+            self._ghosts.remember(index.digest, page.prefix_hash, reason)
+            index.counters.pages_evicted += reason == "evicted"
         self.visible_count -= 1
         page.state = State.DOOMED
         self._order.withdraw(page)

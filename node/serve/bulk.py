@@ -8,7 +8,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
@@ -78,12 +77,7 @@ class BulkConnection(Connection):
         header, payload_nbytes = self._recv(pace)
         if header or payload_nbytes != wanted:
             raise ProtocolError(f"expected {wanted} page bytes, got a frame of {len(header)}+{payload_nbytes}")
-        for slot in slots:
-            for start in range(0, slot.nbytes, CHUNK_NBYTES):
-                piece = slot[start : start + CHUNK_NBYTES]
-                if pace.begins_chunk(piece.nbytes):
-                    self.socket.arm(pace.next_s())
-                self.socket.recv_into(piece)
+        self.socket.recv_all(slots, pace.next_s)
         op, commit = self.parse(*self._recv(pace))
         if op != "commit":
             raise ProtocolError(f"expected a commit after the page bytes, got {op}")
@@ -98,11 +92,6 @@ class BulkConnection(Connection):
         pace = Pace(nbytes, self.stall_s)
         try:
             self.send("get", reply, nbytes)
-            for piece in pieces:
-                for start in range(0, piece.nbytes, CHUNK_NBYTES):
-                    part = piece[start : start + CHUNK_NBYTES]
-                    if pace.begins_chunk(part.nbytes):
-                        self.socket.arm(pace.next_s())
-                    self.socket.send(part)
+            self.socket.send_all(pieces, pace.next_s)
         finally:
             session.release()

@@ -38,7 +38,7 @@ class Call:
         self._moved_nbytes = 0
         self._stall: asyncio.TimerHandle | None = None
         self._limit: asyncio.TimerHandle | None = None
-        self.caller = Caller(self.peer, lambda: self._gone)
+        self.caller = Caller(self.peer, lambda: self._gone, may_wait=False)
 
     def __enter__(self) -> "Call":
         """Raises Exhausted if there is no place."""

@@ -154,7 +154,7 @@ class Connection(abc.ABC):
                 raise
 
     def _answer(self, op: str, request: Any) -> Any:
-        if op in LONG_CALLS:  # few, and they may wait for the disk
+        if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
             return self.service.call(op, request, self.caller)
         with self.service.turns.turn(self.peer):
             return self.service.call(op, request, self.caller)

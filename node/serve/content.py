@@ -1,6 +1,6 @@
 """The bytes of held pages: where ranges of them are in the arena, and whether they are intact."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.checksum import checksum, joined_checksum, parts_match, root
 from node.ram.arena import Arena
@@ -29,6 +29,15 @@ class Content:
         nbytes = sum(nbytes for _, nbytes in ranges)
         return joined_checksum(self.views(page, ranges), nbytes, page.namespace.seed(page.prefix_hash))
 
+    def checksums(self, pages: Sequence[Page], ranges: Sequence[Range], check: Callable[[], None]) -> dict[Page, bytes]:
+        """Of each page that is intact, once for a page however often it is asked for. `check` may raise in between."""
+        sums = {}
+        for page in dict.fromkeys(pages):
+            check()
+            if checksum := self.checksum(page, ranges):
+                sums[page] = checksum
+        return sums
+
     def intact(self, page: Page, ranges: Sequence[Range] = ()) -> bool:
         """Compares a page, or what has to do with `ranges` of it, with its checksum."""
         view = self._arena.view(page.offset, page.namespace.page_nbytes)
@@ -48,3 +57,10 @@ def places(page: Page, ranges: Sequence[Range]) -> list[int]:
     if isinstance(space, Parts):
         return [page.offset + space.place(offset) for offset, _ in ranges]
     return [page.offset + offset for offset, _ in ranges]
+
+
+def ttls_ms(pages: Sequence[Page], now_s: int) -> list[int]:
+    """Until each page is forgotten, 0 without a time to live; nothing if none has one."""
+    if not any(page.expiry_s for page in pages):
+        return []
+    return [max(1, page.expiry_s - now_s) * 1000 if page.expiry_s else 0 for page in pages]

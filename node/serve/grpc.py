@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.messages import chunk_frame, chunk_of
+from kvstore.errors import KVStoreError
+from kvstore.messages import chunk_frame
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.chunks import runs
 from kvstore.wires.status import status_code
@@ -30,6 +30,8 @@ from node.serve.grpc_connections import GrpcConnections
 from node.serve.health import SERVICE_NAME as HEALTH_NAME
 from node.serve.health import Health, Reply, Request
 from node.serve.limits import (
+    FOLLOW_S_MAX,
+    FOLLOWERS_MAX,
     HEALTH_CALLS_MAX,
     HEALTH_WATCH_S_MAX,
     LONG_CALLS,
@@ -42,8 +44,10 @@ from node.serve.limits import (
     Places,
     cap,
 )
+from node.serve.put_frames import fill, part
 from node.serve.service import Service
 from node.serve.session import Session
+from node.serve.views import Views
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +101,8 @@ class GrpcServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
         self._health = Health(self._loop)
-        self._servicer = Servicer(service, self._health, threads, stall_s)
+        self._views = Views(self._loop, service.membership)
+        self._servicer = Servicer(service, self._health, self._views, threads, stall_s)
         where = f"{'[' + host + ']' if ':' in host else host}:{port}"
         try:
             self.port: int = self._run(self._bind(where, _options(connections_max)))
@@ -143,6 +148,7 @@ class GrpcServer:
         self._end_loop()
 
     def _end_loop(self) -> None:
+        self._views.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -155,17 +161,20 @@ class Servicer:
     end; on the wire there is no difference.
     """
 
-    def __init__(self, service: Service, health: Health, threads: int, stall_s: float) -> None:
+    def __init__(self, service: Service, health: Health, views: Views, threads: int, stall_s: float) -> None:
         self._service = service
         self._health = health
+        self._views = views
         self._stall_s = stall_s
         remedy = "make fewer at a time"
         self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
         self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
+        self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
         transfers = max(1, threads * 3 // 4)
         self._transfers = Budget(cap("gRPC transfers", transfers, f"{remedy}, or raise grpc_threads"))
-        # Of them, those that may wait for the disk: however long it hangs, the others are left for pages in RAM.
+        # Of them, those that may wait for the disk or for other members: however long these hang, the others are left
+        # for pages in RAM.
         self._durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), f"{remedy}, or raise grpc_threads"))
         self._loads = Budget(cap("gRPC gets from disk", max(1, transfers * 3 // 4), "make fewer at a time"))
         # Neither pool has a queue: what it runs is counted before.
@@ -186,7 +195,7 @@ class Servicer:
 
     async def end_idle(self) -> None:
         """Calls that wait, for a request or for something to tell, do not delay a stop."""
-        for places in (self._calls, self._health_calls, self._reflections):
+        for places in (self._calls, self._health_calls, self._followers, self._reflections):
             places.close()
 
     # ---- how methods are called ----------------------------------------------------------
@@ -196,6 +205,9 @@ class Servicer:
         streams = {
             "Put": self._handler(self._put, self._calls, None, pb.PutFrameReply.SerializeToString),
             "Get": self._handler(self._get, self._calls, None, None),
+            "Follow": self._handler(
+                self._follow, self._followers, pb.FollowRequest.FromString, pb.View.SerializeToString
+            ),
         }
         ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
         health_forms = Request.FromString, Reply.SerializeToString
@@ -271,9 +283,9 @@ class Servicer:
     async def _put(self, call: Call, messages: Messages) -> None:
         frame = await call.request(messages)  # frames are in their wire form
         with self._service.forms.lent(call.peer, "put", len(frame)):
-            begin = _part(frame, "begin")
-            durable, gone = self._durable.lent(call.peer, int(begin.durable)), call.caller.gone
-            with durable, self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
+            begin = part(frame, "begin")
+            waits, gone = self._durable.lent(call.peer, int(begin.durable or begin.ack_all)), call.caller.gone
+            with waits, self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
                 await self._put_pages(call, messages, session, begin)
 
     async def _put_pages(self, call: Call, messages: Messages, session: Session, begin: Any) -> None:
@@ -282,10 +294,10 @@ class Servicer:
         if not slots:
             return
         self._limit(call, "put", sum(slot.nbytes for slot in slots))
-        await _fill(slots, messages, call)
+        await fill(slots, messages, call)
         frame = await anext(messages, None)
         with self._service.forms.lent(call.peer, "commit", len(frame or b"")):
-            commit = _part(frame, "commit")
+            commit = part(frame, "commit")
             call.untimed()
             reply = await self._in_thread(call, self._service.commit_put, session, commit)
         await call.write(pb.PutFrameReply(commit=reply))
@@ -326,7 +338,14 @@ class Servicer:
         call.limit(seconds, f"a {op} of {nbytes} bytes was not over after {seconds:.1f} s")
         call.watch_stalls()
 
-    # ---- health and reflection -----------------------------------------------------------
+    # ---- views, health and reflection -----------------------------------------------------------
+
+    async def _follow(self, call: Call, messages: Messages) -> None:
+        known = (await call.request(messages)).number
+        call.stay_idle()
+        call.limit(FOLLOW_S_MAX, f"a view is followed for at most {FOLLOW_S_MAX:g} s; follow again")
+        async for view in self._views.watch(known):
+            await call.write(view)
 
     async def _check(self, call: Call, messages: Messages) -> None:
         name = (await call.request(messages)).service
@@ -360,36 +379,3 @@ def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
     call.context.set_code(code)
     call.context.set_details(said)
     refused(call.request_nbytes * REQUEST_NBYTES_FACTOR)
-
-
-def _part(frame: bytes | None, kind: str) -> Any:
-    """The message in a PutFrame of that kind. Raises InvalidRequest for another one."""
-    if frame is None:
-        raise InvalidRequest(f"the put ended where a {kind} frame was expected")
-    try:
-        message = pb.PutFrame.FromString(frame)
-    except DecodeError as error:
-        raise InvalidRequest("a frame that is no PutFrame message") from error
-    got = message.WhichOneof("frame")
-    if got != kind:
-        raise InvalidRequest(f"a {got} frame where a {kind} frame was expected")
-    return getattr(message, kind)
-
-
-async def _fill(slots: list[memoryview], messages: Messages, call: Call) -> None:
-    """Copies chunks one after the other through the slots. Takes no chunk more than it needs."""
-    chunk = memoryview(b"")
-    for slot in slots:
-        while slot.nbytes:
-            if not chunk.nbytes:
-                frame = await anext(messages, None)
-                data = chunk_of(frame) if frame is not None else None
-                chunk = memoryview(_part(frame, "chunk").data) if data is None else data
-                call.moved(chunk.nbytes)
-                if not chunk.nbytes:
-                    raise InvalidRequest(f"page bytes ended early: {slot.nbytes} bytes of a page are missing")
-            count = min(chunk.nbytes, slot.nbytes)
-            slot[:count] = chunk[:count]
-            slot, chunk = slot[count:], chunk[count:]
-    if chunk.nbytes:
-        raise InvalidRequest(f"{chunk.nbytes} page bytes more than announced")

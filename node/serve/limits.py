@@ -34,6 +34,8 @@ LONG_CALLS = {
     "flush": 8,
     "scrub": 1,
     "recover": 1,
+    "drain": 4,
+    "sweep": 2,
     "remove_namespace": 2,
     "node_status": 8,
     "list_namespaces": 8,
@@ -50,6 +52,8 @@ REFLECTION_STREAMS_MAX = 8
 REFLECTION_S_MAX = 30.0
 HEALTH_CALLS_MAX = 64
 HEALTH_WATCH_S_MAX = 3600.0
+FOLLOWERS_MAX = 1024
+FOLLOW_S_MAX = 60.0
 SCRAPES_MAX = 16
 SCRAPE_S_MAX = 5.0
 

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from kvstore.cluster.view import REGISTRIES
 from kvstore.pb import kvstore_pb2 as pb
 from node.serve.service import THE_NODE, Service
 
@@ -40,6 +41,28 @@ _DISK_COUNTERS = (
     "nbytes_written",
     "nbytes_read",
 )
+_PEERS_GAUGES = (
+    "view_number",
+    "replicas",
+    "queue_pages",
+    "queue_nbytes",
+    "queue_nbytes_max",
+    "copy_count",
+    "copy_nbytes",
+    "sweeping",
+    "sweep_pages_missing",
+    "sweep_pages_fetched",
+    "sweep_pages_full",
+    "sweep_pages_failed",
+)
+_PEERS_COUNTERS = (
+    "pages_handed",
+    "nbytes_handed",
+    "pages_dropped",
+    "pages_fetched",
+    "nbytes_fetched",
+    "pages_fetch_failed",
+)
 _RAM = (
     "capacity_nbytes",
     "used_nbytes",
@@ -67,6 +90,8 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         if status.HasField("disk"):
             yield from self._of_disk(status.disk)
+        if status.HasField("peers"):
+            yield from self._of_peers(status.peers)
         if status.HasField("shm"):
             yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
             text = "Pages kept because the process that left them may still write"
@@ -79,6 +104,14 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
         for name in _DISK_COUNTERS:
             yield CounterMetricFamily(f"kvstore_disk_{_label(name)}", f"Disk tier: {name}", getattr(disk, name))
+
+    def _of_peers(self, peers: pb.PeersStatus) -> Iterator[Metric]:
+        well = peers.registry in REGISTRIES
+        yield GaugeMetricFamily("kvstore_peers_registry_serving", "0 while etcd can not be asked", well)
+        for name in _PEERS_GAUGES:
+            yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+        for name in _PEERS_COUNTERS:
+            yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]

@@ -3,49 +3,50 @@ raises the errors of `kvstore.errors`."""
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import kvstore
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
-from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
-from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
+from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, speaks
+from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.disk.durability import Durability
-from node.disk.scrub import scrub
 from node.disk.tier import DiskTier
-from node.peers.membership import Membership
+from node.peers.peers import Peers
 from node.ram.arena import Arena
 from node.ram.inventory import Inventory, PageInfo
-from node.ram.page import Page
-from node.ram.parts import Range, parts_wanted
+from node.ram.parts import parts_wanted
 from node.ram.pinning import Pinning
-from node.ram.reservation import Verdict
 from node.ram.tier import RamTier
-from node.serve.content import Content, places
+from node.serve.cluster_calls import ClusterCalls
+from node.serve.content import Content, places, ttls_ms
+from node.serve.disk_calls import DiskCalls
 from node.serve.limits import (
     DESCRIPTION_NBYTES_MAX,
     LONG_CALLS,
     REQUESTS_NBYTES_MAX,
-    SCRUB_NBYTES_MAX,
-    SCRUB_S_MAX,
     Budget,
     Turns,
     cap,
 )
+from node.serve.near import Near
+from node.serve.promises import Promises
 from node.serve.ranges import check_ranges
 from node.serve.replies import in_range
 from node.serve.requests import Requests
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
 
-LIST_LIMIT_MAX = 4096  # pages in one List reply: about 160 bytes each, well below a message
+LIST_LIMIT_MAX = 8192  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
+
+_HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -53,10 +54,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more."""
+    """Who asks: `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
+    `may_wait`: for other nodes, without keeping others from their answers."""
 
     peer: str
     gone: Callable[[], bool] = lambda: False
+    may_wait: bool = True
 
 
 THE_NODE = Caller("the node itself")
@@ -67,7 +70,13 @@ class Service:
     reserved or held while bytes travel. A session that maps the arena is told offsets and needs no views."""
 
     def __init__(
-        self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None, sessions: Sessions
+        self,
+        config: NodeConfig,
+        arena: Arena,
+        tier: RamTier,
+        disk: DiskTier | None,
+        sessions: Sessions,
+        peers: Peers,
     ) -> None:
         self._config = config
         self._arena = arena
@@ -81,8 +90,14 @@ class Service:
         self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.draining = False
-        self.membership = Membership(config.cluster, config.member)
+        self._peers = peers
+        self.membership = peers.membership
+        self.cluster = ClusterCalls(peers)
+        self._near = Near(tier, peers.elsewhere)
+        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
+        disk_calls = DiskCalls(self.durability, lambda: self.draining)
+        self.promises = Promises(self.durability, sessions, peers)
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
         )
@@ -112,9 +127,11 @@ class Service:
             "stat": self._stat,
             "node_status": self._node_status,
             "remove_namespace": self._remove_namespace,
-            "flush": self._flush,
-            "scrub": self._scrub,
-            "recover": self._recover,
+            "flush": disk_calls.flush,
+            "scrub": disk_calls.scrub,
+            "recover": disk_calls.recover,
+            "drain": self.cluster.drain,
+            "sweep": self.cluster.sweep,
         }
 
     def answer(self, op: str, data: bytes, caller: Caller) -> Any:
@@ -150,17 +167,10 @@ class Service:
             raise Unavailable("this node is draining and takes no new pages")
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(request.prefix_hashes) * request.page_nbytes)
-        if request.durable:
-            self.durability.disk  # noqa: B018 raises if there is none
-        result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes)
-        session.put_request = request
-        session.wait = self.durability.begin_wait(request.wait_ms, session.gone)
-        session.promised = []
-        if request.durable:  # what is stored, or is going to be; not what another writes, or what has no room
-            verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
-            session.promised = [h for h, verdict in verdicts if verdict in (Verdict.WRITE, Verdict.EXISTS)]
-            if not result.pages:
-                self.durability.keep(request.namespace, session.promised, session.wait)
+        self.promises.check(request)
+        copies = self._near.copies(request)
+        result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes, copies)
+        self.promises.begin(session, request, result)
         if session.maps_arena:
             offsets = [page.offset for page in result.pages]
             return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
@@ -176,8 +186,8 @@ class Service:
             raise
 
     def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        wanted = len(session.reserved)
-        put = session.put_request
+        pages, put = list(session.reserved), session.put_request
+        wanted = len(pages)
         nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
         if not wanted or len(request.leaves) != wanted or any(len(some) != nbytes for some in request.leaves):
             raise InvalidRequest(
@@ -185,8 +195,7 @@ class Service:
                 f"send {nbytes} bytes for each"
             )
         stored = session.commit(list(request.leaves), -(-put.ttl_ms // 1000))
-        if put.durable:
-            self.durability.keep(put.namespace, session.promised, session.wait)
+        self.promises.keep(session, pages)
         return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
@@ -212,25 +221,19 @@ class Service:
         if ranges:
             self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
         parts = parts_wanted(space, ranges)
-        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts)
+        fetching = self._near.fetching(request, hashes) if request.near else None
+        pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
         there = [page for page in pages if page is not None]
-        sums = self._range_sums(there, ranges, session) if ranges else {page: page.checksum for page in there}
+        check = partial(self._check_there, session)
+        sums = self.content.checksums(there, ranges, check) if ranges else {page: page.checksum for page in there}
         found = [page for page in there if page in sums]
         reply = pb.GetReply(hits=[page in sums for page in pages], checksums=[sums[page] for page in found])
+        reply.ttls_ms.extend(ttls_ms(found, self._tier.clock_s()))
         wanted = ranges or [(0, page_nbytes)]
         if session.maps_arena:
             reply.offsets.extend([place for page in found for place in places(page, wanted)])
             return 0, reply, iter(())
         return len(found) * wanted_nbytes, reply, (view for page in found for view in self.content.views(page, wanted))
-
-    def _range_sums(self, pages: list[Page], ranges: list[Range], client: Session) -> dict[Page, bytes]:
-        """Of each page that is intact, once for a page however often it is asked for."""
-        sums = {}
-        for page in dict.fromkeys(pages):
-            self._check_there(client)
-            if checksum := self.content.checksum(page, ranges):
-                sums[page] = checksum
-        return sums
 
     def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
@@ -241,7 +244,7 @@ class Service:
     # ---- unary ---------------------------------------------------------------------------
 
     def _hello(self, request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
-        if request.protocol_version not in (0, PROTOCOL_VERSION):
+        if request.protocol_version and not speaks(request.protocol_version):
             raise ProtocolError(
                 f"client speaks protocol {request.protocol_version}, this node {PROTOCOL_VERSION}; update the older one"
             )
@@ -254,7 +257,8 @@ class Service:
             shm_socket=self.shm_status().socket if self.shm_status else "",
             arena_nbytes=self._arena.nbytes if self.shm_status else 0,
         )
-        self.membership.tell(hello)
+        if request.protocol_version or not self.membership.joining:  # who only asks may be this node itself
+            self.membership.tell(hello)
         return hello
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest, caller: Caller) -> pb.OpenNamespaceReply:
@@ -273,7 +277,10 @@ class Service:
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
-        return lookup_reply(self._tier.lookup(request.namespace, prefix_hashes, request.touch))
+        present = self._tier.lookup(request.namespace, prefix_hashes, request.touch)
+        if request.near and caller.may_wait and False in present:
+            self._near.look_further(request, present)
+        return lookup_reply(present)
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
         """Reads what is in RAM where it is and what is on disk beside it: verifying evicts nobody. Says what
@@ -285,7 +292,8 @@ class Service:
         for prefix_hash in hashes:
             self._check_waiting(caller)
             good.append(self._verified(request.namespace, prefix_hash))
-        return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None))
+        pages = [_HEALTH[some] for some in good]
+        return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None), pages=pages)
 
     def _verified(self, digest: bytes, prefix_hash: bytes) -> bool | None:
         """Whether all copies of a page are intact; None if there is none. Bad ones are dropped."""
@@ -306,7 +314,9 @@ class Service:
 
     def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
-        return pb.RemoveReply(removed=self._tier.remove(request.namespace, request.prefix_hashes))
+        removed = self._tier.remove(request.namespace, request.prefix_hashes)
+        view = self.membership.view  # as it is now: who joined before may have them from here
+        return pb.RemoveReply(removed=removed, view_number=view.number if view else 0)
 
     def _pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -320,7 +330,9 @@ class Service:
 
     def _list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
         limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
-        infos, rest_after = self._inventory.list_pages(request.namespace, request.key_prefix, request.page_token, limit)
+        infos, rest_after = self._inventory.list_pages(
+            request.namespace, request.key_prefix, request.page_token, limit, self.cluster.owned(request)
+        )
         return pb.ListReply(pages=[_stat_message(info) for info in infos], next_page_token=rest_after)
 
     def _stat(self, request: pb.StatRequest, caller: Caller) -> pb.StatReply:
@@ -337,38 +349,13 @@ class Service:
             bulk_port=self.bulk_port,
             metrics_port=self.metrics_port,
             shm=self.shm_status() if self.shm_status else None,
+            peers=self._peers.status(),
         )
 
-    # ---- disk ----------------------------------------------------------------------------
-
     def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
-        return pb.RemoveNamespaceReply(removed=self._tier.remove_namespace(request.namespace))
-
-    def _flush(self, request: pb.FlushRequest, caller: Caller) -> pb.FlushReply:
-        self.durability.flush(self.durability.begin_wait(request.wait_ms, caller.gone))
-        return pb.FlushReply(pages_on_disk=self.durability.disk.records.count)
-
-    def _scrub(self, request: pb.ScrubRequest, caller: Caller) -> pb.ScrubReply:
-        """A stretch that is bounded in bytes and time; the caller goes on from the cursor."""
-        nbytes_max = min(request.nbytes_max or SCRUB_NBYTES_MAX, SCRUB_NBYTES_MAX)
-        end = time.monotonic() + SCRUB_S_MAX
-
-        def enough() -> bool:
-            return time.monotonic() >= end or caller.gone() or self.draining
-
-        try:
-            result = scrub(self.durability.disk, request.cursor, nbytes_max, enough)
-        except OSError as error:
-            self.durability.disk.blame("scrubbing", error)
-            raise Exhausted(f"not all pages were read: {error}") from error
-        return pb.ScrubReply(**result._asdict())
-
-    def _recover(self, request: pb.RecoverRequest, caller: Caller) -> pb.RecoverReply:
-        try:
-            self.durability.disk.recover()
-        except OSError as error:
-            raise Exhausted(f"the disk still fails, pages are served from RAM: {error}") from error
-        return pb.RecoverReply()
+        removed = self._tier.remove_namespace(request.namespace)
+        self.on_removed(request.namespace, request.removal)
+        return pb.RemoveNamespaceReply(removed=removed)
 
 
 def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -1,9 +1,10 @@
 """Sessions: what a client's live connection holds at the node, freed when it ends, however it ends."""
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from kvstore.checksum import kept, root
@@ -11,13 +12,15 @@ from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
 from node.disk.durability import Wait
+from node.ram.holding import NOWHERE
 from node.ram.page import Page, State
 from node.ram.parts import Parts
 from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
 from node.serve.limits import Budget, cap
+from node.serve.near import Fetching
 
-# How long a reader waits for pages that other sessions are loading from disk, all of them together; how often it looks
+# How long a reader waits for pages that other sessions are loading, all of them together; how often it looks
 # whether that is of any use still.
 LOAD_S_MAX = 10.0
 LOOK_S = 0.2
@@ -51,14 +54,17 @@ class Session:
         self.wait = Wait(0.0, gone)  # for that
         self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around what waits for disk
 
-    def reserve(self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int) -> Reservation:
-        """Raises Exhausted if this peer, or all of them, have reserved too much that is not committed yet."""
+    def reserve(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], page_nbytes: int, copies: Container[bytes] = ()
+    ) -> Reservation:
+        """See `RamTier.reserve`. Raises Exhausted if this peer, or all of them, have reserved too much that is not
+        committed yet."""
         assert self._reservation is None, "a session writes one batch at a time"
         slot = self._tier.namespace(digest).slot_nbytes
         self._reserved_nbytes = self._take_reserved(digest, prefix_hashes, slot)
         reservation = None
         try:
-            reservation = self._tier.reserve(digest, prefix_hashes, page_nbytes)
+            reservation = self._tier.reserve(digest, prefix_hashes, page_nbytes, copies)
         finally:
             wanted = len(reservation.pages) * slot if reservation else 0
             self._sessions.reserved.give(self.peer, self._reserved_nbytes - wanted)
@@ -117,17 +123,21 @@ class Session:
         prefix_only: bool,
         wanted_nbytes: int,
         parts: Parts | None = None,
+        fetching: Fetching | None = None,
     ) -> list[Page | None]:
-        """See `RamTier.acquire`; what is below is read. Raises Exhausted if this process holds too much: where clients
-        map the arena, a hold has no limit of time."""
+        """See `RamTier.acquire`; what is below is read, what is elsewhere is fetched. Raises Exhausted if this process
+        holds too much: where clients map the arena, a hold has no limit of time."""
         if self.maps_arena:
             nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
             self._sessions.held.take(self.peer, nbytes)
             self._held_nbytes = nbytes
-        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts)
-        from_disk = acquired.loads or any(page is not None and not page.checksum for page in acquired.pages)
-        with self._loading(acquired) if from_disk else contextlib.nullcontext():
-            pages = self._keep(acquired)
+        elsewhere = fetching.copies if fetching else NOWHERE
+        acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
+        not_here = acquired.loads or any(page is not None and not page.checksum for page in acquired.pages)
+        with self._loading(acquired) if not_here else contextlib.nullcontext():
+            pages = self._keep(acquired, fetching)
+        if acquired.fetched:  # they came in any order: the chain's end must go before its head
+            self._tier.lookup(digest, prefix_hashes, touch=True)
         lost_count = pages.count(None) - acquired.pages.count(None)
         if lost_count:
             self._tier.count_lost(digest, lost_count, wanted_nbytes)
@@ -140,13 +150,13 @@ class Session:
                 stack.enter_context(self.loading())
             except Exhausted:
                 self._held = [page for page in acquired.pages if page is not None]
-                self._end_loads(acquired.loads)
+                self._end_loads(acquired)
                 raise
             yield
 
-    def _keep(self, acquired: Acquired) -> list[Page | None]:
-        """Loads what is on disk only, tail first so that the head ends up newest, and waits for what
-        another session loads."""
+    def _keep(self, acquired: Acquired, fetching: Fetching | None) -> list[Page | None]:
+        """Loads what is on disk only, tail first so that the head ends up newest, fetches what is at other nodes, and
+        waits for what another session loads."""
         assert not self._held, "a session reads one batch at a time"
         pages = acquired.pages
         self._held = [page for page in pages if page is not None]
@@ -159,23 +169,30 @@ class Session:
                     intact = self._tier.below.read(record, page)
                 finally:
                     self._tier.loads.end(page, intact)
+            if fetching and acquired.fetched:
+                fetching.fetch(acquired.fetched, lambda page: self._tier.loads.end(page, intact=True), self.gone)
         finally:  # if one broke, nobody may wait for the others
-            self._end_loads(loads)
-        end = time.monotonic() + LOAD_S_MAX
+            self._end_loads(acquired)
+        end = min(time.monotonic() + LOAD_S_MAX, fetching.end if fetching else math.inf)
         return [page if page is not None and self._ready(page, end) else None for page in pages]
 
-    def _end_loads(self, loads: list[tuple[Page, int]]) -> None:
-        for page, record in loads:
+    def _end_loads(self, acquired: Acquired) -> None:
+        """Those that have not ended."""
+        for page, record in acquired.loads:
             self._tier.below.end_read(record)
             self._tier.loads.end(page, intact=False)
+        for page in acquired.fetched:
+            if self._tier.loads.is_fetched(page):
+                self._tier.loads.end(page, intact=False)
 
     def _ready(self, page: Page, end: float) -> bool:
         """Only a page that is being loaded, or whose load failed, has no checksum. Nobody waits for it longer than till
         `end`, nor for a caller who has left or a disk that is known to hang."""
+        loads, below = self._tier.loads, self._tier.below
         wait_s = 0.0
-        while not page.checksum and not self._tier.loads.wait(page, wait_s):
+        while not page.checksum and not loads.wait(page, wait_s):
             wait_s = min(LOOK_S, end - time.monotonic())
-            there = self._tier.below.present(page.namespace.digest, [page.prefix_hash]) == [True]
+            there = loads.is_fetched(page) or below.present(page.namespace.digest, [page.prefix_hash]) == [True]
             if page.state is not State.LOADING or wait_s <= 0 or self.gone() or not there:
                 return bool(page.checksum) and page.state is not State.LOADING
         return True

@@ -192,7 +192,7 @@ def test_get_of_a_page_that_is_corrupt_or_gone_by_now(
 def test_verify_of_a_corrupt_page_exits_5(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Client, "verify", lambda *_: VerifyResult(intact=2, dropped=1, absent=0))
+    monkeypatch.setattr(Client, "verify", lambda *_, **__: VerifyResult(intact=2, dropped=1, absent=0))
     ran = kvstore("verify", "-m", space.model, "--all", "--json")
     assert (ran.code, ran.json["dropped"]) == (5, 1)
 

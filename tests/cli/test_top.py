@@ -1,6 +1,14 @@
-"""`kvstore top`: rates from counters."""
+"""`kvstore top`: rates from counters, and what fits a screen."""
 
+import io
+from typing import Any
+
+from rich.console import Console
+
+from kvstore.cli.cluster_top import _view, cluster_sample
 from kvstore.cli.top import sample
+from kvstore.cluster.view import Member, State, View
+from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 
 
@@ -32,3 +40,91 @@ def test_a_new_namespace_counts_from_zero() -> None:
     before = state()
     del before.namespaces[:]
     assert sample(before, state(pages_got=8), 4.0)["namespaces"][0]["got_per_s"] == 2.0
+
+
+def cluster(count: int) -> View:
+    return View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", zone="r1") for i in range(count)), 2)
+
+
+def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> pb.NodeStatusReply:
+    return pb.NodeStatusReply(
+        instance_id=instance, state="SERVING", uptime_ms=uptime_ms, totals=pb.Counters(**counters)
+    )
+
+
+def test_a_members_rates_are_by_its_own_clock() -> None:
+    """One that answers late, because another hangs, has not worked faster afterwards."""
+    before = {"n0": node(pages_got=10), "n1": node(uptime_ms=1000, pages_got=10)}
+    now = {"host0:7440": node(uptime_ms=3000, pages_got=30), "host1:7440": node(uptime_ms=5000, pages_got=30)}
+    told = cluster_sample(cluster(2), now, before)
+    assert [member["got_per_s"] for member in told["members"]] == [10.0, 5.0]
+    assert told["totals"]["got_per_s"] == 15.0
+
+
+def test_members_that_are_new_restarted_or_silent() -> None:
+    before = {"n1": node(b"old", 9000, pages_put=500), "n2": node()}
+    now: dict[str, Any] = {
+        "host0:7440": node(uptime_ms=90_000, pages_put=70),
+        "host1:7440": node(b"new", 2000, pages_put=6),
+        "host2:7440": Unavailable("it is away"),
+    }
+    told = cluster_sample(cluster(4), now, before)
+    new, restarted, silent, joined = told["members"]
+    assert (new["put_per_s"], restarted["put_per_s"], restarted["restarted"]) == (0.0, 3.0, True)
+    assert (silent["answers"], silent["error"]) == (False, "it is away")
+    assert (joined["answers"], joined["error"]) == (False, "not asked yet")
+    assert told["totals"]["put_per_s"] == 3.0
+
+
+def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
+    out = Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None)
+    before = {member.id: node() for member in view.members}
+    out.print(_view(cluster_sample(view, statuses, before), view, statuses, out))
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue().splitlines()
+
+
+def busy(sweeping: bool = False) -> pb.NodeStatusReply:
+    status = node(uptime_ms=2000, pages_asked=100, prefix_hits=90, pages_got=4321, nbytes_got=1 << 30, pages_put=20)
+    status.ram.used_nbytes, status.ram.capacity_nbytes = 900 << 30, 1 << 40
+    status.disk.used_nbytes, status.disk.capacity_nbytes = 9 << 40, 16 << 40
+    status.peers.queue_nbytes, status.peers.queue_nbytes_max = 900 << 20, 64 << 30
+    status.peers.sweeping, status.peers.sweep_pages_missing, status.peers.sweep_pages_fetched = sweeping, 200, 50
+    return status
+
+
+def test_twelve_members_are_one_screen() -> None:
+    view = cluster(12)
+    statuses: dict[str, Any] = {member.address: busy(member.id == "n3") for member in view.members}
+    statuses["host5:7440"] = Unavailable("it is away")
+    shown = screen(view, statuses)
+    assert len(shown) < 24
+    assert all(len(line) <= 80 for line in shown)
+    rows = {line.split()[0]: line for line in shown if line.strip()}
+    assert all(f"n{i}" in rows for i in range(12))
+    assert "NO ANSWER" in rows["n5"]
+    assert " ".join(rows["n3"].split()) == "n3 serving 88 % 56 % 90 % 4,321 20 900.0 MiB 25.0 % r1"
+    assert " ".join(rows["all"].split()) == "all 88 % 56 % 90 % 47,531 220 9.7 GiB"
+
+
+def test_of_more_members_than_fit_those_in_trouble_are_shown() -> None:
+    many = cluster(40)
+    view = View("fleet", 7, (*many.members[:-1], Member("n39", "host39:7440", state=State.DRAINING)), 2)
+    statuses: dict[str, Any] = {member.address: busy() for member in view.members}
+    statuses["host38:7440"] = Unavailable("it is away")
+    shown = screen(view, statuses)
+    assert len(shown) < 24
+    rows = {line.split()[0] for line in shown if line.strip()}
+    assert {"n38", "n39", "all"} <= rows
+    assert shown[-1] == f"and {40 - len([row for row in rows if row.startswith('n')])} more members"
+    assert len(rows & {f"n{i}" for i in range(40)}) == 14
+
+
+def test_long_lines_leave_the_members_their_room() -> None:
+    view = cluster(40)
+    long = View("a-cluster-of-many-members-with-a-long-name-in-eu-west-1", 123_456_789, view.members, 2)
+    statuses: dict[str, Any] = {member.address: busy() for member in view.members}
+    for width in (40, 60, 80):
+        shown = screen(long, statuses, width)
+        assert len(shown) < 24
+        assert shown[-1].endswith("more members")

@@ -1,6 +1,7 @@
 """Links to the members of the newest view that a node told: what stays, what goes, and what is counted."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,3 +67,16 @@ def test_a_closed_client_connects_to_nobody_that_it_is_told_of(nodes: Nodes) -> 
     nodes._learn(hello(1, [0, 1]))
     with pytest.raises(Unavailable, match="this client is closed"):
         member(nodes, "n1").run(lambda link, limit: None, None, Deadline(5.0))
+
+
+def test_a_near_node_is_looked_for_again_after_a_while(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looked = [1000.0], list[float]()
+    monkeypatch.setattr("kvstore.cluster.nodes.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(nodes, "_nearest", lambda view, deadline: looked.append(now[0]))
+    nodes._learn(hello(1, [0, 1]))
+    for now[0] in (1000.0, 1029.0, 1031.0, 1032.0, 1062.0):
+        assert nodes.near(Deadline(5.0)) is None
+    assert looked == [1000.0, 1031.0, 1062.0]
+    nodes._learn(hello(2, [0, 1, 2]))
+    assert nodes.near(Deadline(5.0)) is None
+    assert len(looked) == 4, "in each view"

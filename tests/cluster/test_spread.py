@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cluster.spread import everywhere, spread
+from kvstore.cluster.spread import everywhere, of_all, spread
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 
@@ -152,3 +152,16 @@ def test_a_call_that_comes_too_late_is_no_miss() -> None:
     with pytest.raises(DeadlineExceeded):
         fleet.get(["a"], seconds=0.0)
     assert not fleet.asked
+
+
+def test_who_could_not_be_asked_is_told_apart_from_who_could_not_do_it() -> None:
+    silent, refused = Unavailable("gone"), Exhausted("its disk is stopped")
+    away: dict[str, KVStoreError] = {}
+    assert of_all({"a": 1, "b": silent}, away) == {"a": 1}
+    assert away == {"b": silent}
+    with pytest.raises(Exhausted):
+        of_all({"a": 1, "b": silent, "c": refused}, {})
+    with pytest.raises(Unavailable):  # nobody did it
+        of_all({"b": silent}, {})
+    with pytest.raises(Unavailable):
+        of_all({"a": 1, "b": silent})

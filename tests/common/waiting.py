@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -270,14 +270,14 @@ def test_closing_a_client_whose_call_hangs_does_not_wait(
 
     def call() -> None:
         with contextlib.suppress(KVStoreError):
-            client.lookup(NAMESPACE, KEYS, timeout_s=2.0)
+            client.lookup(NAMESPACE, KEYS, timeout_s=4.0)
 
     calls = threading.Thread(target=call)
     calls.start()
     time.sleep(0.3)
     closing = threading.Thread(target=client.close)
     closing.start()
-    closing.join(1.0)
+    closing.join(3.0)
     assert not closing.is_alive()
     hold.set()
     calls.join()

@@ -82,7 +82,7 @@ def test_checksum() -> None:
 
 def test_bulk_frames() -> None:
     data = bytes.fromhex(GOLDEN["frames"]["lookup_request"])
-    assert data[:4] == b"KV\x03\x00"
+    assert data[:4] == b"KV\x04\x00"
     header_nbytes, payload_nbytes = struct.unpack("<IQ", data[4:16])
     assert (header_nbytes, payload_nbytes) == (len(data) - 16, 0) == unpack_fixed(data[:16], 1 << 20)
     lookup = pb.BulkRequest.FromString(data[16:]).lookup

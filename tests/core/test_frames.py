@@ -1,5 +1,6 @@
 """Bulk frames over a real socket pair: deadlines, ends, and bytes that are no frames."""
 
+import itertools
 import random
 import socket
 import struct
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import ProtocolError
 from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
 
@@ -161,10 +163,10 @@ def test_no_time_at_all_is_not_for_ever(pair: tuple[FrameSocket, socket.socket])
     [
         (b"\0" * FIXED_NBYTES, "not a kvstore bulk frame: it starts with 00000000"),
         (b"GET / HTTP/1.1\r\n", "not a kvstore bulk frame"),
-        (struct.pack("<2sBBIQ", b"KV", 1, 0, 0, 0), "peer speaks protocol 1, this side 3"),
-        (struct.pack("<2sBBIQ", b"KV", 3, 1, 0, 0), "not a kvstore bulk frame"),
-        (struct.pack("<2sBBIQ", b"KV", 3, 0, 101, 0), "header has 101 bytes, at most 100"),
-        (struct.pack("<2sBBIQ", b"KV", 3, 0, 2**32 - 1, 0), "at most 100"),
+        (struct.pack("<2sBBIQ", b"KV", 1, 0, 0, 0), "peer speaks protocol 1, this side 4"),
+        (struct.pack("<2sBBIQ", b"KV", 4, 1, 0, 0), "not a kvstore bulk frame"),
+        (struct.pack("<2sBBIQ", b"KV", 4, 0, 101, 0), "header has 101 bytes, at most 100"),
+        (struct.pack("<2sBBIQ", b"KV", 4, 0, 2**32 - 1, 0), "at most 100"),
     ],
 )
 def test_what_is_no_frame_is_refused_before_its_length_is_believed(fixed: bytes, named: str) -> None:
@@ -182,3 +184,94 @@ def test_random_bytes_are_frames_only_if_they_start_like_one() -> None:
             continue
         assert fixed[:4] == b"KV\x03\x00"
         assert header_nbytes <= 1 << 20
+
+
+# ---- many views at a time --------------------------------------------------------------------
+
+
+def in_views(data: bytearray, sizes: list[int]) -> list[memoryview]:
+    ends = list(itertools.accumulate(sizes))
+    assert ends[-1] == len(data)
+    return [memoryview(data)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [1 << 20] * 5,
+        [1, 100, 7, 4000, 1, 5 << 20, 3, 300_000],  # the first ones come with the frame's head
+        [999] * 5000,  # more than a system call takes
+        [64] * 30,  # all of it comes with the head
+    ],
+)
+def test_views_are_filled_as_they_were_sent(pair: tuple[FrameSocket, socket.socket], sizes: list[int]) -> None:
+    ours, peer = pair
+    theirs = FrameSocket(peer)
+    theirs.arm(5.0)
+    sent = bytearray(random.Random(6).randbytes(sum(sizes)))
+
+    def send() -> None:
+        theirs.send_frame(b"header", len(sent))
+        theirs.send_all(in_views(sent, sizes), lambda: 5.0)
+        theirs.send_frame(b"next")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert ours.recv_frame(100) == (b"header", len(sent))
+    came = bytearray(len(sent))
+    ours.recv_all(in_views(came, sizes), lambda: 5.0)
+    assert came == sent
+    assert ours.recv_frame(100) == (b"next", 0)
+    thread.join()
+
+
+def test_views_that_come_in_crumbs_are_put_together(pair: tuple[FrameSocket, socket.socket]) -> None:
+    """The kernel's timeout ends a call with what came till then; a part that comes in time renews the time."""
+    ours, peer = pair
+    sent = bytearray(random.Random(7).randbytes(2 * CHUNK_NBYTES + 10))
+    came, armed = bytearray(len(sent)), []
+
+    def send() -> None:
+        for start in range(0, len(sent), CHUNK_NBYTES // 4):
+            peer.sendall(sent[start : start + CHUNK_NBYTES // 4])
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    ours.recv_all(in_views(came, [CHUNK_NBYTES // 3, len(sent) - CHUNK_NBYTES // 3]), lambda: armed.append(1) or 5.0)
+    thread.join()
+    assert came == sent
+    assert 1 <= len(armed) <= 3
+
+
+def test_a_part_that_trickles_is_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while not ended.wait(0.01):
+            peer.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError):
+            ours.recv_all([memoryview(bytearray(1 << 20))], lambda: 0.2)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_views_that_nobody_takes_are_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, _ = pair
+    with pytest.raises(TimeoutError):
+        ours.send_all([memoryview(bytes(1 << 20))] * 64, lambda: 0.1)
+    assert ours.torn
+
+
+def test_a_peer_that_goes_amid_views_is_a_connection_error(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    peer.sendall(bytes(1000))
+    peer.close()
+    with pytest.raises(ConnectionError):
+        ours.recv_all([memoryview(bytearray(600))] * 2, lambda: 5.0)

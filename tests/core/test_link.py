@@ -249,7 +249,7 @@ def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: Any) 
 
 def test_another_protocol_version_is_said_at_connect(fake_node: Any) -> None:
     fake_node.version = PROTOCOL_VERSION + 1
-    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match="this node 4"):
+    with Client(config(fake_node)) as client, pytest.raises(ProtocolError, match=f"this node {PROTOCOL_VERSION + 1}"):
         client.lookup(NAMESPACE, KEYS)
 
 

@@ -40,7 +40,6 @@ SMALL: dict[str, Any] = {
     "disk_extent_nbytes": 64 << 10,
     "scrub_nbytes_per_s": 0,
     "flush_s": 5.0,
-    "stall_s": 0.3,
     "drain_s": 0.3,
     "log_level": "ERROR",
 }
@@ -127,7 +126,7 @@ class Nodes:
 
     def connect(self, node: Node, wire: str = "bulk", **settings: Any) -> Client:
         address = f"127.0.0.1:{node.grpc.port}"
-        patience = {"timeout_s": 20.0, "connect_timeout_s": min(5.0, settings.get("timeout_s", 5.0))}
+        patience = {"timeout_s": 20.0, "connect_timeout_s": min(20.0, settings.get("timeout_s", 20.0))}
         client = Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings}))
         self._clients.append(client)
         return client

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from planted import keeper_of
 from ranged import LEAF, PAGE, ask
+from waiting import wait_until
 
 from kvstore import ByteRange, Client, Unavailable
 from kvstore.errors import Exhausted
@@ -86,7 +87,7 @@ def test_a_page_that_is_removed_while_its_row_is_asked_for_is_a_miss(
 
 def test_bytes_are_right_beside_puts_and_removals(nodes: Any, node: Node, large: Any, seed: int) -> None:
     """RAM has room for 16 pages, the disk for 32, and there are 40."""
-    keys, stop = large.keys(*range(40)), threading.Event()
+    keys, stop, status = large.keys(*range(40)), threading.Event(), nodes.connect(node).node_status
 
     def worker(number: int, work: Callable[[Client, random.Random], object], wire: str) -> None:
         client, rng = nodes.connect(node, wire), random.Random(seed + number)
@@ -110,10 +111,13 @@ def test_bytes_are_right_beside_puts_and_removals(nodes: Any, node: Node, large:
     with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
         workers = [pool.submit(worker, number, *work) for number, work in enumerate(works)]
         stop.wait(2.0)
-        stop.set()
+        try:  # longer on a busy machine
+            wait_until(lambda: status().disk.pages_read_in_part > 0 or any(ended.done() for ended in workers))
+        finally:
+            stop.set()
     for ended in workers:
         ended.result()
-    disk = nodes.connect(node).node_status().disk
+    disk = status().disk
     assert disk.pages_read_in_part > 0
     assert disk.pages_corrupt == 0
 

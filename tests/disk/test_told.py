@@ -52,9 +52,9 @@ def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(nodes: A
 
 
 def test_every_metric_that_the_document_names_is_there(nodes: Any) -> None:
-    named = set(re.findall(r"\bkvstore_\w*(?:disk|shm|ram|pages)_\w+", OPERATIONS.read_text()))
+    named = set(re.findall(r"\bkvstore_\w*(?:disk|shm|ram|pages|peers)_\w+", OPERATIONS.read_text()))
     assert len(named) > 5
-    assert named <= set(metrics(nodes.start()))
+    assert named <= set(metrics(nodes.start(cluster="static:one/n1=127.0.0.1:7440", member="n1")))
 
 
 def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the_disk_nothing(

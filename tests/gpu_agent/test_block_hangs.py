@@ -53,7 +53,7 @@ class Clocked(Hits):
     def __init__(self) -> None:
         super().__init__(None)
         self.now = 1000.0
-        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: self.now)
+        self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: self.now, lambda: 0.0)
 
     def taken_after(self, seconds: float) -> bool:
         self.now += seconds

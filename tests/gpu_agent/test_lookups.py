@@ -110,11 +110,11 @@ def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
 def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     """R7: a store that hangs costs a request its deadline, and requests after it next to nothing."""
     fake.gate.clear()
-    lookups = Lookups(ThreadAsker(fake), 0.3)  # type: ignore[arg-type]
+    lookups = Lookups(ThreadAsker(fake), 2.0)  # type: ignore[arg-type]
     began = time.monotonic()
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == ((False,) * 4,)
-    assert 0.3 <= time.monotonic() - began < 2
+    assert 2.0 <= time.monotonic() - began < 9.0
     fake.error = Unavailable("hung")
     fake.gate.set()
     lookups.touch([([namespace("a")], KEYS)])  # fails, so that the outage is known
@@ -126,7 +126,7 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     began = time.monotonic()
     lookups.ask("s", [([namespace("a")], KEYS)])
     assert answered(lookups, "s") == ((False,) * 4,)
-    assert OUTAGE_WAIT_S <= time.monotonic() - began < 0.29
+    assert OUTAGE_WAIT_S <= time.monotonic() - began < 1.9
     fake.gate.set()
     lookups.close()
 

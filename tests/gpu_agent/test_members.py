@@ -5,13 +5,18 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 
-from gpu_agent import Agent, KVPool
+from gpu_agent import Agent, KVPool, LoadResult, SaveResult
+from gpu_agent.carriers import ArenaCarrier
 from gpu_agent.config import agent_config
 from kvstore import Client, ClientConfig, Namespace
+from kvstore.cluster.view import State, view_message
 from kvstore.measure.node_process import NodeProcess
 
 SAVE_S = 2.0
@@ -19,15 +24,21 @@ SAVE_S = 2.0
 
 @pytest.fixture
 def fleet() -> Iterator[list[NodeProcess]]:
+    """Two members, of which the first may be near."""
     with ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         ports = [some.getsockname()[1] for some in free]
         for some in free:
             some.close()
         text = "static:fleet/" + ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
-        ram = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB")
+        ram, shm = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB"), ("auto", "none")
         yield [
-            stack.enter_context(NodeProcess("--port", str(port), *ram, "--cluster", text, "--member", f"n{number}"))
+            stack.enter_context(
+                NodeProcess(
+                    *("--port", str(port), *ram, "--shm-socket", shm[number]),
+                    *("--cluster", text, "--member", f"n{number}"),
+                )
+            )
             for number, port in enumerate(ports)
         ]
 
@@ -36,10 +47,100 @@ def test_a_save_beside_a_member_that_hangs(fleet: list[NodeProcess], token_pool:
     namespace = Namespace(model="cluster", layout=token_pool.layout)
     first, second = ([bytes([tag, number]) * 16 for number in range(12)] for tag in (1, 2))
     slots = torch.arange(96)
-    config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0)
+    config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, near="none")
     with Client(config) as client, Agent(client, namespace, token_pool, agent_config(save_timeout_s=SAVE_S)) as agent:
         assert agent.save(first, slots, timeout_s=10.0).done.result().stored == 12
         os.kill(fleet[1].pid, signal.SIGSTOP)
         saved = agent.save(second, slots).done.result()
         assert saved.stored > 0
         assert saved.reason == "members of the cluster do not answer"
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_a_job_whose_near_node_begins_to_hang_goes_on_with_the_owners(
+    fleet: list[NodeProcess], token_pool: KVPool, what: str
+) -> None:
+    namespace = Namespace(model="goes on", layout=token_pool.layout)
+    config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, backoff_s_max=600.0)
+    options = agent_config(save_timeout_s=8.0, load_timeout_s=8.0)
+    with Client(config) as client, Agent(client, namespace, token_pool, options) as agent:
+        view = client.view()
+        assert view is not None
+        keys = [number.to_bytes(16, "big") for number in range(100)]
+        owners = view.owners.owners(namespace.digest, keys)
+        chain, slots = [key for key, own in zip(keys, owners, strict=True) if own == ("n1",)][:12], torch.arange(96)
+        client.open(namespace)
+        if what == "load":
+            with Client(replace(config, near="none")) as other, Agent(other, namespace, token_pool, options) as far:
+                assert far.save(chain, slots).done.result().stored == 12
+        assert client.maps_arena
+        os.kill(fleet[0].pid, signal.SIGSTOP)
+        if what == "load":
+            assert agent.load(chain, slots).done.result() == LoadResult(12, 12)
+        else:
+            assert agent.save(chain, slots).done.result() == SaveResult(12, 0, 0)
+        assert not client.maps_arena
+        os.kill(fleet[0].pid, signal.SIGCONT)
+
+
+def test_jobs_beside_a_near_node_that_hangs(fleet: list[NodeProcess], token_pool: KVPool) -> None:
+    """Until its breaker let the next one try, all failed at once, though the owners answer."""
+    namespace = Namespace(model="near", layout=token_pool.layout)
+    config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, backoff_s_max=600.0)
+    with Client(config) as client, Agent(client, namespace, token_pool, agent_config(lookup_timeout_s=5.0)) as agent:
+        view = client.view()
+        assert view is not None
+        keys = [number.to_bytes(16, "big") for number in range(100)]
+        owners = view.owners.owners(namespace.digest, keys)
+        chain, slots = [key for key, own in zip(keys, owners, strict=True) if own == ("n1",)][:12], torch.arange(96)
+        client.open(namespace)
+        assert client.maps_arena
+        os.kill(fleet[0].pid, signal.SIGSTOP)
+        assert agent.lookup(chain) == 0
+        assert agent.save(chain, slots).done.result().stored == 12
+        assert agent.lookup(chain) == 12
+        assert agent.load(chain, slots).done.result() == LoadResult(12, 12)
+        assert not client.maps_arena
+        os.kill(fleet[0].pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("step", "before"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
+    fleet: list[NodeProcess], token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, what: str, step: int, before: int
+) -> None:
+    """It is drained, and the client hears of that between two parts. The chain is touched as a whole all the same."""
+    namespace = Namespace(model="near no more", layout=token_pool.layout)
+    monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", step * token_pool.layout.page_nbytes)
+    config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0)
+    options = agent_config(save_timeout_s=20.0, load_timeout_s=20.0)
+    chain, slots = [number.to_bytes(16, "big") for number in range(12)], torch.arange(96)
+    with Client(config) as client, Agent(client, namespace, token_pool, options) as agent:
+        if what == "load":
+            assert agent.save(chain, slots).done.result().stored == 12
+        client.open(namespace)
+        assert client.maps_arena
+        view = client.view()
+        assert view is not None
+        drained = replace(view.members[0], state=State.DRAINING)
+        later = replace(view, number=view.number + 1, members=(drained, *view.members[1:]))
+        method = "fetch" if what == "load" else "save"
+        move, parts = getattr(ArenaCarrier, method), []
+
+        def moved(self: ArenaCarrier, *arguments: Any) -> Any:
+            done = move(self, *arguments)
+            parts.append(1)
+            if len(parts) == before:
+                client._fan_out.nodes._take(view_message(later))
+            return done
+
+        touched: list[list[bytes]] = []
+        monkeypatch.setattr(agent, "_touch", lambda job, prefix_hashes: touched.append(prefix_hashes))
+        monkeypatch.setattr(ArenaCarrier, method, moved)
+        if what == "load":
+            assert agent.load(chain, slots).done.result() == LoadResult(12, 12)
+        else:
+            assert agent.save(chain, slots).done.result() == SaveResult(12, 0, 0)
+        assert not client.maps_arena
+        assert len(parts) == before
+        wait_until(lambda: touched == [chain])

@@ -203,21 +203,21 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
 ) -> None:
     memory, hashes, node = random_memory(), chain(f"hung {wire}", 6), stopped_node
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    with Client(ClientConfig(address=node.address, wire=wire, timeout_s=2.0, connect_timeout_s=1.0)) as client:
-        pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=1.5, save_timeout_s=1.5))
+    with Client(ClientConfig(address=node.address, wire=wire, timeout_s=4.0, connect_timeout_s=3.0)) as client:
+        pages = RowTier(client, namespace, memory, tier_config(memory, lookup_timeout_s=3.0, save_timeout_s=4.0))
         stored(pages, hashes[:3], [0, 1, 2])
         stop(node.pid)
         try:
             load = pages.load(hashes[:3], [3, 4, 5])
             began = time.monotonic()
             pages.settle(load)
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 20
             memory[3:6] = 7  # the engine has given the rows to somebody else
             began = time.monotonic()
             assert pages.present(hashes) == [False] * 6
             already, save = pages.save(hashes, [0, 1, 2, 6, 7, 8])
             pages.settle(save)
-            assert time.monotonic() - began < 6
+            assert time.monotonic() - began < 20
             memory[6:9] = 9
         finally:
             os.kill(node.pid, signal.SIGCONT)

@@ -258,7 +258,7 @@ def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
             os.kill(node.pid, signal.SIGSTOP)
             began = time.monotonic()
             assert engine.adapter.load(prompt(100)) == 0
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 4.5, "of five that a call has that is given no time"
             os.kill(node.pid, signal.SIGCONT)
             node.kill()
             saved = engine.adapter.save(prompt(100))

@@ -6,16 +6,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleets import SMALL
+from fleets import etcd as etcd
+from fleets import fleet as fleet
 
 from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
 from kvstore.measure.content import page_content
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
 from node.config import NodeConfig
+from node.ram.holding import hold_all
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
@@ -26,18 +31,10 @@ from node.server import Node
 from node.slots import SlotAllocator
 
 sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
+from fleet import MB, renewed
+
 StartNode = Callable[..., Node]
-SMALL: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 0,
-    "bulk_port": 0,
-    "metrics_port": 0,
-    "ram_nbytes": 16 << 20,
-    "extent_nbytes": 1 << 20,
-    "stall_s": 0.8,  # the shortest that a machine with other things to do bears
-    "drain_s": 0.3,
-    "log_level": "ERROR",
-}
+STALL_S = 0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +45,7 @@ def start_node() -> Iterator[StartNode]:
 
     def start(**settings: Any) -> Node:
         node = Node(NodeConfig(**{**SMALL, **settings}))
+        node.peers.sweeper.settle_s = 1e6  # a test that wants a sweep asks for it
         node.start()
         nodes.append(node)
         return node
@@ -55,6 +53,7 @@ def start_node() -> Iterator[StartNode]:
     yield start
     try:
         for node in nodes:
+            leave_cluster(node)
             settle(node, sessions=None)
     finally:
         stopping = [threading.Thread(target=node.stop) for node in nodes]  # half a second each
@@ -64,10 +63,18 @@ def start_node() -> Iterator[StartNode]:
             thread.join()
 
 
+def leave_cluster(node: Node) -> None:
+    """It is the only member now: nothing waits to be handed to who is away."""
+    view = node.membership.view
+    if view is not None:
+        left = [member for member in view.members if member.id == node.membership.member]
+        node.membership.become(replace(view, number=view.number + 1000, members=tuple(left), replicas=1))
+
+
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Node:
     """One node for the tests of a module that leave it as it was. Use a namespace of your own."""
-    return start_node()
+    return start_node(stall_s=STALL_S)
 
 
 @pytest.fixture(name="settle")
@@ -83,7 +90,7 @@ def settle(node: Node, sessions: int | None = 0) -> None:
         tier = node.tier
         return not (tier.held_count or tier.writing_count) and sessions in (None, node.sessions.count)
 
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not quiet() and time.monotonic() < end:
         threading.Event().wait(0.01)
     tier = node.tier
@@ -118,6 +125,12 @@ class Pages:
             assert not hit or buffer == self.content(key), f"wrong bytes under {key.hex()}"
         return hits
 
+    def flip(self, node: Node, key: bytes) -> None:
+        """A bit of the page's first byte in RAM."""
+        with Inventory(node.tier).inspected(self.namespace.digest, key) as page:
+            assert page is not None
+            node.arena.view(page.offset, 1)[0] ^= 1
+
 
 @pytest.fixture
 def pages(request: pytest.FixtureRequest) -> Pages:
@@ -136,8 +149,9 @@ def connect() -> Iterator[Callable[..., Client]]:
 
     def to(node: Node, wire: str = "bulk", **settings: Any) -> Client:
         address = f"127.0.0.1:{node.grpc.port}"
-        connect_s = min(5.0, settings.get("timeout_s", 5.0))  # a starved machine needs more than two
-        client = Client(ClientConfig(**{"address": address, "wire": wire, "connect_timeout_s": connect_s, **settings}))
+        calls_s = settings.get("timeout_s", 30.0)  # on a starved machine a call takes longer than five seconds
+        patience = {"timeout_s": calls_s, "connect_timeout_s": min(20.0, calls_s)}
+        client = Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings}))
         clients.append(client)
         return client
 
@@ -152,7 +166,7 @@ class Raw(FrameSocket):
     def __init__(self, port: int) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port))
         super().__init__(self.sock)
-        self.arm(5.0)
+        self.arm(60.0)
 
     def request(self, **op: Any) -> None:
         self.send_frame(pb.BulkRequest(**op).SerializeToString())
@@ -199,7 +213,8 @@ class Bystander:
     def __init__(self, node: Node, evicting: bool = False) -> None:
         self._evicting = evicting
         self._pages = Pages("bystander")
-        self._client = Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire="bulk"))
+        address = f"127.0.0.1:{node.grpc.port}"
+        self._client = Client(ClientConfig(address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self.rounds = 0
@@ -234,7 +249,7 @@ class Bystander:
         assert self._client.stats.connects == 1, "the bystander lost its connection"
 
     def _wait_rounds(self, count: int) -> None:
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 60.0
         while self.rounds < count and self._thread.is_alive():
             assert time.monotonic() < end, "the bystander is stuck"
             self._stop.wait(0.002)
@@ -272,7 +287,7 @@ class Sandbox:
     def hold(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
         """Held as a reader holds them, which is a use only later."""
         tier = self.tier
-        return tier._in_turns(tier._hold_all(tier.namespace(pages.namespace.digest), keys, prefix_only=False)).pages
+        return tier._in_turns(hold_all(tier, tier.namespace(pages.namespace.digest), keys, prefix_only=False)).pages
 
     def commit(self, reservation: Reservation) -> int:
         return self.tier.commit(reservation, [b"checksum"] * len(reservation.pages))
@@ -317,3 +332,36 @@ class Sandbox:
 @pytest.fixture
 def sandbox() -> type[Sandbox]:
     return Sandbox
+
+
+@pytest.fixture(scope="module")
+def three(start_node: Any) -> list[Node]:
+    return [start_node() for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def two(start_node: Any) -> list[Node]:
+    """The first is small, and has room for few copies: 256 pages of 16 KiB, of which 64."""
+    return [start_node(ram_nbytes=4 * MB, extent_nbytes=MB // 4, copies_share=0.25), start_node()]
+
+
+@pytest.fixture
+def cluster(three: list[Node]) -> list[Node]:
+    return renewed(three)
+
+
+@pytest.fixture
+def pair(two: list[Node]) -> list[Node]:
+    return renewed(two)
+
+
+@pytest.fixture
+def far(connect: Any) -> Callable[[Sequence[Node]], Client]:
+    """A client that asks the owners themselves."""
+    return lambda nodes: connect(nodes[-1], near="none", timeout_s=30.0)
+
+
+@pytest.fixture
+def near(connect: Any) -> Callable[[Sequence[Node]], Client]:
+    """One that asks the first node for everything."""
+    return lambda nodes: connect(nodes[0], "auto", near="n0", timeout_s=30.0)

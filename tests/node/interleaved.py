@@ -83,6 +83,7 @@ class Stored(Nothing):
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         for page in pages:
+            assert not page.is_copy, "a copy is offered to the tier below"
             if self._rng.random() < 0.5:
                 self._pages[page.namespace.digest, page.prefix_hash] = page.checksum
         return 0
@@ -120,6 +121,8 @@ class Life:
             lambda: self._now_ms,
             lambda: self._now_ms // 1000,
         )
+        self._has_peers = rng.random() < 0.5
+        self._tier.eviction.copy_nbytes_max = int(arena_units * UNIT * rng.choice((0.1, 0.5, 1.0)))
         self._below = Stored(rng)
         if has_below:
             self._tier.below = self._below
@@ -223,7 +226,7 @@ class Life:
     def _put(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         try:
             reservation = yield from self._in_turns(
-                self._tier._reserve(space.digest, prefix_hashes, space.layout.page_nbytes)
+                self._tier._reserve(space.digest, prefix_hashes, space.layout.page_nbytes, self._others(prefix_hashes))
             )
         except Exhausted:
             self.done["exhausted"] += 1
@@ -258,9 +261,12 @@ class Life:
 
     def _get(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         parts = Parts(self._tier.namespaces.find(space.digest), [(0, 1)]) if self._rng.random() < 0.2 else None
+        elsewhere = {prefix_hash: self._rng.random() < 0.8 for prefix_hash in self._others(prefix_hashes)}
         acquired = yield from self._in_turns(
-            self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1, parts)
+            self._tier._acquire(space.digest, prefix_hashes, self._rng.random() < 0.3, 1, parts, elsewhere)
         )
+        for page in acquired.fetched:
+            yield from self._fetch(page)
         for page, record in acquired.loads:
             yield from self._load(page, record)
         held = [page for page in acquired.pages if page is not None]
@@ -268,6 +274,23 @@ class Life:
         self._tier.release(held)
         self.done["hits"] += len(held)
         self.done["reads of parts"] += len(acquired.in_part)
+
+    def _others(self, prefix_hashes: list[bytes]) -> list[bytes]:
+        """Those that other members have, or own."""
+        return [prefix_hash for prefix_hash in prefix_hashes if self._has_peers and self._rng.random() < 0.6]
+
+    def _fetch(self, page: Page) -> Task[None]:
+        """From another node; one of five does not come."""
+        comes, checksum, offset = self._rng.random() < 0.8, self._checksum(page), page.offset
+        for number in range(page_units(page)):
+            assert page.offset == offset, "a page that is fetched moved"
+            self._arena.write(offset, number, checksum if comes else b"bad")
+            yield from self._perhaps(0.2)
+        if comes:
+            page.checksum = checksum
+        self._tier.loads.end(page, comes)
+        self.done["fetches"] += 1
+        self.done["copies fetched"] += comes and page.is_copy
 
     def _load(self, page: Page, record: int) -> Task[None]:
         """One of five can not be read."""

@@ -16,7 +16,6 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires import abreast, bulk
 from kvstore.wires.abreast import LANES_MAX, THREADS_MAX, Abreast, lane_count, shares
 from kvstore.wires.bulk import BulkWire
-from node.ram.inventory import Inventory
 from node.server import Node
 
 LANES = 3
@@ -69,9 +68,7 @@ def test_ranges_and_damaged_pages_are_those_of_their_share(client: Client, pages
     assert client.get_ranges(pages.namespace, keys, [ByteRange(5, 7)], buffers) == [True] * 9
     assert buffers == [pages.content(key)[5:12] for key in keys]
     for bad in (1, 5, 8):
-        with Inventory(node.tier).inspected(pages.namespace.digest, keys[bad]) as page:
-            assert page is not None
-            node.arena.view(page.offset, 1)[0] ^= 1
+        pages.flip(node, keys[bad])
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
     assert client.lookup(pages.namespace, keys).present == tuple(i not in (1, 5, 8) for i in range(9))
 
@@ -83,11 +80,11 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
     keys, ended, wire = pages.keys(*range(6)), [], link_of_opened(client, pages)
     put = BulkWire._put
 
-    def failing(wire: BulkWire, request: Any, views: Any, deadline: Deadline) -> list[int]:
+    def failing(wire: BulkWire, request: Any, views: Any, deadline: Deadline, good: Any = None) -> list[int]:
         if keys[2] in request.prefix_hashes:
             raise error
         time.sleep(0.05)
-        found = put(wire, request, views, deadline)
+        found = put(wire, request, views, deadline, good)
         ended.append(len(found))
         return found
 
@@ -109,10 +106,10 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
     keys, wire = pages.keys(*range(6)), link_of_opened(client, pages)
     put, refused = BulkWire._put, {keys[2]}
 
-    def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline) -> list[int]:
+    def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline, good: Any = None) -> list[int]:
         if refused & set(request.prefix_hashes):
             raise Exhausted("no slot")
-        return [pb.WRITE] * len(views) if request.durable else put(wire, request, views, deadline)
+        return [pb.WRITE] * len(views) if request.durable else put(wire, request, views, deadline, good)
 
     monkeypatch.setattr(BulkWire, "_put", without_room)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)

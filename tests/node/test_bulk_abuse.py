@@ -219,7 +219,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
     how: str,
 ) -> None:
     """16 MiB: more than the socket buffers take, so the node is in the middle of sending."""
-    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20)
+    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
     space = make_pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
     with bystander(node):

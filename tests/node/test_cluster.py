@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fleet import tell, view_of
+from log_windows import one_window
 
-from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable
+from kvstore import InvalidRequest, ProtocolError, PutOutcome, Unavailable, management
 from kvstore.cluster import fan_out
-from kvstore.cluster.view import Member, State, View, static_view
+from kvstore.cluster.view import State, View, static_view
 from kvstore.log_rate import LINES
 from node.config import NodeConfig
 from node.server import Node
@@ -25,19 +27,6 @@ def cluster(start_node: Any) -> list[Node]:
     return nodes
 
 
-def view_of(nodes: Sequence[Node], **states: State) -> View:
-    members = [
-        Member(f"n{i}", f"127.0.0.1:{node.grpc.port}", state=states.get(f"n{i}", State.SERVING))
-        for i, node in enumerate(nodes)
-    ]
-    return View("fleet", 1, tuple(members))
-
-
-def tell(nodes: Sequence[Node], view: View) -> None:
-    for number, node in enumerate(nodes):
-        node.service.membership.view, node.service.membership.member = view, f"n{number}"
-
-
 def owned(view: View, pages: Any, numbers: Sequence[int], member: str) -> list[int]:
     owners = view.owners.owners(pages.namespace.digest, pages.keys(*numbers))
     return [number for number, some in zip(numbers, owners, strict=True) if some[0] == member]
@@ -47,7 +36,7 @@ def owned(view: View, pages: Any, numbers: Sequence[int], member: str) -> list[i
 def test_pages_lie_at_their_owners_and_come_back_in_order(
     cluster: list[Node], connect: Any, pages: Any, wire: str
 ) -> None:
-    client, keys = connect(cluster[0], wire), pages.keys(*NUMBERS)
+    client, keys = connect(cluster[0], wire, near="none"), pages.keys(*NUMBERS)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
     assert pages.put(client, keys) == [PutOutcome.EXISTS] * len(keys)
     assert pages.get(client, keys) == [True] * len(keys)
@@ -98,6 +87,19 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     assert [isinstance(answer, Unavailable) for answer in answers.values()] == [True, False, False]
 
 
+@pytest.mark.parametrize("hedge_s", [0.0, 5.0])
+def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(
+    cluster: list[Node], connect: Any, pages: Any, hedge_s: float
+) -> None:
+    mine = pages.keys(*owned(view_of(cluster), pages, NUMBERS, "n0"))
+    dead = replace(view_of(cluster).members[0], address="127.0.0.1:9")
+    tell(cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:])))
+    client = connect(cluster[1], "bulk", near="none", hedge_s=hedge_s)
+    assert pages.get(client, mine) == [False] * len(mine)
+    assert pages.put(client, mine) == [PutOutcome.AWAY] * len(mine)
+    assert client.lookup(pages.namespace, mine).prefix_pages == 0
+
+
 def test_nobody_answers(connect: Any, cluster: list[Node], pages: Any) -> None:
     members = tuple(replace(member, address=f"127.0.0.1:{9 + i}") for i, member in enumerate(view_of(cluster).members))
     tell(cluster, View("fleet", 3, members))
@@ -144,7 +146,7 @@ def test_one_nodes_affairs(cluster: list[Node], connect: Any) -> None:
 
 def test_nodes_of_two_clusters(cluster: list[Node], connect: Any, pages: Any) -> None:
     other = replace(view_of(cluster), cluster="other", number=9)
-    cluster[1].service.membership.view = other
+    cluster[1].membership.become(other)
     client = connect(cluster[0])
     with pytest.raises(ProtocolError, match="belongs to the cluster other, the others to fleet"):
         client.remove(pages.namespace, pages.keys(*NUMBERS))
@@ -188,7 +190,8 @@ def test_clients_follow_a_longer_list_when_they_connect_again(cluster: list[Node
     pages.put(client, keys)
     tell(cluster, static_view(f"static:fleet/{','.join(named)}"))
     for link in client._fan_out.nodes.all().values():
-        link._drop(link._link)  # as by a restart
+        if link._link:  # not so to a member that it was told of just now
+            link._drop(link._link)  # as by a restart
     pages.get(client, keys)
     pages.put(client, keys)
     assert cluster[2].tier.visible_count == len(owned(view_of(cluster), pages, NUMBERS, "n2"))
@@ -199,14 +202,14 @@ def test_a_member_leaves_while_it_is_asked(
 ) -> None:
     client, keys = connect(cluster[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    routes = fan_out._routes
+    routes = fan_out.routes
 
     def shrunk(*arguments: Any) -> Any:
         found = routes(*arguments)
         client._fan_out.nodes._view = replace(view_of(cluster), number=2, members=view_of(cluster).members[:2])
         return found
 
-    monkeypatch.setattr(fan_out, "_routes", shrunk)
+    monkeypatch.setattr(fan_out, "routes", shrunk)
     assert pages.get(client, keys) == [True] * len(keys)
 
 
@@ -224,7 +227,7 @@ def test_what_is_listed_when_a_member_has_died(start_node: Any, connect: Any, pa
 
 
 def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages: Any, make_pages: Any) -> None:
-    nodes = [start_node() for _ in range(2)]
+    nodes = [start_node(copies_share=1.0) for _ in range(2)]
     tell(nodes, view_of(nodes))
     client, other, large = connect(nodes[0]), connect(nodes[1], "shm", direct=True), make_pages("large", 1 << 18)
     with contextlib.ExitStack() as held:
@@ -237,8 +240,9 @@ def test_a_member_that_is_full_is_not_away(start_node: Any, connect: Any, pages:
 
 
 def test_a_member_that_is_away_does_not_fill_an_engines_log(
-    cluster: list[Node], connect: Any, caplog: pytest.LogCaptureFixture
+    cluster: list[Node], connect: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one_window(management.log, monkeypatch)
     view = view_of(cluster)
     tell(cluster, replace(view, members=(replace(view.members[0], address="127.0.0.1:9"), *view.members[1:])))
     client = connect(cluster[1])

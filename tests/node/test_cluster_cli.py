@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fleet import calm, tell, view_of
 from typer.testing import CliRunner
+from waiting import wait_until
 
+from kvstore.cli.cluster_top import cluster_samples
 from kvstore.cli.commands import app
 from kvstore.cluster.view import Member, View
 from node.server import Node
@@ -18,15 +21,23 @@ def fleet(start_node: Any) -> list[Node]:
     nodes = [start_node() for _ in range(2)]
     members = tuple(Member(f"n{i}", f"127.0.0.1:{node.grpc.port}", 1.0 + i) for i, node in enumerate(nodes))
     for number, node in enumerate(nodes):
-        node.service.membership.view, node.service.membership.member = View("fleet", 1, members), f"n{number}"
+        node.membership.become(View("fleet", 1, members), f"n{number}")
     return nodes
 
 
 @pytest.fixture
-def kvstore(fleet: list[Node], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{fleet[0].grpc.port}")
-    monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
-    return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
+def kvstore_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], Callable[..., Any]]:
+    def at(node: Node) -> Callable[..., Any]:
+        monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{node.grpc.port}")
+        monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
+        return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
+
+    return at
+
+
+@pytest.fixture
+def kvstore(fleet: list[Node], kvstore_at: Any) -> Callable[..., Any]:
+    return kvstore_at(fleet[0])
 
 
 def test_members_and_shares(fleet: list[Node], kvstore: Any) -> None:
@@ -41,14 +52,72 @@ def test_members_and_shares(fleet: list[Node], kvstore: Any) -> None:
 
 def test_a_member_that_is_away(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
-    view = View("fleet", 2, (*fleet[0].service.membership.view.members, Member("gone", "127.0.0.1:9")))
-    fleet[0].service.membership.view = view
-    shown = kvstore("cluster")
-    assert shown.exit_code == 3
-    assert "DOES NOT ANSWER" in shown.stdout
-    assert "127.0.0.1:9: " in shown.stderr
-    assert kvstore("status").exit_code == 0
-    assert kvstore("ls").exit_code == 0
+    view = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
+    fleet[0].membership.become(view)
+    for command, code in (("cluster", 3), ("status", 0)):
+        shown = kvstore(command)
+        assert shown.exit_code == code
+        assert "NO ANSWER" in shown.stdout
+        assert "gone: " in shown.stderr
+    assert json.loads(kvstore("status", "--json").stdout)["namespaces"][0]["page_count"] == 20
+    listed = kvstore("ls", "--model", pages.namespace.model)
+    assert listed.exit_code == 0
+    assert listed.stderr.count("without") == 1
+
+
+def test_what_is_done_at_all_members_tells_of_those_that_are_away(
+    fleet: list[Node], kvstore: Any, connect: Any, pages: Any
+) -> None:
+    """What the others found and did is told too, not lost behind an error."""
+    keys = pages.keys(*range(20))
+    pages.put(connect(fleet[0]), keys)
+    gone = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
+    for number, node in enumerate(fleet):
+        node.membership.become(gone, f"n{number}")
+    model, known = ("--model", pages.namespace.model), [key.hex() for key in keys]
+    for command, wanted in (
+        (("verify", *model, "--all"), {"intact": 20, "dropped": 0}),
+        (("unpin", *known), {"unpinned": 0}),
+        (("rm", *model, "--all", "--yes"), {"removed": 20, "absent": 0}),
+        (("bench", "--seconds", "0.05", "--page-nbytes", "4KiB", "--batch", "2"), {"mismatches": 0}),
+        (("cluster", "rebalance"), {"dry_run": False}),
+    ):
+        ran = kvstore(*command, "--json")
+        told = json.loads(ran.stdout)
+        assert (ran.exit_code, told["away"]) == (3, ["gone"]), ran.stderr
+        assert wanted.items() <= told.items()
+        assert "gone" in ran.stderr
+    assert [node.tier.visible_count for node in fleet] == [0, 0]
+
+
+def test_a_damaged_page_is_told_of_though_a_member_is_away(
+    fleet: list[Node], kvstore: Any, connect: Any, pages: Any
+) -> None:
+    pages.put(connect(fleet[0]), pages.keys(*range(20)))
+    gone = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
+    for number, node in enumerate(fleet):
+        node.membership.become(gone, f"n{number}")
+    holder = next(node for node in fleet if node.tier.visible_count)
+    (index,) = holder.tier.namespaces.all()
+    damaged = next(iter(index.pages.values()))
+    holder.arena.view(damaged.offset, 8)[:] = b"damaged!"
+    ran = kvstore("verify", "--model", pages.namespace.model, "--all", "--json")
+    assert (ran.exit_code, json.loads(ran.stdout)["dropped"]) == (5, 1)
+
+
+def test_pages_with_replicas_are_counted_as_what_they_are(
+    fleet: list[Node], kvstore: Any, connect: Any, pages: Any
+) -> None:
+    members = fleet[0].membership.view.members
+    for number, node in enumerate(fleet):
+        node.membership.become(View("fleet", 2, members, 2), f"n{number}")
+    pages.put(connect(fleet[0]), pages.keys(*range(20)))
+    calm(fleet)
+    assert "COPIES IN RAM" in kvstore("ls").stdout
+    refused = kvstore("rm", "--model", pages.namespace.model, "--all")
+    assert "Remove all 20 pages of" in refused.stderr
+    removed = kvstore("rm", "--model", pages.namespace.model, "--all", "--yes")
+    assert removed.stdout == "removed 20 of 20 pages\n"
 
 
 def test_commands_work_as_with_one_node(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
@@ -69,17 +138,94 @@ def test_commands_work_as_with_one_node(fleet: list[Node], kvstore: Any, connect
 
 
 def test_one_member_alone(fleet: list[Node], kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kvstore("top", "--once").exit_code == 0
-    assert "no disk tier" in kvstore("scrub").stderr
     one = os.environ["KVSTORE_ADDRESS"]
+    monkeypatch.setenv("KVSTORE_DIRECT", "1")
+    assert json.loads(kvstore("status", "--json").stdout)["state"] == "SERVING"
+    assert "member n0 of fleet  view 1  members 2  replicas 1  registry static" in kvstore("status").stdout
+    assert "members" not in json.loads(kvstore("top", "--once", "--interval", "0.05", "--json").stdout)
+    assert kvstore("cluster").exit_code == 2
     monkeypatch.setenv("KVSTORE_ADDRESS", f"{one},127.0.0.1:9")
     for command in ("top", "scrub", "recover"):
         refused = kvstore(command)
         assert (refused.exit_code, "names 2 nodes, and this is asked of one" in refused.stderr) == (2, True)
         assert "asked of one" not in kvstore(command, *(("--once",) if command == "top" else ()), "-a", one).stderr
-    monkeypatch.setenv("KVSTORE_ADDRESS", one)
-    monkeypatch.setenv("KVSTORE_DIRECT", "1")
-    assert json.loads(kvstore("status", "--json").stdout)["state"] == "SERVING"
-    assert kvstore("cluster").exit_code == 2
     monkeypatch.setenv("KVSTORE_DIRECT", "maybe")
     assert "KVSTORE_DIRECT='maybe' must be one of" in kvstore("status").stderr
+
+
+def test_disks_of_all_members(start_node: Any, kvstore_at: Any, tmp_path: Any, connect: Any, pages: Any) -> None:
+    """Scrubbed one after the other; only one that is stopped is recovered."""
+    nodes = [start_node(data_dir=str(tmp_path / f"n{i}"), disk_nbytes=16 << 20) for i in range(2)]
+    tell(nodes, view_of(nodes, replicas=2))
+    kvstore = kvstore_at(nodes[0])
+    pages.put(connect(nodes[0]), pages.keys(*range(6)))
+    calm(nodes)
+    assert json.loads(kvstore("flush", "--json").stdout) == {"pages_on_disk": 12, "away": []}
+    scrubbed = json.loads(kvstore("scrub", "--json").stdout)
+    assert (scrubbed["intact"], scrubbed["damaged"], scrubbed["away"]) == (12, 0, [])
+    assert kvstore("recover").stdout == "no disk is stopped at the 2 members that answer\n"
+    assert nodes[1].disk is not None
+    nodes[1].disk.blame("writing", OSError("it broke"))
+    shown = kvstore("cluster")
+    assert ("DEGRADED" in shown.stdout, "n1: DISK STOPPED: writing failed: it broke" in shown.stderr) == (True, True)
+    assert json.loads(kvstore("recover", "--json").stdout) == {"recovered": ["n1"], "away": []}
+    assert "DEGRADED" not in kvstore("cluster").stdout
+
+
+def test_what_waits_for_a_member_is_shown(
+    fleet: list[Node], kvstore: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "page.bin"
+    file.write_bytes(bytes(4096))
+    put = ("put", str(file), "--create-opaque", "acknowledged", "--tokens", "1", "--ack")
+    members = fleet[0].membership.view.members
+    for node in fleet:
+        node.membership.become(View("fleet", 2, (*members, Member("gone", "127.0.0.1:9", 1e6)), 2))
+    monkeypatch.setenv("KVSTORE_TIMEOUT_S", "6")
+    refused = kvstore(*put, "all")
+    assert (refused.exit_code, "visible but not at all owners" in refused.stderr) == (4, True)
+    assert "to other members 1 pages wait, 4.0 KiB of 4.0 MiB  handed 0  dropped 0" in kvstore("cluster").stdout
+    for node in fleet:
+        node.membership.become(View("fleet", 3, members, 2))
+    assert kvstore(*put, "all").exit_code == 0
+    assert "handed 1  dropped 1" in kvstore("status").stdout
+    assert kvstore(*put, "both").exit_code == 2
+    monkeypatch.setenv("KVSTORE_DIRECT", "1")
+    shown = [kvstore("status", "-a", f"127.0.0.1:{node.grpc.port}").stdout for node in fleet]
+    assert ["dropped 1" in text for text in shown].count(True) == 1
+
+
+def test_top_of_a_cluster(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+    shown = kvstore("top", "--once", "--interval", "0.05")
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("cluster fleet  view 1  members 2, 2 answer  replicas 1  from static\n")
+    assert [line.split()[0] for line in shown.stdout.splitlines() if line.startswith(("n0", "n1", "all"))] == [
+        "n0",
+        "n1",
+        "all",
+    ]
+    ran = kvstore("top", "--count", "2", "--interval", "0.05", "--json")
+    assert [json.loads(line)["view"] for line in ran.stdout.splitlines()] == [1, 1]
+
+
+def test_members_come_and_go_while_top_runs(fleet: list[Node], connect: Any, pages: Any) -> None:
+    client, members = connect(fleet[0]), fleet[0].membership.view.members
+    client.namespaces()
+    samples = cluster_samples(client, 0.01, 0)
+
+    def seen() -> list[tuple[str, bool]]:
+        return [(member["id"], member["answers"]) for member in next(samples).values["members"]]
+
+    def become(number: int, *members: Member) -> None:
+        for node in fleet:
+            node.membership.become(View("fleet", number, members))
+
+    assert seen() == [("n0", True), ("n1", True)]
+    become(2, *members, Member("gone", "127.0.0.1:9"))
+    wait_until(lambda: seen() == [("n0", True), ("n1", True), ("gone", False)])
+    become(3, *members[:1])
+    wait_until(lambda: seen() == [("n0", True)])
+    become(4, *members)
+    wait_until(lambda: seen() == [("n0", True), ("n1", True)])
+    pages.put(client, pages.keys(*range(20)))
+    assert next(samples).values["totals"]["put_per_s"] > 0

@@ -198,7 +198,7 @@ def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
     how: str,
 ) -> None:
     """16 MiB: more than gRPC and the socket buffers take."""
-    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20)
+    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
     space = make_pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
     request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*range(16)))

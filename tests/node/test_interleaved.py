@@ -21,5 +21,16 @@ def test_pages_keep_their_bytes_whoever_comes_in_between(seed: int, part: int) -
         life.run()
         done += life.done
     # The simulation must have met what it is for.
-    for event in ("yields", "moves", "loads", "cancelled", "puts", "hits", "pins", "removes", "exhausted"):
+    for event in (
+        "yields",
+        "moves",
+        "loads",
+        "cancelled",
+        "puts",
+        "hits",
+        "pins",
+        "removes",
+        "exhausted",
+        "copies fetched",
+    ):
         assert done[event] > 0, done

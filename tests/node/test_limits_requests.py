@@ -1,6 +1,7 @@
 """What one request may cost: memory, time, and how many of a kind run; and what is answered when the node itself
 fails at one."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -41,6 +42,12 @@ class Blocked:
         monkeypatch.setitem(node.service._unary, op, wait)
 
 
+def refused(call: Callable[[], object]) -> None:
+    """A node that is alone has nobody to move pages to."""
+    with contextlib.suppress(InvalidRequest):
+        call()
+
+
 LONG = {
     "list": lambda client, pages: list(client.list_pages(pages.namespace)),
     "verify": lambda client, pages: client.verify(pages.namespace, pages.keys(1)),
@@ -48,6 +55,8 @@ LONG = {
     "flush": lambda client, pages: client.flush(),
     "scrub": lambda client, pages: client.scrub(),
     "recover": lambda client, pages: client.recover(),
+    "drain": lambda client, pages: refused(client.drain),
+    "sweep": lambda client, pages: refused(client.sweep),
     "node_status": lambda client, pages: client.node_status(),
     "list_namespaces": lambda client, pages: client.namespaces(),
 }
@@ -111,7 +120,7 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
     client = connect(node, timeout_s=30.0)
     pages.put(client, [bytes([number]) * 32 for number in range(16)])
     client.flush()
-    monkeypatch.setattr("node.serve.service.SCRUB_NBYTES_MAX", 16 << 10)
+    monkeypatch.setattr("node.serve.disk_calls.SCRUB_NBYTES_MAX", 16 << 10)
     first = client.scrub(nbytes_max=1 << 60)
     assert (first.intact, first.nbytes) == (4, 16 << 10)
     intact, cursor = first.intact, first.next_cursor
@@ -119,9 +128,9 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
         reply = client.scrub(cursor, 1 << 60)
         intact, cursor = intact + reply.intact, reply.next_cursor
     assert intact == 16
-    monkeypatch.setattr("node.serve.service.SCRUB_NBYTES_MAX", 1 << 30)
+    monkeypatch.setattr("node.serve.disk_calls.SCRUB_NBYTES_MAX", 1 << 30)
     assert not client.scrub().next_cursor
-    monkeypatch.setattr("node.serve.service.SCRUB_S_MAX", 0.0)
+    monkeypatch.setattr("node.serve.disk_calls.SCRUB_S_MAX", 0.0)
     assert client.scrub().next_cursor
 
 

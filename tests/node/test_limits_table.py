@@ -46,6 +46,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     budgets += node.service._long_calls.values()
     budgets += [servicer._durable, servicer._loads, servicer._large]
     places = [node.bulk._places, node.shm._places, servicer._calls, servicer._health_calls, servicer._reflections]
+    places += [servicer._followers]
     places += [node.metrics._places]
     caps = [one.cap for one in (*budgets, *places)] + [node.grpc._connections._cap]
     told = {name.strip() for row in rows() for name in row[0].split(",")}

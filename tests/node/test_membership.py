@@ -9,6 +9,7 @@ from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 from node.peers.membership import Membership
 
+OF_ETCD = [("zone", "z1"), ("weight", 2.0), ("etcd_cert", "x.pem"), ("advertise", "h")]
 TEXT = "static:fleet/n1=h1:7440,n2=[::1]:7441@rack-2*2.5, n3=h3"
 
 
@@ -30,20 +31,37 @@ def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == second
 
 
+def test_replicas_without_a_cluster() -> None:
+    with pytest.raises(ConfigError, match="replicas=2 is named, but no cluster; name it with --cluster"):
+        Membership("", "", 2)
+
+
 def test_a_node_that_is_alone_tells_nothing() -> None:
     hello = pb.HelloReply()
     Membership("", "").tell(hello)
     assert not hello.HasField("view")
 
 
+def test_replicas_of_a_static_list() -> None:
+    assert Membership(TEXT, "n2", 3).view.replicas == 3  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="replicas=4, but the cluster fleet has 3 members; list more of them"):
+        Membership(TEXT, "n2", 4)
+
+
 @pytest.mark.parametrize(
     ("cluster", "member", "said"),
     [
         (TEXT, "n4", "member='n4' is not of the cluster fleet; its members are n1, n2, n3"),
-        (TEXT, "", "member='' is not of the cluster fleet"),
+        (TEXT, "", r"member='' is not of the cluster fleet.* say which of them this node is \(--member\)"),
         ("", "n1", "member=n1 is named, but no cluster"),
-        ("etcd://h:2379/fleet", "n1", r"is not static:NAME/ID=HOST:PORT\[@ZONE\]"),
-        ("static:fleet", "n1", "is not static:NAME/"),
+        ("zk://h:2181/fleet", "n1", r"is neither etcd://HOST:PORT,.../NAME nor static:NAME/ID=HOST:PORT\[@ZONE\]"),
+        ("etcd:h:2379/fleet", "n1", "is neither etcd://"),
+        ("etcd://h:2379", "n1", "is not etcd://HOST:PORT,.../NAME"),
+        ("etcd://h:2379,/fleet", "n1", "is not etcd://HOST:PORT,.../NAME"),
+        ("etcd://h:2379/fl/eet", "n1", "the cluster is called 'fl/eet'"),
+        ("etcd://h:port/fleet", "n1", "'h:port:2379' is not host:port"),
+        ("etcd://h:2379/fleet", "", r"name it with member \(--member\)"),
+        ("static:fleet", "n1", "is neither etcd://HOST:PORT,.../NAME nor static:NAME/"),
         ("static:fleet/", "n1", "'' is no member"),
         ("static:fleet/n1", "n1", "'n1' is no member; write ID=HOST:PORT"),
         ("static:fleet/n1=h1*two", "n1", "the weight of n1 is 'two', which is no number"),
@@ -56,3 +74,20 @@ def test_a_node_that_is_alone_tells_nothing() -> None:
 def test_what_ends_the_start(start_node: Any, cluster: str, member: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         start_node(cluster=cluster, member=member)
+
+
+@pytest.mark.parametrize(("name", "value"), OF_ETCD)
+def test_what_a_fixed_list_says_is_no_setting(start_node: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value} is for a cluster on etcd; a fixed list says it of each"):
+        start_node(cluster=TEXT, member="n2", **{name: value})
+
+
+def test_more_members_than_connections_are_told_once(start_node: Any, caplog: pytest.LogCaptureFixture) -> None:
+    node = start_node(sessions_max=8)
+    members = tuple(Member(f"n{number}", f"127.0.0.1:{number + 1}") for number in range(6))
+    for number, count in enumerate((4, 5, 6, 4), 1):
+        node.membership.become(View("fleet", number, members[:count]), "n0")
+    said = [record.getMessage() for record in caplog.records if "sessions_max" in record.getMessage()]
+    assert len(said) == 1
+    assert "5 members and sessions_max=8" in said[0]
+    assert "--sessions-max 20" in said[0]

@@ -29,6 +29,7 @@ Key = tuple[str, bytes]
 class Model:
     visible: set[Key] = field(default_factory=set)
     writing: set[Key] = field(default_factory=set)
+    unwanted: set[Key] = field(default_factory=set)  # removed while they were being written
     pinned: dict[Key, int] = field(default_factory=dict)  # expiry_ms
     holds: dict[int, tuple[Key, Page, int]] = field(default_factory=dict)  # ticket: (key, page, offset when held)
 
@@ -108,13 +109,16 @@ class Simulation:
             keys = {(name, page.prefix_hash) for page in reservation.pages}
             assert self.box.commit(reservation) == len(keys)
             self.model.writing -= keys
-            self.model.visible |= keys
+            self.model.visible |= keys - self.model.unwanted
+            self.model.unwanted -= keys
 
     def abort(self) -> None:
         if self.reservations:
             name, reservation = self.reservations.pop(self.rng.randrange(len(self.reservations)))
             self.box.tier.abort(reservation)
-            self.model.writing -= {(name, page.prefix_hash) for page in reservation.pages}
+            keys = {(name, page.prefix_hash) for page in reservation.pages}
+            self.model.writing -= keys
+            self.model.unwanted -= keys
 
     def acquire(self) -> None:
         name, keys = self.batch()
@@ -135,6 +139,7 @@ class Simulation:
             self.model.pinned.pop((name, key), None)
             self.model.visible.discard((name, key))
             self.model.outlive((name, key))
+            self.model.unwanted |= {(name, key)} & self.model.writing
 
     def pin(self) -> None:
         name, keys = self.batch()

@@ -51,7 +51,7 @@ def test_reflection_describes_the_whole_service(channel: grpc.Channel) -> None:
     described.methods_by_name["Put"].CopyToProto(put)
     assert put.client_streaming
     lookup = described.methods_by_name["Lookup"].input_type
-    assert [field.name for field in lookup.fields] == ["namespace", "prefix_hashes", "touch"]
+    assert [field.name for field in lookup.fields] == ["namespace", "prefix_hashes", "touch", "near", "wait_ms"]
 
 
 def metrics(port: int) -> dict[str, dict[tuple[str, ...], float]]:

@@ -11,7 +11,6 @@ import pytest
 
 from kvstore import ByteRange, Client, DeadlineExceeded, Namespace, PutOutcome, opaque_layout
 from kvstore.wires import abreast, shm
-from node.ram.inventory import Inventory
 from node.server import Node
 
 LANES = 3
@@ -59,9 +58,7 @@ def test_damaged_pages_and_ranges_are_found_in_whichever_share(client: Client, p
     assert client.get_ranges(pages.namespace, keys, [ByteRange(5, 7)], buffers) == [True] * 9
     assert buffers == [pages.content(key)[5:12] for key in keys]
     for bad in (1, 5, 8):
-        with Inventory(node.tier).inspected(pages.namespace.digest, keys[bad]) as page:
-            assert page is not None
-            node.arena.view(page.offset, 1)[0] ^= 1
+        pages.flip(node, keys[bad])
     assert pages.get(client, keys) == [i not in (1, 5, 8) for i in range(9)]
     assert client.lookup(pages.namespace, keys).present == tuple(i not in (1, 5, 8) for i in range(9))
 

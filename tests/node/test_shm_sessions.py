@@ -115,7 +115,7 @@ def pages(request: pytest.FixtureRequest, make_pages: Any) -> Any:
 @pytest.fixture
 def small(start_node: Callable[..., Node]) -> Node:
     """64 pages of room."""
-    return start_node(ram_nbytes=4 << 20)
+    return start_node(ram_nbytes=4 << 20, stall_s=0.8)
 
 
 @pytest.fixture

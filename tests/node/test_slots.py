@@ -36,15 +36,14 @@ class Model:
             assert apart or (other, size) == (start, nbytes), "two sizes in one block"
         self.taken[offset] = nbytes
 
-    def has_room(self, nbytes: int) -> bool:
-        blocks = self.blocks()
+    def free_count(self, nbytes: int) -> int:
+        count, blocks = 0, self.blocks()
         for start in range(0, self.region_nbytes, BLOCKS[nbytes]):
             inside = [offset for offset in self.taken if start <= offset < start + BLOCKS[nbytes]]
-            if blocks.get(start) == nbytes and len(inside) < BLOCKS[nbytes] // nbytes:
-                return True
-            if all(start + BLOCKS[nbytes] <= b or b + BLOCKS[size] <= start for b, size in blocks.items()):
-                return True
-        return False
+            empty = all(start + BLOCKS[nbytes] <= b or b + BLOCKS[size] <= start for b, size in blocks.items())
+            if empty or blocks.get(start) == nbytes:
+                count += BLOCKS[nbytes] // nbytes - len(inside)
+        return count
 
 
 def test_random_use_equals_a_naive_model(seed: int) -> None:
@@ -58,9 +57,9 @@ def test_random_use_equals_a_naive_model(seed: int) -> None:
             del model.taken[offset]
         else:
             size = rng.choice(SIZES)
-            assert slots.has_room(size) == model.has_room(size)
+            assert slots.free_count(size) == model.free_count(size)
             offset_or_none = slots.allocate(size, object())
-            assert (offset_or_none is not None) == model.has_room(size)
+            assert (offset_or_none is not None) == (model.free_count(size) > 0)
             if offset_or_none is not None:
                 model.take(offset_or_none, size)
         assert slots.used_nbytes == sum(model.taken.values())
@@ -90,7 +89,7 @@ def test_what_was_claimed_is_used_like_what_was_allocated(seed: int) -> None:
     assert slots.check() == []
     assert (slots.used_nbytes, slots.extent_free_count) == (before.used_nbytes, before.extent_free_count)
     for size in SIZES:
-        assert slots.has_room(size) == model.has_room(size)
+        assert slots.free_count(size) == model.free_count(size)
 
 
 def test_a_block_of_another_size_is_not_claimed() -> None:

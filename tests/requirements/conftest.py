@@ -49,10 +49,9 @@ def connect() -> Iterator[Callable[..., Client]]:
 
     def to(where: Any, wire: str = "bulk", **settings: Any) -> Client:
         address = f"127.0.0.1:{where.grpc.port}" if isinstance(where, Node) else where
-        connect_s = min(5.0, settings.get("timeout_s", 5.0))  # a starved machine needs more than two
-        clients.append(
-            Client(ClientConfig(**{"address": address, "wire": wire, "connect_timeout_s": connect_s, **settings}))
-        )
+        calls_s = settings.get("timeout_s", 30.0)  # on a starved machine a call takes longer than five seconds
+        patience = {"timeout_s": calls_s, "connect_timeout_s": min(20.0, calls_s)}
+        clients.append(Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings})))
         return clients[-1]
 
     yield to

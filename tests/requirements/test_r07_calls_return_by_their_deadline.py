@@ -1,6 +1,7 @@
 """R7: every call returns by its deadline; a hung node costs at most one deadline, then a breaker opens;
 the result is to recompute."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import stopping
 
-from kvstore import Client, DeadlineExceeded, Unavailable
+from kvstore import Client, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.layout import ByteRange
 from kvstore.measure.node_process import NodeProcess
 
 DEADLINE_S = 0.3
+PAUSE_S = 600.0  # of a breaker
 PAGE = bytes(4096)
 
 
@@ -47,6 +49,8 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "flush": lambda client, chain, s: client.flush(timeout_s=s),
     "scrub": lambda client, chain, s: client.scrub(timeout_s=s),
     "recover": lambda client, chain, s: client.recover(timeout_s=s),
+    "drain": lambda client, chain, s: client.drain(timeout_s=s),
+    "sweep": lambda client, chain, s: client.sweep(timeout_s=s),
     "batch_pages_max": lambda client, chain, s: client.batch_pages_max(chain.namespace, timeout_s=s),
     "open_put": lambda client, chain, s: entering(client.open_put(chain.namespace, chain.keys(2), timeout_s=s)),
     "open_get": lambda client, chain, s: entering(client.open_get(chain.namespace, chain.keys(1), timeout_s=s)),
@@ -58,7 +62,7 @@ LOCAL = {"open", "batch_pages_max"}  # ask only when the client is not connected
 def settings(op: str) -> dict[str, float]:
     """The times that a call has by itself; list_pages takes none, so it must be content with the default."""
     default_s = DEADLINE_S if op == "list_pages" else 60.0
-    return {"timeout_s": default_s, "connect_timeout_s": min(default_s, 30.0)}
+    return {"timeout_s": default_s, "connect_timeout_s": min(default_s, 30.0), "backoff_s_max": PAUSE_S}
 
 
 @pytest.fixture
@@ -99,14 +103,21 @@ def stop(node_process: NodeProcess) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(autouse=True)
 def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of a second may be over on a busy machine before a test has looked."""
-    monkeypatch.setattr("kvstore.breaker.PAUSE_S_MIN", 30.0)
+    """A shorter one may be over on a busy machine before a test has looked."""
+    monkeypatch.setattr("kvstore.breaker.PAUSE_S_MIN", PAUSE_S)
 
 
-def refuses_at_once(client: Client, chain: Any) -> None:
-    """A deadline of an hour shows that nothing is waited for."""
-    with pytest.raises(Unavailable, match="next try in"):
-        client.lookup(chain.namespace, chain.keys(1), timeout_s=3600.0)
+def refuse_at_once(clients: dict[str, Client], chain: Any) -> None:
+    """After a call of each, by operation. A deadline of an hour shows that nothing is waited for."""
+    for op, client in clients.items():
+        for _ in range(20):  # on a busy machine a call may be too late to say anything about the node
+            if client.stats.failures:
+                break
+            with contextlib.suppress(KVStoreError):
+                CALLS[op](client, chain, DEADLINE_S)
+        assert client.stats.failures, op
+        with pytest.raises(Unavailable, match="next try in"):
+            client.lookup(chain.namespace, chain.keys(1), timeout_s=3600.0)
 
 
 def test_r07_every_call_of_the_client_is_tried_here() -> None:
@@ -137,9 +148,8 @@ def test_r07_a_node_that_was_never_reached(
         return lambda: CALLS[op](clients[op], chain, DEADLINE_S)
 
     by_deadline(CALLS, DEADLINE_S, prepare)
-    for client in clients.values():
-        refuses_at_once(client, chain)
-        assert client.stats.failures == 1
+    refuse_at_once(clients, chain)
+    assert all(client.stats.failures == 1 for client in clients.values())
 
 
 def test_r07_a_node_that_stops_answering(
@@ -154,8 +164,7 @@ def test_r07_a_node_that_stops_answering(
         return lambda: CALLS[op](clients[op], chain, DEADLINE_S)
 
     by_deadline(CALLS.keys() - LOCAL - (IN_PLACE if wire != "shm" else set()), DEADLINE_S, prepare, stop)
-    for client in clients.values():
-        refuses_at_once(client, chain)
+    refuse_at_once(clients, chain)
 
 
 def test_r07_closing_does_not_wait_for_a_node_that_stopped(
@@ -169,7 +178,7 @@ def test_r07_closing_does_not_wait_for_a_node_that_stopped(
 
     def call(client: Client) -> None:
         with pytest.raises((DeadlineExceeded, Unavailable)):
-            CALLS["get"](client, chain, 1.2)
+            CALLS["get"](client, chain, 4.0)
 
     calling = [threading.Thread(target=call, args=(client,)) for client in clients]
     closing = [threading.Thread(target=client.close) for client in clients]
@@ -178,7 +187,7 @@ def test_r07_closing_does_not_wait_for_a_node_that_stopped(
     time.sleep(0.1)
     for thread in closing:
         thread.start()
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 3.0
     for thread in closing:
         thread.join(max(0.0, end - time.monotonic()))
     assert not any(thread.is_alive() for thread in closing)

@@ -8,11 +8,13 @@
     {"do": "arm", "faults": [{...}]}          see engine_faults.py
     {"do": "report"}                          calls of the store per kind in each process, faults that struck
     {"do": "metrics"} {"do": "cache"} {"do": "chain", "prompt": [token, ...]}
+    {"do": "blocks", "prompt": [token, ...]}  digests of the prompt's full blocks in the engine's own cache
     {"do": "agents"}                          where each worker's agents live, and their process if they have one
 
 The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -29,6 +31,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import Request
 
 SETTLE_S = 60.0
+DIGESTED_BLOCKS = 256  # at a time
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -75,6 +78,22 @@ def agents_of(worker: Any) -> dict[str, Any]:
         "ready": child.ready if child else True,
         "violations": home.check(),
     }
+
+
+def digests_of(worker: Any, numbers: Sequence[int]) -> list[str]:
+    """For `collective_rpc`: of blocks by their numbers."""
+    import torch
+
+    digests = []
+    for first in range(0, len(numbers), DIGESTED_BLOCKS):
+        some = list(numbers[first : first + DIGESTED_BLOCKS])
+        layers = [cache[some].flatten(1).view(torch.uint8).cpu().numpy() for cache in worker.model_runner.kv_caches]
+        for block in zip(*layers, strict=True):
+            digest = hashlib.blake2b(digest_size=16)
+            for layer in block:
+                digest.update(layer)
+            digests.append(digest.hexdigest())
+    return digests
 
 
 class Engine:
@@ -167,6 +186,15 @@ class Engine:
         hasher = self.core.request_block_hasher
         request = Request("chain", list(prompt), params, None, block_hasher=hasher)
         return {"hashes": [bytes(name).hex() for name in request.block_hashes]}
+
+    def blocks(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """What the engine's own cache holds of a prompt's full blocks, all layers of each; null: it has it not."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        names = [bytes.fromhex(name) for name in self.chain(prompt)["hashes"]]
+        found = [pool.get_cached_block(name, [0]) for name in names]
+        numbers = [blocks[0].block_id for blocks in found if blocks]
+        digests = iter(self.llm.collective_rpc(digests_of, args=(numbers,))[0])
+        return {"digests": [next(digests) if blocks else None for blocks in found]}
 
     def cache(self) -> dict[str, Any]:
         """Whether vLLM's own prefix caching is on. Of rank 0: how many layers each group of the cache has, and whether

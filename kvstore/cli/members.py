@@ -1,0 +1,225 @@
+"""What is told of a cluster's members: a row for each, sums over those that answer, and what is not well."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore.cli.output import human_ms, human_nbytes, human_share, percent, plain
+from kvstore.cluster.view import REGISTRIES, Member, State, View
+from kvstore.errors import KVStoreError
+from kvstore.pb import kvstore_pb2 as pb
+
+Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
+NO_ANSWER = "NO ANSWER"
+
+# The first ones are left where a terminal is narrow.
+COLUMNS = (
+    "MEMBER",
+    "STATE",
+    ">SHARE",
+    ">HIT",
+    ">RAM",
+    ">DISK",
+    ">PAGES",
+    ">COPIES",
+    ">TO HAND",
+    ">DROPPED",
+    ">UP",
+    "ZONE",
+    "ADDRESS",
+)
+_STORED = ("used_nbytes", "capacity_nbytes", "page_count")
+_SUMMED = (
+    "queue_pages",
+    "queue_nbytes",
+    "queue_nbytes_max",
+    "pages_handed",
+    "pages_dropped",
+    "copy_count",
+    "copy_nbytes",
+    "pages_fetched",
+    "pages_fetch_failed",
+)
+
+
+def answers(statuses: Statuses) -> list[pb.NodeStatusReply]:
+    return [status for status in statuses.values() if isinstance(status, pb.NodeStatusReply)]
+
+
+def by_id(view: View, statuses: Statuses) -> dict[str, pb.NodeStatusReply]:
+    """Of the members that answer."""
+    told = {member.id: statuses.get(member.address) for member in view.members}
+    return {member: status for member, status in told.items() if isinstance(status, pb.NodeStatusReply)}
+
+
+def state_of(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> str:
+    """As the view has it, if the member itself has nothing else to say."""
+    if not isinstance(status, pb.NodeStatusReply):
+        return NO_ANSWER
+    if status.state == "DEGRADED":
+        return status.state
+    return "stopping" if status.state == "DRAINING" else member.state.name.lower()
+
+
+def troubled_first(members: Sequence[Member], statuses: Statuses) -> list[Member]:
+    return sorted(members, key=lambda member: state_of(member, statuses.get(member.address)) == "serving")
+
+
+def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tuple[Any, ...]]:
+    weight = sum(member.weight for member in view.members if member.state is not State.DRAINING)
+    found: list[tuple[Any, ...]] = []
+    for member in members:
+        status = statuses.get(member.address)
+        share = percent(0.0 if member.state is State.DRAINING else member.weight, weight)
+        about = (member.id, state_of(member, status), share)
+        where = (member.zone or "-", member.address)
+        if not isinstance(status, pb.NodeStatusReply):
+            found.append((*about, *("-",) * (len(COLUMNS) - len(about) - len(where)), *where))
+            continue
+        ram, disk, totals, peers = status.ram, status.disk, status.totals, status.peers
+        found.append(
+            (
+                *about,
+                percent(totals.prefix_hits, totals.pages_asked),
+                human_share(ram.used_nbytes, ram.capacity_nbytes),
+                human_share(disk.used_nbytes, disk.capacity_nbytes),
+                ram.page_count,
+                peers.copy_count,
+                peers.queue_pages,
+                peers.pages_dropped,
+                human_ms(status.uptime_ms),
+                *where,
+            )
+        )
+    return found
+
+
+def headline(view: View, statuses: Statuses) -> str:
+    there = answers(statuses)
+    told = {status.peers.registry for status in there if status.HasField("peers")} or {"static"}
+    sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
+    return (
+        f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} answer  "
+        f"replicas {view.replicas}  from {' and '.join(sources)}"
+    )
+
+
+def sums(view: View, statuses: Statuses) -> list[str]:
+    """Over the members that answer."""
+    there = answers(statuses)
+    peers, totals = summed_peers(there), pb.Counters()
+    for status in there:
+        _add(totals, status.totals, ("prefix_hits", "pages_asked"))
+    hit = f"hit {percent(totals.prefix_hits, totals.pages_asked)}"
+    return [stored_line(there), f"{hit}  {copies_line(peers)}", handing_line(peers), _sweeps(view, statuses)]
+
+
+def stored_line(there: Sequence[pb.NodeStatusReply]) -> str:
+    ram, disk = pb.RamStatus(), pb.DiskStatus()
+    for status in there:
+        _add(ram, status.ram, _STORED)
+        _add(disk, status.disk, _STORED)
+    return "  ".join(_tier_line(name, tier) for name, tier in (("RAM", ram), ("disk", disk)) if tier.capacity_nbytes)
+
+
+def _tier_line(name: str, tier: Any) -> str:
+    return f"{name} {human_nbytes(tier.used_nbytes)} of {human_nbytes(tier.capacity_nbytes)}, pages {tier.page_count:,}"
+
+
+def summed_peers(there: Sequence[pb.NodeStatusReply]) -> pb.PeersStatus:
+    peers = pb.PeersStatus()
+    for status in there:
+        _add(peers, status.peers, _SUMMED)
+    return peers
+
+
+def _add(total: Any, more: Any, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(total, name, getattr(total, name) + getattr(more, name))
+
+
+def copies_line(peers: pb.PeersStatus) -> str:
+    return (
+        f"copies of others' pages {peers.copy_count:,}, {human_nbytes(peers.copy_nbytes)}  "
+        f"fetched {peers.pages_fetched:,}  could not be had {peers.pages_fetch_failed:,}"
+    )
+
+
+def handing_line(peers: pb.PeersStatus) -> str:
+    """What waits to be handed to other members, and what was not."""
+    return (
+        f"to other members {peers.queue_pages:,} pages wait, {human_nbytes(peers.queue_nbytes)} of "
+        f"{human_nbytes(peers.queue_nbytes_max)}  handed {peers.pages_handed:,}  dropped {peers.pages_dropped:,}"
+    )
+
+
+def sweep_progress(peers: pb.PeersStatus) -> str:
+    """Of a sweep that runs; empty: none does."""
+    if not peers.sweeping:
+        return ""
+    return percent(peers.sweep_pages_fetched, peers.sweep_pages_missing) if peers.sweep_pages_missing else "looks"
+
+
+def sweep_left(peers: pb.PeersStatus) -> str:
+    """Of the last sweep; empty: nothing."""
+    reasons = ((peers.sweep_pages_full, "found no room"), (peers.sweep_pages_failed, "could not be had"))
+    return ", ".join(f"{count:,} pages {why}" for count, why in reasons if count)
+
+
+def sweep_line(peers: pb.PeersStatus) -> str:
+    """Of one member."""
+    count = f"{peers.sweep_pages_fetched:,} of {peers.sweep_pages_missing:,} pages fetched"
+    if peers.sweeping:
+        said = f"sweep runs  {count}"
+    elif peers.sweep_age_ms:
+        said = f"swept {human_ms(peers.sweep_age_ms)} ago  {count}"
+    else:
+        return "not swept yet"
+    left = sweep_left(peers)
+    return f"{said}  {left}" if left else said
+
+
+def _sweeps(view: View, statuses: Statuses) -> str:
+    told = {name: status.peers for name, status in by_id(view, statuses).items()}
+    running = [f"{name} {sweep_progress(peers)}" for name, peers in told.items() if peers.sweeping]
+    left = [f"{name} {sweep_left(peers)}" for name, peers in told.items() if sweep_left(peers)]
+    return "  ".join([f"sweeps {', '.join(running) or 'none run'}", *(["left " + "; ".join(left)] if left else [])])
+
+
+def troubles(view: View, statuses: Statuses) -> list[str]:
+    """Who does not answer, whose disk or registry is not well, who has another view or is apart."""
+    said: dict[str, None] = {}
+    for member in view.members:
+        status = statuses.get(member.address)
+        if not isinstance(status, pb.NodeStatusReply):
+            said[f"{member.id}: {status or 'not asked yet'}"] = None
+            continue
+        if status.HasField("disk") and status.disk.state != "SERVING":
+            said[f"{member.id}: DISK STOPPED: {status.disk.reason}; mend it, then: kvstore recover"] = None
+        if status.peers.registry not in ("", *REGISTRIES):
+            said[f"{member.id}: its registry can not be asked {status.peers.registry}"] = None
+        said |= dict.fromkeys(f"not of the view: {line}" for line in status.peers.apart)
+    if view.replicas > len(view.members):
+        said[f"{view.replicas} replicas are wanted of {len(view.members)} members: there are fewer"] = None
+    return list(said)
+
+
+def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
+    members = []
+    for member in view.members:
+        status = statuses.get(member.address)
+        whole = plain(status) if isinstance(status, pb.NodeStatusReply) else None
+        members.append({**member_json(member, status), "status": whole})
+    return {"cluster": view.cluster, "view": view.number, "replicas": view.replicas, "members": members}
+
+
+def member_json(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> dict[str, Any]:
+    there = isinstance(status, pb.NodeStatusReply)
+    return {
+        "id": member.id,
+        "address": member.address,
+        "weight": member.weight,
+        "zone": member.zone,
+        "state": member.state.name,
+        "answers": there,
+        "error": "" if there else str(status or "not asked yet"),
+    }

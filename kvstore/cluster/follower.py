@@ -1,0 +1,172 @@
+"""A thread that hears of new views, from one member after the other: one for each client of a cluster, and none for a
+client of a node that is alone."""
+
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from kvstore.errors import KVStoreError
+from kvstore.log_rate import LogRate
+from kvstore.pb import kvstore_pb2 as pb
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+# Then another member is asked: one that hangs, or that nobody else reaches, is not believed for ever.
+FOLLOW_S = 15.0
+PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 10.0  # after a member that could not be followed
+FIRST_S_MAX = 0.2  # before the first: many clients start at once, and the member that told is connected to then
+FORK_S_MAX = 0.5  # that a fork waits for the streams to end,
+LEAVE_S = 0.01  # and then for gRPC's own thread
+END_S = 0.5  # that `close` waits for the thread, which is a daemon
+
+
+class Views(Protocol):
+    """What a member tells from now on. Iterating raises KVStoreError when it can not go on."""
+
+    def __iter__(self) -> Iterator[pb.View]: ...
+
+    def cancel(self) -> object: ...
+
+
+class _Forks:
+    """While this process forks nobody may be inside gRPC: it could be used neither in the child nor here any more."""
+
+    def __init__(self) -> None:
+        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        os.register_at_fork(before=self._before, after_in_parent=self._after)
+
+    def _before(self) -> None:
+        there = [follower for follower in self.followers if follower.running]
+        end = time.monotonic() + FORK_S_MAX
+        for follower in there:
+            follower.pause()
+        for follower in there:
+            follower.outside.wait(max(0.0, end - time.monotonic()))
+        if there:
+            time.sleep(LEAVE_S)
+
+    def _after(self) -> None:
+        for follower in list(self.followers):
+            follower.go_on()
+
+
+class Follower:
+    """`ask(turn, seconds)` opens the stream of another member at each turn; `heard` is told each view. Both are methods
+    of who has this: the thread ends with them, too."""
+
+    def __init__(self, ask: Callable[[int, float], Views], heard: Callable[[pb.View], None]) -> None:
+        self._ask, self._heard = weakref.WeakMethod(ask), weakref.WeakMethod(heard)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._views: Views | None = None
+        self._pid = 0
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self.outside = threading.Event()  # of gRPC
+        self.outside.set()
+        _forks.followers.add(self)
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def pause(self) -> None:
+        """It begins no stream; if there is one it ends, and `outside` is set when it has."""
+        with self._lock:
+            self._may_run.clear()
+            views = self._views
+        if views is not None:
+            views.cancel()
+
+    def go_on(self) -> None:
+        self._may_run.set()
+
+    def begin(self) -> None:
+        """Once; later it does nothing."""
+        if self._thread is not None:
+            return
+        with self._lock:
+            if self._thread is not None or self._closed.is_set():
+                return
+            self._pid = os.getpid()
+            self._thread = threading.Thread(target=self._run, name="kvstore-views", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads can be had
+            log.warning("the cluster's views are heard of with new connections only: %s", error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            self._may_run.set()
+            thread, views = self._thread, self._views
+        if thread is None or self._pid != os.getpid():  # after a fork it is not there, and its stream is the parent's
+            return
+        if views is not None:
+            views.cancel()
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(END_S)
+
+    def _run(self) -> None:
+        turn, failures = random.randrange(1 << 16), 0
+        self._closed.wait(random.uniform(0.5, 1.0) * FIRST_S_MAX)
+        while not self._closed.is_set():
+            self._go_in()
+            try:
+                if not self._followed(turn):
+                    return
+                failures = 0
+            except KVStoreError as error:
+                if self._closed.is_set():
+                    return
+                if not self._may_run.is_set():
+                    continue
+                log.info("views can not be followed: %s", error)
+                failures += 1
+            except Exception:
+                log.exception("views can not be followed")
+                failures += 1
+            finally:
+                self.outside.set()
+            turn += 1
+            longest = min(PAUSE_S_MAX, PAUSE_S_MIN * (1 << min(failures, 16)))
+            self._closed.wait(random.uniform(0.5, 1.0) * longest if failures else 0.0)
+
+    def _go_in(self) -> None:
+        """When it may run; who pauses it afterwards waits."""
+        while True:
+            self._may_run.wait()
+            with self._lock:
+                if self._may_run.is_set():
+                    self.outside.clear()
+                    return
+
+    def _followed(self, turn: int) -> bool:
+        """False: there is nobody any more who would be told."""
+        ask = self._ask()
+        if ask is None:
+            return False
+        views = ask(turn, FOLLOW_S * random.uniform(0.7, 1.3))
+        del ask  # while it waits, its owner may go
+        with self._lock:
+            self._views = views
+        if self._closed.is_set() or not self._may_run.is_set():
+            views.cancel()
+        for view in views:
+            heard = self._heard()
+            if heard is None:
+                views.cancel()
+                return False
+            heard(view)
+            del heard
+        return True
+
+
+_forks = _Forks()

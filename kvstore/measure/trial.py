@@ -1,0 +1,158 @@
+"""A replay during which something happens to the nodes: what came of it, second by second.
+
+An error of the client's is counted and answered as a miss, so that the replay goes on to its end as an engine would.
+"""
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvstore.client import Client
+from kvstore.errors import KVStoreError
+from kvstore.keys import Namespace
+from kvstore.measure.replay import ReplayReport, replay
+from kvstore.measure.trace import TraceRequest
+from kvstore.results import LookupResult, PutOutcome
+
+Result = TypeVar("Result")
+SLEEP_S = 0.01
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Event:
+    """`action` is called, beside the replay, when that share of the requests is done and the event before has ended."""
+
+    at: float
+    name: str
+    action: Callable[[], object]
+
+
+@dataclass
+class Second:
+    """Pages, and bytes of pages that were stored or loaded."""
+
+    asked: int = 0
+    hit: int = 0
+    nbytes: int = 0
+    errors: int = 0
+
+
+class Trial:
+    """Once, by `run`. `errors`: by what they said first; `found`: pages that were stored, of each request;
+    `late_s`: how much later than its deadline a call returned, at most; `lag_s`: how much later than it wanted a thread
+    woke up that did nothing but sleep, at most: so late is whatever runs here; `events`: in which second each began."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: Namespace,
+        events: Sequence[Event] = (),
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`tick` is called after each request."""
+        self.errors: Counter[str] = Counter()
+        self.found: list[int] = []
+        self.late_s = -math.inf
+        self.lag_s = 0.0
+        self.seconds: list[Second] = []
+        self.events: list[tuple[int, str]] = []
+        self._client = client
+        self._namespace = namespace
+        self._ahead = sorted(events, key=lambda event: event.at)
+        self._tick = tick
+        self._beside = ThreadPoolExecutor(1)
+        self._under_way: list[Future[None]] = []
+        self._told = (0, 0, 0, 0)
+
+    def run(self, requests: Sequence[TraceRequest]) -> ReplayReport:
+        """Raises what an event's action raised."""
+        self._start = time.monotonic()
+        done = threading.Event()
+        with self._beside, ThreadPoolExecutor(1) as sleeper:
+            sleeper.submit(self._sleep, done)
+            try:
+                report = replay(self, requests, self._namespace, None, lambda told: self._note(told, len(requests)))
+            finally:
+                done.set()
+        for future in self._under_way:
+            future.result()
+        return report
+
+    # ---- the store that is replayed against ----------------------------------------------
+
+    @property
+    def wire_name(self) -> str:
+        return self._client.wire_name
+
+    def lookup(self, namespace: Namespace, prefix_hashes: list[bytes]) -> LookupResult:
+        nothing = LookupResult(0, (False,) * len(prefix_hashes))
+        found = self._asked(lambda: self._client.lookup(namespace, prefix_hashes), nothing)
+        self.found.append(sum(found.present))
+        return found
+
+    def get(
+        self, namespace: Namespace, prefix_hashes: list[bytes], buffers: list[bytearray], prefix: bool
+    ) -> list[bool]:
+        nothing = [False] * len(prefix_hashes)
+        return self._asked(lambda: self._client.get(namespace, prefix_hashes, buffers, prefix=prefix), nothing)
+
+    def put(self, namespace: Namespace, prefix_hashes: list[bytes], pages: list[Any]) -> list[PutOutcome]:
+        nothing = [PutOutcome.AWAY] * len(prefix_hashes)
+        return self._asked(lambda: self._client.put(namespace, prefix_hashes, pages), nothing)
+
+    def _asked(self, call: Callable[[], Result], instead: Result) -> Result:
+        start = time.monotonic()
+        try:
+            return call()
+        except KVStoreError as error:
+            self.errors[f"{type(error).__name__}: {error}"] += 1
+            return instead
+        finally:
+            self.late_s = max(self.late_s, time.monotonic() - start - self._client.config.timeout_s)
+
+    @property
+    def overdue_s(self) -> float:
+        """How much later than its deadline a call returned for which this machine had time."""
+        return max(0.0, self.late_s - self.lag_s)
+
+    # ---- what happens --------------------------------------------------------------------
+
+    def _sleep(self, done: threading.Event) -> None:
+        while not done.is_set():
+            start = time.monotonic()
+            time.sleep(SLEEP_S)
+            self.lag_s = max(self.lag_s, time.monotonic() - start - SLEEP_S)
+
+    def _happen(self, event: Event) -> None:
+        self.events.append((int(time.monotonic() - self._start), event.name))
+        event.action()
+
+    def _note(self, report: ReplayReport, total: int) -> None:
+        self._tick()
+        second = int(time.monotonic() - self._start)
+        self.seconds += [Second() for _ in range(second + 1 - len(self.seconds))]
+        nbytes = report.bytes_verified + report.pages_stored * report.page_nbytes
+        told = (report.pages_asked, report.pages_hit, nbytes, self.errors.total())
+        asked, hit, moved, errors = (new - old for new, old in zip(told, self._told, strict=True))
+        self._told = told
+        now = self.seconds[second]
+        now.asked, now.hit, now.nbytes, now.errors = (
+            now.asked + asked,
+            now.hit + hit,
+            now.nbytes + moved,
+            now.errors + errors,
+        )
+        while self._ahead and report.requests >= self._ahead[0].at * total:
+            self._under_way.append(self._beside.submit(self._happen, self._ahead.pop(0)))
+
+
+def plot(values: Sequence[float | None], highest: float) -> str:
+    """A bar for each value, from 0 to `highest`; a blank for None."""
+    top = len(BARS) - 1
+    return "".join(" " if some is None else BARS[min(top, round(some / (highest or 1) * top))] for some in values)

@@ -1,0 +1,73 @@
+"""The address under which the others reach this node: told or guessed, and tried before anybody hears of it."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore.config import split_address
+from kvstore.deadline import Deadline
+from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.addresses import Addresses, grpc_target
+from kvstore.wires.grpc_wire import GrpcWire
+
+WILDCARDS = ("", "0.0.0.0", "::")
+TRY_S = 2.0
+TRIED_S = 5.0
+PAUSE_S = 0.2
+
+
+def advertised(told: str, host: str, port: int, towards: Sequence[str]) -> str:
+    """`told` as it is, with this node's port if it names none; else where it listens; else the address with which this
+    host reaches others, `towards` one of which it must."""
+    if told:
+        named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
+        address = told if named else f"{told}:{port}"
+        try:
+            split_address(address)
+        except ConfigError as error:
+            raise ConfigError(f"advertise={told!r} is not host:port") from error
+        return address
+    if host in WILDCARDS:
+        host = _own_address(towards)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_address(towards: Sequence[str]) -> str:
+    """Connecting a datagram socket sends nothing; it finds the way."""
+    for address in towards:
+        host, port = split_address(address)
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
+                    sock.connect(where)
+                    return str(sock.getsockname()[0])
+    raise ConfigError("no address of this host is known that others could reach; name one with advertise (--advertise)")
+
+
+def check_address(address: str, instance_id: bytes, pulse: Callable[[], None]) -> None:
+    """This node asks itself back through it. Raises ConfigError if another answers, or nobody within TRIED_S."""
+    end = time.monotonic() + TRIED_S
+    remedy = "name one by which the others reach it, with advertise (--advertise HOST:PORT)"
+    while True:
+        pulse()
+        try:
+            found = _instance_at(address)
+            break
+        except KVStoreError as error:
+            if isinstance(error, ProtocolError) or time.monotonic() >= end:
+                raise ConfigError(f"this node does not reach itself at {address}: {error}; {remedy}") from error
+            time.sleep(PAUSE_S)
+    if found != instance_id:
+        raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
+
+
+def _instance_at(address: str) -> bytes:
+    host, port = split_address(address)
+    limit = Deadline(TRY_S)
+    wire = GrpcWire(grpc_target(Addresses(host).resolve(limit), port), address)
+    try:
+        return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
+    finally:
+        wire.close()

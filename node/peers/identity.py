@@ -1,0 +1,81 @@
+"""Who a node is in its cluster, from one life to the next: `member.json` in its data directory.
+
+The token tells a restart of this directory's node from another node that was given the same id.
+"""
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from kvstore.cluster.view import check_name
+from kvstore.errors import ConfigError
+
+FILE_NAME = "member.json"
+TOKEN_NBYTES = 8
+# How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
+REMOVALS_KEPT_S = 30 * 24 * 3600
+
+
+class Identity:
+    """`applied`: number of the newest view of whose removals none is left to do here. Without a data directory nothing
+    is kept: then it is another node after each start. Raises ConfigError."""
+
+    def __init__(self, data_dir: str, cluster: str, member: str) -> None:
+        self._path = Path(data_dir) / FILE_NAME if data_dir else None
+        known = self._read(cluster)
+        self.cluster = cluster
+        self.token = str(known.get("token") or secrets.token_hex(TOKEN_NBYTES))
+        self.applied = int(known.get("applied") or 0)
+        own = str(known.get("member") or "")
+        if member and own and member != own:
+            raise ConfigError(
+                f"member={member}, but data_dir={data_dir} is that of {own}; start it as {own}, or with a data_dir of "
+                f"its own, or remove {self._path} if its pages are to be {member}'s"
+            )
+        if not (member or own or data_dir):
+            raise ConfigError("a node without data_dir has no id that lasts; name it with member (--member)")
+        self.member = member or own or f"n{self.token}"
+        check_name("member", self.member)
+
+    def _read(self, cluster: str) -> dict[str, Any]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            known = json.loads(self._path.read_text())
+            age_s = time.time() - self._path.stat().st_mtime
+            if not isinstance(known, dict) or not isinstance(known.get("applied", 0), int):
+                raise ValueError("it is not what a node writes")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._path} can not be read: {error}; remove it, and name the node's id") from error
+        if known.get("cluster") != cluster:
+            raise ConfigError(
+                f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of {cluster}; give another "
+                f"data_dir, or remove {self._path} if its pages are to move"
+            )
+        if age_s > REMOVALS_KEPT_S:
+            raise ConfigError(
+                f"this node was away for {age_s / 86400:.0f} days, and what was removed is remembered for "
+                f"{REMOVALS_KEPT_S // 86400}: it may have pages that were removed meanwhile; empty data_dir"
+            )
+        return known
+
+    def save(self, applied: int) -> None:
+        """Also says that this node is not away. Raises OSError."""
+        self.applied = applied
+        if self._path is None:
+            return
+        known = {"cluster": self.cluster, "member": self.member, "token": self.token, "applied": applied}
+        draft = self._path.with_suffix(".new")
+        with draft.open("w") as file:
+            json.dump(known, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._path)
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,65 @@
+"""Links from a member to the others: one to each, made when it is first needed, over the bulk wire."""
+
+import threading
+
+from kvstore.cluster.view import View
+from kvstore.config import ClientConfig
+from kvstore.errors import Unavailable
+from kvstore.link import NodeLink
+from node.peers.membership import Membership
+
+CONNECTIONS_MAX = 4  # of each link
+TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 2.0
+BACKOFF_S_MAX = 2.0  # who is back is served soon
+
+
+class PeerLinks:
+    """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._lock = threading.Lock()  # held for moments
+        self._addresses: dict[str, str] = {}  # of the others, by id
+        self._links: dict[str, NodeLink] = {}
+        self._closed = False
+        membership.on_view(self._follow)
+
+    def link(self, member: str) -> NodeLink:
+        """Raises Unavailable for who is no other member."""
+        with self._lock:
+            address = self._addresses.get(member)
+            if address is None or self._closed:
+                raise Unavailable(f"{member} is no other member of the cluster")
+            link = self._links.get(member)
+            if link is None:
+                config = ClientConfig(
+                    address=address,
+                    direct=True,
+                    wire="bulk",
+                    timeout_s=TIMEOUT_S,
+                    connect_timeout_s=CONNECT_TIMEOUT_S,
+                    connections_max=CONNECTIONS_MAX,
+                    backoff_s_max=BACKOFF_S_MAX,
+                )
+                link = self._links[member] = NodeLink(address, config)
+            return link
+
+    def _follow(self, view: View) -> None:
+        own = self._membership.member
+        addresses = {member.id: member.address for member in view.members if member.id != own}
+        with self._lock:
+            left = [name for name, link in self._links.items() if addresses.get(name) != link.address]
+            links = [self._links.pop(name) for name in left]
+            self._addresses = addresses
+        for link in links:
+            link.close()
+
+    def close(self) -> None:
+        """Takes no more calls; those that run may end."""
+        with self._lock:
+            self._closed = True
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            link.close()

@@ -1,0 +1,76 @@
+"""What is shown of a cluster's members: one screen of any number of them, what is not well, how far sweeps are."""
+
+from typing import Any
+
+import pytest
+
+from kvstore import Client, Namespace, opaque_layout
+from kvstore.cli.members import rows, sums, sweep_line, troubles
+from kvstore.cluster.view import Member, State, View
+from kvstore.errors import Unavailable
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+
+MANY = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440") for i in range(40)), 2)
+
+
+def serving(**peers: Any) -> pb.NodeStatusReply:
+    status = pb.NodeStatusReply(state="SERVING", peers=pb.PeersStatus(registry="etcd", **peers))
+    for i in range(30):
+        space = Namespace(f"model-{i}", opaque_layout(512))
+        said: dict[str, Any] = {"digest": space.digest, "namespace": namespace_message(space), "page_nbytes": 512}
+        status.namespaces.append(pb.NamespaceInfo(**said, page_count=i))
+    return status
+
+
+@pytest.mark.parametrize("count", [3, 12, 40])
+def test_status_is_one_screen(kvstore: Any, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    view = View("fleet", 7, MANY.members[:count], 2)
+    statuses: dict[str, Any] = {member.address: serving() for member in view.members}
+    statuses[view.members[-1].address] = Unavailable("it is away")
+    monkeypatch.setattr(Client, "view", lambda *_, **__: view)
+    monkeypatch.setattr(Client, "statuses", lambda *_, **__: statuses)
+    ran = kvstore("status")
+    lines = ran.stdout.splitlines()
+    assert len(lines) + ran.stderr.count("\n") <= 24
+    assert any(line.startswith(f"n{count - 1} ") and "NO ANSWER" in line for line in lines)
+    if count > 8:
+        assert f"and {count - 8} more members: kvstore cluster" in lines
+    assert lines[-1].endswith(" more namespaces: kvstore ls")
+    shown = kvstore("cluster")
+    assert (shown.code, sum(line.startswith("n") for line in shown.stdout.splitlines())) == (3, count)
+    named = {space["model"]: space["page_count"] for space in kvstore("status", "--json").json["namespaces"]}
+    assert named["model-29"] == 29 * (count - 1)
+
+
+def test_what_is_not_well() -> None:
+    view = View("fleet", 7, MANY.members[:4], 5)
+    stopped = serving()
+    stopped.state, stopped.disk.state, stopped.disk.reason = "DEGRADED", "POISONED", "writing failed"
+    deaf = serving(apart=["n9: protocol 9"])
+    deaf.peers.registry = "for 7 s: no answer; the last view is kept"
+    statuses: dict[str, Any] = {"host0:7440": serving(), "host1:7440": stopped, "host2:7440": deaf}
+    assert troubles(view, statuses) == [
+        "n1: DISK STOPPED: writing failed; mend it, then: kvstore recover",
+        "n2: its registry can not be asked for 7 s: no answer; the last view is kept",
+        "not of the view: n9: protocol 9",
+        "n3: not asked yet",
+        "5 replicas are wanted of 4 members: there are fewer",
+    ]
+    assert [row[1] for row in rows(view, view.members, statuses)] == ["serving", "DEGRADED", "serving", "NO ANSWER"]
+
+
+def test_how_far_sweeps_are() -> None:
+    found = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
+    runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
+    over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
+    assert sweep_line(runs) == "sweep runs  2 of 8 pages fetched"
+    assert sweep_line(over) == (
+        "swept 1.5 min ago  2 of 8 pages fetched  5 pages found no room, 1 pages could not be had"
+    )
+    assert sweep_line(pb.PeersStatus()) == "not swept yet"
+    view = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3)))
+    statuses = {f"host{i}:7440": pb.NodeStatusReply(peers=peers) for i, peers in enumerate((runs, looks, over))}
+    assert sums(view, statuses)[-1] == (
+        "sweeps n0 25.0 %, n1 looks  left n2 5 pages found no room, 1 pages could not be had"
+    )

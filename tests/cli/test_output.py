@@ -1,0 +1,22 @@
+"""Tables that fit a terminal."""
+
+from rich.console import Console
+
+from kvstore.cli.output import fitting
+
+COLUMNS = ("MEMBER", ">IDLE", ">RAM", "ZONE")
+ROWS = [("n1", 0, "7 %", "r1"), ("n[2]", "-", "12 %", "r2")]
+
+
+def lines(width: int) -> list[str]:
+    out = Console(width=width)
+    with out.capture() as captured:
+        out.print(fitting(COLUMNS, ROWS, width))
+    return [" ".join(line.split()) for line in captured.get().splitlines() if "─" not in line]
+
+
+def test_columns_that_say_nothing_go_first_then_those_at_the_right() -> None:
+    assert lines(24) == ["MEMBER IDLE RAM ZONE", "n1 0 7 % r1", "n[2] - 12 % r2"]
+    assert lines(23) == lines(18) == ["MEMBER RAM ZONE", "n1 7 % r1", "n[2] 12 % r2"]
+    assert lines(17) == lines(12) == ["MEMBER RAM", "n1 7 %", "n[2] 12 %"]
+    assert lines(11) == lines(6) == ["MEMBER", "n1", "n[2]"]

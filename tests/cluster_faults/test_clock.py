@@ -1,0 +1,55 @@
+"""The wall clock of a member jumps: pages with a time to live go by it, on that member, and nothing else does.
+
+No clock of this machine is touched: the member's Python reads its wall clock through a file that says how wrong it is.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.keys import Namespace
+from kvstore.measure.content import page_content
+from kvstore.measure.fleet import Fleet, Place
+from kvstore.measure.hosts import Hosts
+from kvstore.measure.replay import replay_namespace
+from kvstore.measure.trace import trace_prefix_hash
+from kvstore.results import Keep
+
+WRONG_CLOCK = """
+import pathlib, time
+right, wrong = time.time, pathlib.Path({path!r})
+time.time = lambda: right() + float(wrong.read_text() or 0)
+"""
+CALM_S = 2.0
+DAY_S = 86400
+KEYS = [trace_prefix_hash(number) for number in range(48)]
+
+
+@pytest.mark.parametrize("jump_s", [2 * DAY_S, -2 * DAY_S])
+def test_a_clock_jumps(
+    hosts: Hosts, flags: tuple[str, ...], load: Any, settled: Any, namespace: Namespace, tmp_path: Path, jump_s: int
+) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("0")
+    (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK.format(path=str(clock)))
+    first, *others = hosts.places[:3]
+    jumps = Place(first.host, (*first.inside, "env", f"PYTHONPATH={tmp_path}"))
+    pages = [page_content(namespace.digest, key, namespace.layout.page_nbytes) for key in KEYS]
+    passing = replay_namespace(namespace.layout.page_nbytes)
+    with Fleet([jumps, *others], *flags, data=tmp_path / "data") as fleet:
+        with fleet.client() as client:
+            assert all(outcome.kept for outcome in client.put(namespace, KEYS, pages))
+            assert all(outcome.kept for outcome in client.put(passing, KEYS, pages, Keep(ttl_s=DAY_S)))
+        with load(fleet) as engines:
+            engines.run(CALM_S)
+            clock.write_text(str(jump_s))
+            engines.run(2 * CALM_S)
+        engines.check()
+        with fleet.client() as client:
+            buffers = [bytearray(len(page)) for page in pages]
+            assert all(client.get(namespace, KEYS, buffers))
+            assert buffers == pages
+            gone = len(KEYS) - sum(client.lookup(passing, KEYS).present)
+            assert 0 < gone < len(KEYS) if jump_s > 0 else gone == 0
+        settled(fleet)

@@ -1,0 +1,171 @@
+"""A member is killed, stopped, cut off, restarted, or its disk fails, while engines go on."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.keys import Namespace
+from kvstore.measure.content import page_content
+from kvstore.measure.fleet import Fleet
+from kvstore.measure.hosts import Hosts
+from kvstore.measure.trace import trace_prefix_hash
+from kvstore.results import Keep
+
+CALM_S = 2.0
+FAULT_S = 5.0
+KEYS = [trace_prefix_hash(number) for number in range(96)]
+
+
+@pytest.fixture(params=[1, 2])
+def fleet(request: Any, hosts: Hosts, flags: tuple[str, ...], tmp_path: Path) -> Any:
+    with Fleet(hosts.places[:3], *flags, replicas=request.param, data=tmp_path) as started:
+        yield started
+
+
+def fill(fleet: Fleet, namespace: Namespace) -> None:
+    nbytes = namespace.layout.page_nbytes
+    with fleet.client() as client:
+        pages = [page_content(namespace.digest, key, nbytes) for key in KEYS]
+        assert all(outcome.kept for outcome in client.put(namespace, KEYS, pages, Keep(ack="all")))
+        client.flush()
+
+
+def found(fleet: Fleet, namespace: Namespace, timeout_s: float = 5.0) -> int:
+    """How many of the pages come back; all that do are what was put."""
+    nbytes = namespace.layout.page_nbytes
+    buffers = [bytearray(nbytes) for _ in KEYS]
+    with fleet.client(timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+        hits = client.get(namespace, KEYS, buffers)
+    for key, hit, buffer in zip(KEYS, hits, buffers, strict=True):
+        assert not hit or buffer == page_content(namespace.digest, key, nbytes)
+    return sum(hits)
+
+
+def without_one(fleet: Fleet) -> range:
+    """How many pages may come back while a member is away."""
+    return range(len(KEYS), len(KEYS) + 1) if fleet.replicas > 1 else range(1, len(KEYS))
+
+
+def test_a_member_is_killed_and_comes_back(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+    fill(fleet, namespace)
+    with load(fleet) as engines:
+        engines.run(CALM_S)
+        fleet.nodes["n1"].kill()
+        engines.run(FAULT_S)
+        assert found(fleet, namespace) in without_one(fleet)
+        fleet.start("n1")
+        engines.run(CALM_S)
+    engines.check()
+    assert found(fleet, namespace) == len(KEYS)
+    settled(fleet)
+
+
+def test_a_member_is_stopped_for_a_while(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+    fill(fleet, namespace)
+    with load(fleet) as engines:
+        engines.run(CALM_S)
+        fleet.nodes["n2"].pause()
+        engines.run(FAULT_S)
+        fleet.nodes["n2"].resume()
+        engines.run(CALM_S)
+    engines.check()
+    assert found(fleet, namespace) == len(KEYS)
+    settled(fleet)
+
+
+@pytest.mark.parametrize(("hears", "speaks"), [(False, False), (True, False), (False, True)])
+def test_a_member_is_cut_off(
+    fleet: Fleet, hosts: Hosts, load: Any, settled: Any, namespace: Namespace, hears: bool, speaks: bool
+) -> None:
+    fill(fleet, namespace)
+    with load(fleet) as engines:
+        engines.run(CALM_S)
+        hosts.cut(hosts.places[2], hears=hears, speaks=speaks)
+        engines.run(FAULT_S)
+        assert found(fleet, namespace, timeout_s=2.0) in without_one(fleet)
+        hosts.heal(hosts.places[2])
+        engines.run(CALM_S)
+    engines.check()
+    assert found(fleet, namespace) == len(KEYS)
+    settled(fleet)
+
+
+def test_members_lose_each_other_and_clients_see_them_all(
+    fleet: Fleet, hosts: Hosts, load: Any, settled: Any, namespace: Namespace
+) -> None:
+    fill(fleet, namespace)
+    alone, *others = hosts.places[:3]
+    with load(fleet) as engines:
+        engines.run(CALM_S)
+        hosts.cut(alone, *(place.host for place in others))
+        engines.run(FAULT_S)
+        assert found(fleet, namespace) == len(KEYS)
+        hosts.heal(alone)
+        engines.run(CALM_S)
+    engines.check()
+    settled(fleet)
+
+
+def test_a_disk_is_slow(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+    """Its keeper, the process that makes the calls of the disk, gets a tenth of the time."""
+    fill(fleet, namespace)
+    keeper = subprocess.run(
+        ["pgrep", "--parent", str(fleet.nodes["n1"].pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    with load(fleet) as engines:
+        end = time.monotonic() + FAULT_S
+        while time.monotonic() < end:
+            subprocess.run(["kill", "-STOP", *keeper], check=True)
+            time.sleep(0.9)
+            subprocess.run(["kill", "-CONT", *keeper], check=True)
+            time.sleep(0.1)
+    engines.check()
+    assert found(fleet, namespace) == len(KEYS)
+    settled(fleet)
+
+
+def test_a_disk_is_full(hosts: Hosts, flags: tuple[str, ...], load: Any, settled: Any, tmp_path: Path) -> None:
+    """n1 writes to a file system of 24 MiB that says nothing of its end before it comes."""
+    small = tmp_path / "n1"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "kvstore", small], check=True)
+    try:
+        with Fleet(hosts.places[:3], *flags, data=tmp_path) as fleet:
+            with load(fleet) as engines:
+                engines.run(2 * FAULT_S)
+            engines.check()
+            with fleet.client() as client:
+                states = {answer.disk.state for answer in client.statuses().values()}
+            assert states == {"SERVING", "POISONED"}
+            settled(fleet)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Any, namespace: Namespace) -> None:
+    fill(fleet, namespace)
+    with load(fleet) as engines:
+        for member in list(fleet.nodes):
+            engines.run(CALM_S)
+            assert fleet.nodes[member].stop() == 0
+            fleet.start(member)
+        engines.run(CALM_S)
+    engines.check()
+    assert found(fleet, namespace) == len(KEYS)
+    settled(fleet)
+
+
+def test_all_members_are_killed_at_once_and_come_back(
+    fleet: Fleet, settled: Callable[[Fleet], None], namespace: Namespace
+) -> None:
+    fill(fleet, namespace)
+    for node in fleet.nodes.values():
+        node.kill()
+    for member in list(fleet.nodes):
+        fleet.start(member)
+    assert found(fleet, namespace) == len(KEYS)
+    settled(fleet)

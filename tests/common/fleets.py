@@ -1,0 +1,84 @@
+"""Nodes that register themselves in an etcd of the test's own, and are stopped with it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_etcd import FakeEtcd
+
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.serve.service import THE_NODE
+from node.server import Node
+
+SMALL: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "bulk_port": 0,
+    "metrics_port": 0,
+    "ram_nbytes": 16 << 20,
+    "extent_nbytes": 1 << 20,
+    "drain_s": 0.3,
+    "log_level": "ERROR",
+}
+Start = Callable[..., Node]
+LEASE_S = 1
+
+
+@pytest.fixture
+def etcd() -> Iterator[FakeEtcd]:
+    etcd = FakeEtcd()
+    yield etcd
+    etcd.stop()
+
+
+@pytest.fixture
+def fleet(etcd: FakeEtcd) -> Iterator[Start]:
+    """Starts registered nodes, and stops them in the end: no thread of theirs may be left."""
+    nodes: list[Node] = []
+
+    def start(member: str = "", **settings: Any) -> Node:
+        cluster = f"etcd://127.0.0.1:1,{etcd.endpoint}/fleet"  # the first endpoint is dead
+        known = {"cluster": cluster, "member": member, "lease_s": LEASE_S, "cluster_wait_s": 10.0}
+        node = Node(NodeConfig(**{**SMALL, **known, **settings}))
+        node.start()
+        nodes.append(node)
+        return node
+
+    yield start
+    for node in nodes:
+        stop(node)
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("registry", "removals"))]
+    assert left == []
+
+
+def stop(node: Node) -> None:
+    if not node.service.draining:
+        began = time.monotonic()
+        node.stop()
+        assert time.monotonic() - began < 20.0
+
+
+def kill(node: Node, etcd: FakeEtcd) -> None:
+    """It says nothing more to etcd, as if it were dead; its lease ends by itself."""
+    assert node.registry is not None
+    node.registry._lease = 0
+    stop(node)
+
+
+def members(node: Node) -> list[str]:
+    view = node.membership.view
+    return [member.id for member in view.members] if view else []
+
+
+def peers(node: Node) -> pb.PeersStatus:
+    status: pb.NodeStatusReply = node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
+    return status.peers
+
+
+def value(etcd: FakeEtcd, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(etcd.kvs[f"/kvstore/fleet/{key}".encode()].value)
+    return found

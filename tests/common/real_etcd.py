@@ -1,0 +1,71 @@
+"""An etcd as it is delivered, in a process of its own."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from waiting import wait_until
+
+from kvstore.errors import Unavailable
+from node.peers.etcd import Access, Etcd
+
+
+class RealEtcd:
+    """`access`: how the tests themselves reach it. `flags`: of the etcd command."""
+
+    def __init__(self, folder: Path, access: Access = Access(), flags: Sequence[str] = ()) -> None:  # noqa: B008 -- it is frozen
+        self._folder = folder
+        self._access = access
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+            self.port, peer = (some.getsockname()[1] for some in (one, two))
+        here = f"{'https' if access.ca else 'http'}://127.0.0.1:{self.port}"
+        self._command = [
+            "etcd",
+            "--data-dir",
+            str(folder),
+            "--listen-client-urls",
+            here,
+            "--advertise-client-urls",
+            here,
+        ]
+        self._command += ["--listen-peer-urls", f"http://127.0.0.1:{peer}"]
+        self._command += ["--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"]
+        self._command += ["--initial-cluster", f"default=http://127.0.0.1:{peer}", "--log-level", "error"]
+        self._command += flags
+        self.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(self._command, **quiet)  # type: ignore[call-overload]
+        client = Etcd([self.endpoint], self._access)
+        wait_until(lambda: _answers(client), 30.0)
+        client.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wipe(self) -> None:
+        shutil.rmtree(self._folder)
+
+    def ctl(self, *words: str) -> str:
+        command = ["etcdctl", "--endpoints", self.endpoint]
+        if self._access.ca:
+            command += ["--cacert", self._access.ca, "--cert", self._access.cert, "--key", self._access.key]
+        environment = {**os.environ, "ETCDCTL_API": "3"}
+        return subprocess.run([*command, *words], check=True, capture_output=True, text=True, env=environment).stdout
+
+
+def _answers(client: Etcd) -> bool:
+    try:
+        client.read("/kvstore/none/")
+    except Unavailable:
+        return False
+    return True

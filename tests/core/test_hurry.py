@@ -1,0 +1,97 @@
+"""Calls with less time than a node needs, beside others that have enough."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import ClientConfig, DeadlineExceeded, Namespace, Unavailable, opaque_layout
+from kvstore.deadline import Deadline
+from kvstore.link import EVIDENCE_S, NodeLink
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import pack_fixed
+
+NAMESPACE = Namespace("m", opaque_layout(4096))
+KEYS = [b"k" * 32]
+
+
+def config(fake: Any, **fields: Any) -> ClientConfig:
+    return ClientConfig(address=fake.address, timeout_s=10.0, connect_timeout_s=1.0, **fields)
+
+
+def looked_up(link: Any, deadline: Deadline) -> int:
+    request = pb.LookupRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS)
+    return int(link.wire.call("lookup", request, deadline).prefix_pages)
+
+
+def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = Deadline(seconds)
+    while not true():
+        end.remaining()
+        threading.Event().wait(0.005)
+
+
+def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(fake_node: Any, bulk_port: Any, scripted: Any) -> None:
+    """It has no time for one more connection. The link was dropped for that, and where there was no time for another
+    link the breaker shut all others out."""
+    present = pb.BulkReply(lookup=pb.LookupReply(present=[True], prefix_pages=1)).SerializeToString()
+    first, calm = [True], threading.Event()
+
+    def talk(connection: Any) -> None:
+        if first:
+            first.clear()
+            scripted()(connection)  # says hello and nothing more
+        else:
+            calm.wait(10.0)
+            scripted(pack_fixed(len(present), 0) + present)(connection)
+
+    fake_node.bulk_port = bulk_port(talk).port
+    link = NodeLink(fake_node.address, config(fake_node, wire="bulk"))
+    link.run(lambda link, deadline: None, None, Deadline(5))
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded):
+            link.run(looked_up, None, Deadline(EVIDENCE_S / 2))
+    calm.set()
+    assert link.run(looked_up, None, Deadline(5)) == 1
+    assert link.connect_count == 1
+    link.close()
+
+
+def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of the node, say: whenever the breaker let one try, it was one without the time to connect."""
+    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    negotiate = link._negotiation.open
+
+    def slow(deadline: Deadline) -> Any:
+        if not threading.Event().wait(min(EVIDENCE_S, deadline.remaining())) and deadline.passed:
+            raise Unavailable("it did not answer in time")
+        return negotiate(deadline)
+
+    monkeypatch.setattr(link._negotiation, "open", slow)
+    with pytest.raises(Unavailable, match="in time"):
+        link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
+    eventually(lambda: not link._running and link.wire_name == "grpc")
+    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    assert link.connect_count == 1
+    link.close()
+
+
+def test_a_node_that_hangs_is_left_alone_by_who_is_in_a_hurry(fake_node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their calls took all of its time, for ever."""
+    monkeypatch.setattr("kvstore.link.LIVES_S", 0.3)
+    link = NodeLink(fake_node.address, config(fake_node, wire="grpc"))
+    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+
+    def silent(op: str, request: Any, deadline: Deadline) -> Any:
+        threading.Event().wait(deadline.remaining())
+        raise DeadlineExceeded("no answer")
+
+    assert link._link
+    monkeypatch.setattr(link._link.wire, "call", silent)
+    with pytest.raises(DeadlineExceeded):
+        link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
+    eventually(lambda: not link._running)
+    with pytest.raises(Unavailable, match="next try"):
+        link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
+    link.close()

@@ -1,0 +1,118 @@
+"""Nodes on an etcd as it is delivered: what the fake one in tests/common is believed to do."""
+
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleets import SMALL, members, stop
+from real_etcd import RealEtcd
+from stopping import stop as pause
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig, Namespace, opaque_layout
+from kvstore.cluster.view import State
+from kvstore.errors import ConfigError
+from node.config import NodeConfig
+from node.server import Node
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+LEASE_S = 2
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
+    etcd = RealEtcd(tmp_path / "etcd")
+    yield etcd
+    etcd.process.send_signal(signal.SIGCONT)
+    etcd.kill()
+
+
+@pytest.fixture
+def fleet(etcd: RealEtcd) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def start(member: str, **settings: Any) -> Node:
+        known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "member": member, "lease_s": LEASE_S}
+        node = Node(NodeConfig(**{**SMALL, **known, **settings}))
+        node.start()
+        nodes.append(node)
+        return node
+
+    yield start
+    for node in nodes:
+        stop(node)
+
+
+def registry(node: Node) -> str:
+    status = node.peers.status()
+    return status.registry if status else ""
+
+
+def test_nodes_come_go_and_are_refused(fleet: Callable[..., Node], etcd: RealEtcd) -> None:
+    one, two = fleet("n1", replicas=2), fleet("n2")
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    assert one.membership.view == two.membership.view
+    with pytest.raises(ConfigError, match="the id n1 in the cluster fleet is that of another node"):
+        fleet("n1")
+    with pytest.raises(ConfigError, match="replicas=3, but the cluster fleet has 2"):
+        fleet("n3", replicas=3)
+    two.registry.set_state(State.DRAINING)  # type: ignore[union-attr]
+    wait_until(lambda: one.membership.view.by_id["n2"].state is State.DRAINING)  # type: ignore[union-attr]
+    assert '"address"' in etcd.ctl("get", "--prefix", "/kvstore/fleet/members/")
+    stop(two)
+    wait_until(lambda: members(one) == ["n1"])
+
+
+def test_a_lease_that_was_taken_away_is_had_again(fleet: Callable[..., Node], etcd: RealEtcd) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    wait_until(lambda: len(members(one)) == 2)
+    etcd.ctl("lease", "revoke", f"{two.registry._lease:x}")  # type: ignore[union-attr]
+    wait_until(lambda: members(one) == ["n1"])
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+
+
+@pytest.mark.parametrize("how", ["killed", "paused", "wiped"])
+def test_etcd_lost_and_back(fleet: Callable[..., Node], etcd: RealEtcd, how: str) -> None:
+    one, two = fleet("n1", replicas=2), fleet("n2")
+    wait_until(lambda: len(members(one)) == len(members(two)) == 2)
+    number, seen = one.membership.view.number, []  # type: ignore[union-attr]
+    one.membership.on_view(lambda view: seen.append(len(view.members)))
+    if how == "paused":
+        pause(etcd.process.pid)
+    else:
+        etcd.kill()
+    wait_until(lambda: "the last view is kept" in registry(one), 30.0)
+    space = Namespace(model=how, layout=opaque_layout(4096))
+    with Client(ClientConfig(address=f"127.0.0.1:{one.grpc.port}", connect_timeout_s=5.0)) as client:
+        client.put(space, [bytes(32)], [bytes(4096)])
+        assert client.lookup(space, [bytes(32)]).present == (True,)
+    time.sleep(1.5 * LEASE_S)
+    assert members(one) == members(two) == ["n1", "n2"]
+    if how == "wiped":
+        etcd.wipe()
+    if how == "paused":
+        etcd.process.send_signal(signal.SIGCONT)
+    else:
+        etcd.start()
+    wait_until(lambda: registry(one) == registry(two) == "etcd", 30.0)
+    two.registry.set_state(State.DRAINING)  # type: ignore[union-attr]
+    wait_until(lambda: one.membership.view.by_id["n2"].state is State.DRAINING, 30.0)  # type: ignore[union-attr]
+    assert one.membership.view.number > number  # type: ignore[union-attr]
+    assert one.membership.view.replicas == 2  # type: ignore[union-attr]
+    if how != "paused":  # of one that was not seen to be away members may vanish for a moment
+        assert set(seen) == {2}
+
+
+def test_who_may_not_is_told(etcd: RealEtcd, fleet: Callable[..., Node]) -> None:
+    etcd.ctl("user", "add", "root:pass")
+    etcd.ctl("user", "grant-role", "root", "root")
+    etcd.ctl("auth", "enable")
+    with pytest.raises(ConfigError, match="see etcd_user, etcd_password"):
+        fleet("n1")
+    with pytest.raises(ConfigError, match="see etcd_user, etcd_password"):
+        fleet("n1", etcd_user="root", etcd_password="wrong")
+    assert members(fleet("n1", etcd_user="root", etcd_password="pass")) == ["n1"]

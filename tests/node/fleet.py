@@ -1,0 +1,102 @@
+"""Nodes in this process as one cluster, and what its tests ask of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from waiting import wait_until
+
+from kvstore.checksum import checksum
+from kvstore.cluster.view import Member, State, View
+from kvstore.keys import Namespace
+from kvstore.pb import kvstore_pb2 as pb
+from node.ram.reservation import Reservation
+from node.server import Node
+
+NUMBERS = range(48)
+KB16, MB = 16 << 10, 1 << 20
+Addresses = dict[int, str]  # of members that are reached elsewhere than at their nodes, by number
+
+
+def view_of(
+    nodes: Sequence[Node],
+    replicas: int = 1,
+    number: int = 1,
+    elsewhere: Addresses | None = None,
+    **states: State | None,
+) -> View:
+    """`states`: of those that do not serve, by id; None: it is no member."""
+    members = [
+        Member(f"n{i}", (elsewhere or {}).get(i, f"127.0.0.1:{node.grpc.port}"), state=state)
+        for i, node in enumerate(nodes)
+        if (state := states.get(f"n{i}", State.SERVING)) is not None
+    ]
+    return View("fleet", number, tuple(members), replicas)
+
+
+def tell(nodes: Sequence[Node], view: View) -> None:
+    """Those that are members."""
+    for number, node in enumerate(nodes):
+        if f"n{number}" in view.by_id:
+            node.membership.become(view, f"n{number}")
+
+
+def present(node: Node, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
+    """What a node has itself."""
+    with node.tier.lock:
+        known = namespace.digest in {index.digest for index in node.tier.namespaces.all()}
+    return node.tier.lookup(namespace.digest, keys, False) if known else [False] * len(keys)
+
+
+def owners(view: View, namespace: Namespace, keys: Sequence[bytes]) -> list[tuple[str, ...]]:
+    return view.owners.owners(namespace.digest, keys)
+
+
+def calm(nodes: Sequence[Node], timeout_s: float = 10.0) -> None:
+    """All that is handed on has arrived."""
+    for node in nodes:
+        assert node.peers.couriers.wait_empty(timeout_s), f"{node.membership.member} still hands pages on"
+
+
+def counts(node: Node) -> pb.PeersStatus:
+    status = node.peers.status()
+    assert status is not None
+    return status
+
+
+def plant(node: Node, pages: Any, keys: Sequence[bytes], ttl_s: int = 0) -> None:
+    """As if they had been put there when somebody else owned them: they are not handed on."""
+    node.tier.open_namespace(pages.namespace, pages.namespace.digest)
+    reservation = node.tier.reserve(pages.namespace.digest, keys, pages.nbytes)
+    commit(node, pages, reservation, ttl_s)
+
+
+def commit(node: Node, pages: Any, reservation: Reservation, ttl_s: int = 0) -> None:
+    checksums = []
+    for page in reservation.pages:
+        content = pages.content(page.prefix_hash)
+        node.arena.view(page.offset, pages.nbytes)[:] = content
+        checksums.append(checksum(content, page.namespace.seed(page.prefix_hash)))
+    node.tier.commit(reservation, checksums, ttl_s)
+
+
+def renewed(nodes: list[Node]) -> list[Node]:
+    """Empty, and with links that nothing has failed on; what was going on there is over."""
+    for node in nodes:  # links to the others are closed
+        node.membership.become(View("fleet", 1, (Member("n9", "127.0.0.1:9"),)), "n9")
+    for node in nodes:
+        wait_until(lambda node=node: not (node.sessions.count or node.tier.held_count or node.tier.writing_count))  # type: ignore[misc]
+        for index in node.tier.namespaces.all():
+            node.tier.remove_namespace(index.digest)
+        elsewhere = node.peers.elsewhere
+        elsewhere.pages_fetched = elsewhere.nbytes_fetched = elsewhere.pages_fetch_failed = 0
+    tell(nodes, view_of(nodes))
+    return nodes
+
+
+def owned(view: View, pages: Any, keys: Sequence[bytes], member: str) -> list[bytes]:
+    owners = view.owners.owners(pages.namespace.digest, keys)
+    return [key for key, some in zip(keys, owners, strict=True) if some[0] == member]
+
+
+def copies(node: Node) -> tuple[int, int]:
+    return node.tier.eviction.copy_count, node.tier.eviction.copy_nbytes

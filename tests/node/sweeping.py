@@ -1,0 +1,71 @@
+"""Three members of a cluster, told of views, whose pages are planted, swept and compared."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import Pages
+from fleet import tell as tell_all
+from fleet import view_of
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig
+from kvstore.cluster.view import State, View
+from node.server import Node
+
+NUMBERS = range(60)
+
+
+@pytest.fixture
+def fleet(start_node: Any) -> list[Node]:
+    return [start_node() for _ in range(3)]
+
+
+@pytest.fixture
+def tell(fleet: list[Node]) -> Callable[..., View]:
+    """Tells all of them of a view: `tell(n2=State.JOINING)`; None: it is no member."""
+    numbers = iter(range(1, 100))
+
+    def tell(replicas: int = 1, **states: State | None) -> View:
+        view = view_of(fleet, replicas, next(numbers), **states)
+        tell_all(fleet, view)
+        return view
+
+    return tell
+
+
+def named(fleet: list[Node]) -> dict[str, Node]:
+    return {f"n{number}": node for number, node in enumerate(fleet)}
+
+
+@pytest.fixture
+def alone() -> Iterator[Callable[[Node], Client]]:
+    """A client of one member alone."""
+    clients: list[Client] = []
+
+    def connect(node: Node) -> Client:
+        clients.append(Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", direct=True, wire="bulk")))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+def of(view: View, pages: Pages, member: str) -> set[bytes]:
+    keys = pages.keys(*NUMBERS)
+    owners = view.owners.owners(pages.namespace.digest, keys)
+    return {key for key, some in zip(keys, owners, strict=True) if member in some}
+
+
+def sweep(node: Node) -> Any:
+    before = node.peers.sweeper.report
+    node.peers.sweeper.sweep_in(0.0)
+    wait_until(lambda: node.peers.sweeper.report is not before and not node.peers.sweeper.running)
+    return node.peers.sweeper.report
+
+
+def there(client: Client, pages: Pages) -> set[bytes]:
+    """With every byte compared."""
+    keys = pages.keys(*NUMBERS)
+    return {key for key, hit in zip(keys, pages.get(client, keys), strict=True) if hit}

@@ -1,0 +1,160 @@
+"""A member that is to go: its pages are with their owners when that is over, or it says how many are not."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import Pages
+from fleet import plant
+from sweeping import NUMBERS, named, of, sweep
+from sweeping import alone as alone
+from sweeping import fleet as fleet
+from sweeping import tell as tell
+from waiting import wait_until
+
+from kvstore.cluster.view import Member, State, View
+from kvstore.errors import Unavailable, UnknownNamespace
+from node.peers import draining
+from node.ram.inventory import Inventory
+from node.server import Node
+
+
+def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
+    fleet: list[Node], tell: Any, connect: Any, pages: Pages
+) -> None:
+    tell(n2=None)
+    pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
+    states: list[State] = []
+    fleet[2].membership.announcer = states.append
+    tell(n2=State.JOINING)
+    fleet[2].membership.announce(State.DRAINING)
+    sweep(fleet[2])
+    assert states == [State.DRAINING]
+
+
+def test_a_member_that_is_drained_hands_all_it_has(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.05)
+    view = tell()
+    client = connect(fleet[0])
+    pages.put(client, pages.keys(*NUMBERS))
+    had = of(view, pages, "n1")
+    fleet[1].membership.announcer = lambda state: tell(n1=state)
+    direct = alone(fleet[1])
+    assert not direct.drain().over
+    for name in ("n0", "n2"):
+        sweep(named(fleet)[name])
+    wait_until(lambda: direct.drain().over)
+    told = direct.drain()
+    assert (told.pages_left, told.pages_handed) == (0, len(had))
+    tell(n1=None)
+    assert pages.get(connect(fleet[2]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)
+    direct.drain(end=True)
+    assert fleet[1].membership.view.by_id["n1"].state is State.SERVING
+
+
+def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
+    fleet: list[Node], tell: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "PAGES", 4)
+    view = tell(n1=State.DRAINING)
+    plant(fleet[1], pages, pages.keys(*NUMBERS))
+    theirs = of(view, pages, "n2")
+    plant(fleet[2], pages, sorted(theirs))
+    draining_ = fleet[1].peers.draining
+    asked, there = list[str](), draining_._there
+
+    def hangs(member: str, *arguments: Any) -> list[bytes]:
+        asked.append(member)
+        if member == "n0":
+            raise Unavailable("it hung")
+        return there(member, *arguments)
+
+    monkeypatch.setattr(draining_, "_there", hangs)
+    assert draining_._look(view, threading.Event()) == (len(NUMBERS) - len(theirs), len(theirs))
+    assert asked.count("n0") == 1
+    assert asked.count("n2") > 1
+
+
+def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease ended, and it registered again."""
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.01)
+    tell()
+    pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
+    fleet[1].membership.announce = lambda state: tell(n1=state)  # type: ignore[method-assign]
+    direct = alone(fleet[1])
+    direct.drain()
+    wait_until(lambda: direct.drain().pages_left)
+    fleet[1].membership.become(tell(n1=None), "n1")
+    threading.Event().wait(0.1)
+    tell(n1=State.DRAINING)
+    for name in ("n0", "n2"):
+        sweep(named(fleet)[name])
+    wait_until(lambda: direct.drain().over)
+
+
+def test_what_nobody_takes_stays_and_is_said(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(draining, "PATIENCE_S", 0.2)
+    view = tell()
+    pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
+    fleet[1].membership.announcer = lambda state: tell(n1=state)
+    direct = alone(fleet[1])
+    direct.drain()
+    wait_until(lambda: direct.drain().over)
+    assert direct.drain().pages_left == len(of(view, pages, "n1"))
+
+
+def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_goes(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that ended, say: the view is told without it, until it has registered again."""
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(draining, "PATIENCE_S", 0.2)
+    view, own = tell(), fleet[1]
+    pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
+    direct = alone(own)
+    own.membership.become(replace(view, number=50, members=(view.members[0], view.members[2])))
+    own.membership.announce = lambda state: None  # type: ignore[method-assign]
+    direct.drain()
+    threading.Event().wait(0.2)
+    listed, gone = Inventory.list_pages, iter([UnknownNamespace("removed just now")])
+
+    def list_pages(self: Inventory, *arguments: Any) -> Any:
+        for error in gone:
+            raise error
+        return listed(self, *arguments)
+
+    monkeypatch.setattr(Inventory, "list_pages", list_pages)
+    drained = replace(view.members[1], state=State.DRAINING)
+    own.membership.become(replace(view, number=51, members=(view.members[0], drained, view.members[2])))
+    wait_until(lambda: direct.drain().over)
+    assert direct.drain().pages_left == len(of(view, pages, "n1"))
+
+
+def test_a_drain_asks_within_the_limits_of_who_takes_over(
+    start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.01)
+    nodes = [start_node(), start_node(batch_keys_max=3)]
+    members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
+    for node in nodes:
+        plant(node, pages, pages.keys(*NUMBERS))
+
+    def tell(state: State) -> None:
+        for number, node in enumerate(nodes):
+            view = View("fleet", 2, (replace(members[0], state=state), members[1]))
+            node.membership.become(view, f"n{number}")
+
+    tell(State.SERVING)
+    monkeypatch.setattr(nodes[0].membership, "announce", tell)
+    direct = alone(nodes[0])
+    direct.drain()
+    wait_until(lambda: direct.drain().over)
+    assert direct.drain().pages_handed == len(NUMBERS)

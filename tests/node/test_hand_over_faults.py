@@ -1,0 +1,283 @@
+"""Members that are away, hang, are full or stop while pages are handed to them."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleet import calm, counts, present, tell, view_of
+from waiting import wait_until
+
+from kvstore import Keep, PutOutcome
+from kvstore.measure.node_process import NodeProcess
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.peers import couriers, hand_over
+from node.serve.session import Session
+from node.server import Node
+
+NUMBERS = range(24)
+LATE_S = 1.0
+
+
+@pytest.fixture
+def pair(start_node: Callable[..., Node]) -> list[Node]:
+    nodes = [start_node() for _ in range(2)]
+    tell(nodes, view_of(nodes, 2))
+    return nodes
+
+
+@pytest.fixture
+def hung() -> Iterator[str]:
+    """An address where connections are accepted and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def mixed(start_node: Callable[..., Node]) -> Iterator[tuple[Node, NodeProcess]]:
+    """A node here and one in a process of its own, each the replica of the other."""
+    node, port = start_node(), free_port()
+    list_ = f"static:fleet/n0=127.0.0.1:{node.grpc.port},n1=127.0.0.1:{port}"
+    ram = ("--ram-bytes", "64MiB", "--shm-socket", "none")
+    with NodeProcess("--port", str(port), "--cluster", list_, "--member", "n1", *ram) as process:
+        node.membership.become(view_of([node, node], 2, elsewhere={1: f"127.0.0.1:{port}"}), "n0")
+        yield node, process
+
+
+def test_who_was_away_is_given_its_pages_when_it_is_back(pair: list[Node], hung: str, connect: Any, pages: Any) -> None:
+    tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
+    client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
+    assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
+    wait_until(lambda: pair[0].peers.links.link("n1").failure_count >= 2)
+    assert counts(pair[0]).queue_pages == len(keys)
+    tell(pair, view_of(pair, 2, 3))
+    calm(pair)
+    assert pages.get(connect(pair[1], direct=True), keys) == [True] * len(keys)
+
+
+def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Any, make_pages: Any) -> None:
+    node, process = mixed
+    pages = make_pages("paused", 1 << 18)
+    client, keys = connect(node, direct=True), pages.keys(*range(8))
+    pages.put(client, keys[:1])
+    calm([node])
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert pages.put(client, keys) == [PutOutcome.EXISTS] + [PutOutcome.STORED] * 7
+        assert time.monotonic() - began < LATE_S, "a put waits for nobody"
+        threading.Event().wait(0.5)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    calm([node])
+    other = connect(node, address=process.address, direct=True)
+    assert pages.get(other, keys) == [True] * len(keys)
+
+
+def test_a_member_that_is_killed_under_way(mixed: tuple[Node, NodeProcess], connect: Any, make_pages: Any) -> None:
+    node, process = mixed
+    pages = make_pages("killed", 1 << 18)
+    client, keys = connect(node, direct=True), pages.keys(*range(8))
+    os.kill(process.pid, signal.SIGSTOP)
+    pages.put(client, keys)
+    process.kill()
+    assert pages.get(client, keys) == [True] * len(keys)
+    wait_until(lambda: node.peers.links.link("n1").failure_count >= 2)
+    node.membership.become(view_of([node], 2, 2), "n0")  # it leaves the cluster
+    wait_until(lambda: not counts(node).queue_pages)
+    assert counts(node).pages_dropped == len(keys)
+    assert node.check() == []
+
+
+def test_a_member_that_is_full_is_given_its_pages_later(
+    start_node: Any, connect: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [start_node() for _ in range(2)]
+    tell(nodes, view_of(nodes, 2))
+    pages, large = make_pages("refused"), make_pages("large", 1 << 18)
+    client, other = connect(nodes[0], direct=True), connect(nodes[1], "shm", direct=True)
+    keys = pages.keys(*NUMBERS)
+    with contextlib.ExitStack() as held:
+        for start in range(0, 64, 16):  # all of its RAM
+            held.enter_context(other.open_put(large.namespace, large.keys(*range(start, start + 16))))
+        assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
+        threading.Event().wait(0.4)
+        assert counts(nodes[0]).queue_pages == len(keys)
+    calm(nodes)
+    assert present(nodes[1], pages.namespace, keys) == [True] * len(keys)
+
+
+def test_a_full_queue_costs_replicas_and_no_put(start_node: Any, hung: str, connect: Any, make_pages: Any) -> None:
+    nodes = [start_node(hand_over_queue_nbytes=1 << 20), start_node()]
+    tell(nodes[:1], view_of(nodes, 2, elsewhere={1: hung}))
+    pages = make_pages("queue", 1 << 16)
+    client = connect(nodes[0], direct=True)
+    for start in range(0, 64, 8):
+        assert pages.put(client, pages.keys(*range(start, start + 8))) == [PutOutcome.STORED] * 8
+        status = client.node_status().peers
+        assert status.queue_nbytes <= status.queue_nbytes_max == 1 << 20
+    assert status.pages_dropped == 64 - (1 << 20) // (1 << 16)
+    assert nodes[0].tier.held_count == status.queue_pages == 16
+    tell(nodes, view_of(nodes, 2, 2))
+    calm(nodes)
+    there = present(nodes[1], pages.namespace, pages.keys(*range(64)))
+    assert there.count(True) == 16
+    assert all(there[-8:]), "the oldest were dropped"
+
+
+def test_what_is_removed_while_it_is_under_way_does_not_come_back(
+    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other has its bytes and is about to commit them when it is asked to remove what it does not have yet."""
+    reached, go, commit = threading.Event(), threading.Event(), Session.commit
+
+    def late(self: Session, *arguments: Any) -> int:
+        if self.put_request.forwarded_by:
+            reached.set()
+            assert go.wait(10.0)
+        return commit(self, *arguments)
+
+    monkeypatch.setattr(Session, "commit", late)
+    client, keys = connect(pair[0]), pages.keys(*range(4))
+    direct = connect(pair[0], direct=True)
+    pages.put(direct, keys)
+    assert reached.wait(10.0)
+    assert client.remove(pages.namespace, keys[:2]) == [True, True]
+    go.set()
+    calm(pair)
+    wait_until(lambda: present(pair[1], pages.namespace, keys) == [False, False, True, True])
+    assert pages.get(client, keys) == [False, False, True, True]
+    pages.put(direct, keys)  # again, and this time they stay
+    calm(pair)
+    assert present(pair[1], pages.namespace, keys) == [True] * 4
+
+
+def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
+    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender might die then, and nobody else knows that it is there. What was sent with it comes again."""
+    reached, go, service = threading.Event(), threading.Event(), pair[1].service
+    begin, commit, committed = service.begin_put, service.commit_put, set[bytes]()
+
+    def late(*arguments: Any) -> Any:
+        reached.set()
+        assert go.wait(10.0)
+        return begin(*arguments)
+
+    def recorded(session: Session, request: pb.CommitRequest) -> pb.CommitReply:
+        committed.update(page.prefix_hash for page in session.reserved)
+        return commit(session, request)
+
+    client, keys = connect(pair[0]), pages.keys(*range(4))
+    client.lookup(pages.namespace, keys)
+    monkeypatch.setattr(service, "begin_put", late)
+    monkeypatch.setattr(service, "commit_put", recorded)
+    pages.put(connect(pair[0], direct=True), keys)
+    assert reached.wait(10.0)
+    assert client.remove(pages.namespace, keys[:2]) == [True, True]
+    go.set()
+    calm(pair)
+    assert committed == set(keys[2:])
+    assert present(pair[1], pages.namespace, keys) == [False, False, True, True]
+    assert not counts(pair[0]).pages_dropped
+
+
+def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
+    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other has been asked already when it is handed the page, and the sender not yet when it has done so."""
+    keys, direct, client = pages.keys(*range(4)), connect(pair[0], direct=True), connect(pair[0])
+    client.lookup(pages.namespace, keys)
+    remove, done = pair[0].service._unary["remove"], threading.Event()
+
+    def handed_first(request: pb.RemoveRequest, caller: Any) -> pb.RemoveReply:
+        if not done.is_set():  # by now the other has answered, or is about to
+            done.set()
+            threading.Event().wait(0.3)
+            pages.put(direct, keys)
+            calm(pair)
+        return remove(request, caller)
+
+    monkeypatch.setitem(pair[0].service._unary, "remove", handed_first)
+    assert client.remove(pages.namespace, keys) == [True] * 4
+    assert [present(node, pages.namespace, keys) for node in pair] == [[False] * 4] * 2
+
+
+@pytest.mark.parametrize("target", ["hangs", "is paused in a transfer", "is dead"])
+def test_a_node_stops_in_its_time_whatever_its_peers_do(hung: str, connect: Any, make_pages: Any, target: str) -> None:
+    ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+    node = Node(NodeConfig(**ports, ram_nbytes=64 << 20, drain_s=0.5, shm_socket="none"))
+    node.start()
+    pages = make_pages("stops", 1 << 20)
+    with contextlib.ExitStack() as stack:
+        address = {"hangs": hung, "is dead": "127.0.0.1:9"}.get(target)
+        if address is None:
+            port = free_port()
+            address = f"127.0.0.1:{port}"
+            list_ = f"static:fleet/n0=127.0.0.1:{node.grpc.port},n1={address}"
+            flags = ("--port", str(port), "--cluster", list_, "--member", "n1", "--shm-socket", "none")
+            process = stack.enter_context(NodeProcess(*flags))
+        node.membership.become(view_of([node, node], 2, elsewhere={1: address}), "n0")
+        client = connect(node, direct=True)
+        pages.put(client, pages.keys(0))
+        if target == "is paused in a transfer":
+            calm([node])
+            os.kill(process.pid, signal.SIGSTOP)
+        pages.put(client, pages.keys(*range(1, 9)))
+        threading.Event().wait(0.3)
+        assert counts(node).queue_pages >= 8
+        client.close()
+        began = time.monotonic()
+        node.stop()
+        assert time.monotonic() - began < 0.5 + LATE_S
+    for thread in node.peers.couriers._threads:
+        thread.join(2 * couriers.HAND_S)
+        assert not thread.is_alive()
+    assert node.tier.held_count == 0
+
+
+def test_a_stop_hands_on_what_it_can(start_node: Any, connect: Any, pages: Any) -> None:
+    """With a limit on the rate that would take minutes."""
+    other = start_node()
+    ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
+    node = Node(NodeConfig(**ports, ram_nbytes=16 << 20, drain_s=5.0, hand_over_nbytes_per_s=1000))
+    node.start()
+    nodes = [node, other]
+    tell(nodes, view_of(nodes, 2))
+    client, keys = connect(node, direct=True), pages.keys(*NUMBERS)
+    for key in keys:
+        pages.put(client, [key])
+    assert counts(node).queue_pages > 1
+    node.stop()
+    assert present(other, pages.namespace, keys) == [True] * len(keys)
+
+
+def test_patience_ends(pair: list[Node], hung: str, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_over, "PATIENCE_S", 0.3)
+    tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
+    client = connect(pair[0], direct=True)
+    pages.put(client, pages.keys(*NUMBERS))
+    wait_until(lambda: counts(pair[0]).pages_dropped == len(NUMBERS))
+    assert pair[0].tier.held_count == 0
+
+
+def test_a_page_with_a_time_to_live_that_is_over(pair: list[Node], connect: Any, pages: Any) -> None:
+    """It is not handed on for longer than it has."""
+    tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
+    client, key = connect(pair[0], direct=True), pages.key(1)
+    client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=1.0))
+    threading.Event().wait(2.1)
+    tell(pair, view_of(pair, 2, 3))
+    calm(pair)
+    wait_until(lambda: present(pair[1], pages.namespace, [key]) == [False])

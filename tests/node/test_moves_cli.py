@@ -1,0 +1,124 @@
+"""`kvstore cluster drain` and `rebalance`: what they do, say and exit with."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet import tell, view_of
+from typer.testing import CliRunner
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig
+from kvstore.cli import moves
+from kvstore.cli.commands import app
+from kvstore.cluster.view import Member, State, View
+from node.peers import draining
+from node.server import Node
+
+KEYS = range(30)
+
+
+@pytest.fixture
+def fleet(start_node: Any, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
+    monkeypatch.setattr(draining, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(moves, "LOOK_S", 0.02)
+    nodes = [start_node() for _ in range(2)]
+    numbers = itertools.count(1)
+    tell(nodes, view_of(nodes, number=next(numbers)))
+    nodes[1].membership.announcer = lambda state: tell(nodes, view_of(nodes, number=next(numbers), n1=state))
+    return nodes
+
+
+@pytest.fixture
+def kvstore(fleet: list[Node], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{fleet[0].grpc.port}")
+    monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
+    return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
+
+
+def test_drain_says_what_is_left(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+    pages.put(connect(fleet[0]), pages.keys(*KEYS))
+    had = fleet[1].tier.visible_count
+    shown = kvstore("cluster", "drain", "n1", "--json")  # the other one does not sweep
+    assert json.loads(shown.stdout) == {"member": "n1", "handed": 0, "left": had, "serves": False}
+    assert shown.exit_code == 4
+    assert "add members or memory" in shown.stderr
+    assert kvstore("cluster", "drain", "n1", "--end").stdout == "n1 serves again\n"
+    fleet[0].peers.sweeper.settle_s = 0.0
+    fleet[0].membership.on_view(lambda view: fleet[0].peers.sweeper.sweep_in(0.0))
+    shown = kvstore("cluster", "drain", "n1")
+    assert shown.exit_code == 0
+    assert shown.stdout == f"n1: {had} pages are with their owners, 0 are not\n"
+    assert pages.get(connect(fleet[0]), pages.keys(*KEYS)) == [True] * len(KEYS)
+
+
+def test_what_was_left_is_looked_at_again(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+    """As the command says: add members or memory, and run it again."""
+    pages.put(connect(fleet[0]), pages.keys(*KEYS))
+    had = fleet[1].tier.visible_count
+    assert kvstore("cluster", "drain", "n1").exit_code == 4
+    fleet[0].peers.sweeper.sweep_in(0.0)
+    wait_until(lambda: fleet[0].tier.visible_count == len(KEYS))
+    shown = kvstore("cluster", "drain", "n1")
+    assert (shown.exit_code, shown.stdout) == (0, f"n1: {had} pages are with their owners, 0 are not\n")
+
+
+def test_it_goes_on_when_the_member_was_out_of_the_view(fleet: list[Node], kvstore: Any, monkeypatch: Any) -> None:
+    """A lease that ended, say: the member registers again."""
+    client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True))
+    with client:
+        view = fleet[1].membership.view
+        assert view is not None
+        fleet[1].membership.announce = lambda state: fleet[1].membership.become(View("fleet", 2, view.members[:1]))  # type: ignore[method-assign]
+        assert not client.drain().over
+        time.sleep(0.2)
+        tell(fleet, view_of(fleet, number=3, n1=State.DRAINING))
+        wait_until(lambda: client.drain().over)
+
+
+def test_a_registry_that_is_away_is_said(fleet: list[Node], kvstore: Any) -> None:
+    """Without it nobody hears of the draining, and the command waits."""
+    assert kvstore("cluster", "drain", "n1").stderr == ""
+    for node in fleet:
+        node.membership.registry = lambda: ("for 7 s: no answer; the last view is kept", [])
+    shown = kvstore("cluster", "drain", "n1", "--end")
+    assert "before etcd can be asked again: for 7 s: no answer" in shown.stderr
+    fleet[1].membership.registry = lambda: ("for 8 s: no answer; the last view is kept", [])
+    assert kvstore("cluster").stdout.splitlines()[0].endswith("  from the last one")
+
+
+def test_a_drained_member_has_no_share(fleet: list[Node], kvstore: Any) -> None:
+    assert kvstore("cluster").stdout.count("50.0 %") == 2
+    tell(fleet, view_of(fleet, number=9, n1=State.DRAINING))
+    (first,) = [line for line in kvstore("cluster").stdout.splitlines() if line.startswith("n0")]
+    (second,) = [line for line in kvstore("cluster").stdout.splitlines() if line.startswith("n1")]
+    assert ("100.0 %" in first, "0.0 %" in second) == (True, True)
+
+
+def test_rebalance(fleet: list[Node], kvstore: Any, connect: Any, pages: Any) -> None:
+    pages.put(connect(fleet[0]), pages.keys(*KEYS))
+    shown = kvstore("cluster", "rebalance", "--dry-run", "--json")
+    told = json.loads(shown.stdout)["members"]
+    assert [(member["member"], member["pages"]) for member in told] == [("n0", 0), ("n1", 0)]
+    assert "WOULD FETCH" in kvstore("cluster", "rebalance", "--dry-run").stdout
+    assert "2 members look for their pages" in kvstore("cluster", "rebalance").stdout
+
+
+def test_a_member_that_there_is_not(kvstore: Any) -> None:
+    shown = kvstore("cluster", "drain", "n9")
+    assert shown.exit_code == 1
+    assert "'n9' is no member of fleet; its members are n0, n1" in shown.stderr
+
+
+def test_a_member_that_does_not_answer(fleet: list[Node], kvstore: Any) -> None:
+    view = fleet[0].membership.view
+    assert view is not None
+    gone = View("fleet", 9, (*view.members, Member("gone", "127.0.0.1:9")))
+    fleet[0].membership.become(gone)
+    shown = kvstore("cluster", "rebalance")
+    assert shown.exit_code == 3
+    assert "gone: " in shown.stderr

@@ -1,0 +1,259 @@
+"""A client that talks to the member on its own host: what that has, fetches, keeps as a copy, and what it costs when
+others, or it, fail."""
+
+import time
+from typing import Any
+
+import pytest
+from fleet import KB16, MB, NUMBERS, copies, owned, plant, tell, view_of
+from waiting import wait_until
+
+from kvstore import ByteRange, InvalidRequest, Keep, PutOutcome
+from kvstore.cluster.view import Member, State, View
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
+from node.serve.service import THE_NODE
+from node.server import Node
+
+# ---- what is fetched ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk"])
+def test_what_the_near_node_lacks_is_fetched_once(
+    cluster: list[Node], far: Any, connect: Any, pages: Any, wire: str
+) -> None:
+    keys, view = pages.keys(*NUMBERS), view_of(cluster)
+    pages.put(far(cluster), keys)
+    mine = owned(view, pages, keys, "n0")
+    client = connect(cluster[0], wire, near="n0")
+    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
+    assert copies(cluster[0])[0] == 0  # to be asked for is not to be fetched
+    for _ in range(2):
+        assert pages.get(client, keys) == [True] * len(keys)
+        assert copies(cluster[0])[0] == len(keys) - len(mine)
+        assert cluster[0].peers.elsewhere.pages_fetched == len(keys) - len(mine)
+    status = cluster[0].service.call("node_status", pb.NodeStatusRequest(), THE_NODE).peers
+    assert (status.copy_count, status.pages_fetched) == (len(keys) - len(mine),) * 2
+    assert (status.pages_fetch_failed, status.view_number) == (0, 1)
+    assert [node.peers.elsewhere.pages_fetched for node in cluster[1:]] == [0, 0]
+
+
+def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
+    cluster: list[Node], far: Any, near: Any, pages: Any
+) -> None:
+    keys = pages.keys(*NUMBERS)
+    pages.put(far(cluster), keys[:20] + keys[21:])
+    client = near(cluster)
+    found = client.lookup(pages.namespace, keys)
+    assert (found.prefix_pages, found.present.count(True)) == (20, 47)
+    buffers = [bytearray(pages.nbytes) for _ in keys]
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 20 + [False] * 28
+    assert pages.get(client, keys) == [True] * 20 + [False] + [True] * 27
+
+
+def test_ranges_of_pages_that_others_have(cluster: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+    large = make_pages("ranges", MB)
+    keys = large.keys(*range(6))
+    large.put(far(cluster), keys)
+    buffers = [bytearray(100) for _ in keys]
+    hits = near(cluster).get_ranges(large.namespace, keys, [ByteRange(5, 60), ByteRange(9000, 40)], buffers)
+    assert hits == [True] * 6
+    for key, buffer in zip(keys, buffers, strict=True):
+        content = large.content(key)
+        assert buffer == content[5:65] + content[9000:9040]
+
+
+def test_in_place(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
+    keys = pages.keys(*NUMBERS)
+    pages.put(far(cluster), keys)
+    client = near(cluster)
+    client.open(pages.namespace)
+    assert client.maps_arena
+    assert client.batch_pages_max(pages.namespace) >= len(keys)
+    with client.open_get(pages.namespace, keys) as slots:
+        assert slots.hits == [True] * len(keys)
+        assert [bytes(page) for page in slots.pages] == [pages.content(key) for key in keys]
+    with pytest.raises(InvalidRequest, match="asked of one node"), far(cluster).open_get(pages.namespace, keys):
+        pass
+
+
+def test_a_pages_time_to_live_comes_along(cluster: list[Node], far: Any, near: Any, pages: Any) -> None:
+    keys = pages.keys(*NUMBERS)
+    contents = [pages.content(key) for key in keys]
+    far(cluster).put(pages.namespace, keys, contents, keep=Keep(ttl_s=60.0))
+    pages.get(near(cluster), keys)
+    kept = list(cluster[0].tier.namespace(pages.namespace.digest).pages.values())
+    assert len(kept) == len(keys)
+    assert all(50 < page.expiry_s - time.time() <= 60 for page in kept)
+
+
+def test_near_is_found_by_itself_and_can_be_refused(cluster: list[Node], far: Any, connect: Any, pages: Any) -> None:
+    keys = pages.keys(*NUMBERS)
+    pages.put(far(cluster), keys)
+    client = connect(cluster[1], "auto")
+    pages.get(client, keys)
+    assert client.maps_arena
+    assert [copies(node)[0] > 0 for node in cluster] == [False, True, False]  # the one that was named
+    other = connect(cluster[2], "auto", near="none")
+    pages.get(other, keys)
+    assert not other.maps_arena
+    assert copies(cluster[2]) == (0, 0)
+    assert connect(cluster[2], "auto", near="n7").lookup(pages.namespace, keys).prefix_pages == len(keys)
+
+
+def test_an_owner_that_is_asked_to_ask_asks_nobody_twice(
+    cluster: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are each other's near nodes, and nobody has the page: no question goes round."""
+    asked: list[Any] = []
+    call = BulkWire.call
+
+    def told(self: BulkWire, op: str, request: Any, deadline: Any) -> Any:
+        asked.append(request)
+        return call(self, op, request, deadline)
+
+    monkeypatch.setattr(BulkWire, "call", told)
+    for number, node in enumerate(cluster):
+        client = connect(node, "shm", near=f"n{number}")
+        assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
+    lookups = [request for request in asked if isinstance(request, pb.LookupRequest)]
+    assert len(lookups) == 6  # of each node, the two others
+    assert not any(request.near for request in lookups)
+
+
+def test_one_replica_fills_another(cluster: list[Node], connect: Any, pages: Any) -> None:
+    """As after a wiped disk: what this node owns and lacks is no copy."""
+    tell(cluster, view_of(cluster, 3, 2))
+    keys = pages.keys(*NUMBERS)
+    plant(cluster[1], pages, keys)
+    assert pages.get(connect(cluster[0], "shm", near="n0"), keys) == [True] * len(keys)
+    assert copies(cluster[0]) == (0, 0)
+    assert cluster[0].tier.visible_count == len(keys)
+
+
+# ---- copies ------------------------------------------------------------------------------
+
+
+def test_what_is_put_at_a_near_node_is_a_copy_there(cluster: list[Node], near: Any, pages: Any) -> None:
+    keys = pages.keys(*NUMBERS)
+    client = near(cluster)
+    assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
+    others = len(keys) - len(owned(view_of(cluster), pages, keys, "n0"))
+    assert copies(cluster[0])[0] == others > 0
+    assert pages.get(client, keys) == [True] * len(keys)
+
+
+def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Any, connect: Any) -> None:
+    keys = pages.keys(*NUMBERS)
+    pages.put(connect(cluster[0], direct=True), keys)
+    assert copies(cluster[0])[0] > 0
+    request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
+    request.forwarded_by = "n1"
+    with cluster[0].sessions.open("n1") as session:
+        reply, _ = cluster[0].service.begin_put(session, request)
+    assert set(reply.verdicts) == {pb.EXISTS}
+    assert copies(cluster[0]) == (0, 0)
+
+
+def test_copies_have_their_share_and_go_first(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+    nodes = pair
+    pages = make_pages("share", KB16)
+    keys = pages.keys(*range(400))
+    theirs, mine = owned(view_of(nodes), pages, keys, "n1"), owned(view_of(nodes), pages, keys, "n0")
+    pages.put(far(nodes), mine[:150] + theirs)
+    client = near(nodes)
+    for start in range(0, len(theirs), 16):
+        assert all(pages.get(client, theirs[start : start + 16]))
+        assert copies(nodes[0])[1] <= MB
+    assert copies(nodes[0]) == (64, MB)
+    assert nodes[0].check() == []
+    assert all(pages.get(client, mine[:150]))
+    before = nodes[0].tier.visible_count
+    more = make_pages("more", KB16)
+    wanted = owned(view_of(nodes), more, more.keys(*range(200)), "n0")[:80]
+    more.put(far(nodes), wanted)  # 4 MiB hold 256 pages: copies go, and no page of its own does
+    assert nodes[0].tier.visible_count == 256 > before
+    assert all(pages.get(far(nodes), mine[:150]))
+    totals = nodes[0].service.call("node_status", pb.NodeStatusRequest(), THE_NODE).totals
+    assert totals.pages_evicted == 0  # a copy is not lost
+    assert nodes[0].check() == []
+
+
+def test_a_small_copy_goes_for_a_large_one(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+    nodes = pair
+    small, large = make_pages("small", KB16), make_pages("large", 8 * KB16)
+    client = near(nodes)
+    for pages, count in ((small, 64), (large, 8), (small, 64)):
+        keys = owned(view_of(nodes), pages, pages.keys(*range(4 * count)), "n1")[:count]
+        pages.put(far(nodes), keys)
+        assert all(pages.get(client, keys))
+        assert copies(nodes[0])[1] <= MB
+        assert nodes[0].check() == []
+
+
+def test_more_copies_than_fit_at_a_time_are_misses(pair: list[Node], far: Any, near: Any, make_pages: Any) -> None:
+    nodes = pair
+    pages = make_pages("many", KB16)
+    keys = owned(view_of(nodes), pages, pages.keys(*range(400)), "n1")[:100]
+    pages.put(far(nodes), keys)
+    client = near(nodes)
+    with client.open_get(pages.namespace, keys[:40]) as held:
+        assert held.hits == [True] * 40
+        assert pages.get(client, keys[40:]).count(True) == 24
+    assert all(pages.get(client, keys[40:]))
+    assert nodes[0].check() == []
+
+
+def test_copies_do_not_go_to_disk(start_node: Any, far: Any, near: Any, pages: Any, tmp_path: Any) -> None:
+    nodes = [start_node(data_dir=str(tmp_path / f"{i}"), disk_nbytes=64 * MB) for i in range(2)]
+    tell(nodes, view_of(nodes))
+    keys = pages.keys(*NUMBERS)
+    client = near(nodes)
+    pages.put(far(nodes), keys[:24])
+    pages.get(client, keys[:24])
+    pages.put(client, keys[24:])
+    far(nodes).flush()
+    mine = owned(view_of(nodes), pages, keys, "n0")
+    assert nodes[0].disk is not None
+    assert nodes[0].disk.records.count == len(mine) == nodes[0].tier.visible_count - copies(nodes[0])[0]
+
+
+def test_what_is_fetched_and_its_own_goes_to_disk(start_node: Any, connect: Any, pages: Any, tmp_path: Any) -> None:
+    nodes = [start_node(data_dir=str(tmp_path), disk_nbytes=16 << 20), start_node()]
+    view, keys = view_of(nodes, replicas=2), pages.keys(*NUMBERS)
+    nodes[1].membership.become(View("fleet", 1, view.members[1:]), "n1")
+    pages.put(connect(nodes[1]), keys)
+    tell(nodes, view)
+    assert pages.get(connect(nodes[0], near="n0"), keys) == [True] * len(keys)
+    assert nodes[0].peers.elsewhere.pages_fetched == len(keys)
+    disk = nodes[0].disk
+    assert disk is not None
+    wait_until(lambda: disk.records.count == len(keys))
+
+
+def test_a_member_that_is_drained_is_not_near(cluster: list[Node], connect: Any, pages: Any) -> None:
+    """Nor is one that is talked to over shared memory already."""
+    tell(cluster, view_of(cluster, number=2, n0=State.DRAINING))
+    client = connect(cluster[0], "auto")
+    client.open(pages.namespace)
+    near = client._fan_out.nodes.at_hand
+    assert near is not None
+    assert near.wire_name == "shm"
+    assert near.address != f"127.0.0.1:{cluster[0].grpc.port}"
+
+
+def test_near_is_looked_for_at_this_hosts_addresses(
+    start_node: Any, cluster: list[Node], connect: Any, pages: Any
+) -> None:
+    """The member that was named has no shared memory here."""
+    nodes = [start_node(shm_socket="none"), *cluster]
+    tell(nodes, view_of(nodes))
+    client = connect(nodes[0], "auto")
+    client.open(pages.namespace)
+    assert client.maps_arena
+    assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
+    strangers = connect(nodes[0], "auto")
+    far_away = [Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)]  # nobody connects to these
+    tell(nodes[:1], View("fleet", 2, (view_of(nodes).members[0], *far_away)))
+    strangers.open(pages.namespace)
+    assert not strangers.maps_arena

@@ -1,0 +1,265 @@
+"""Puts through a near node that are answered when the owners have the pages, or have them on disk."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fleet import KB16, MB, NUMBERS, calm, owned, owners, present, tell, view_of
+
+from kvstore import Client, Exhausted, InvalidRequest, Keep, PutOutcome
+from kvstore.checksum import leaves
+from kvstore.cluster.view import State, View
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.serve.service import Caller
+from node.server import Node
+
+DURABLE = Keep(durable=True)
+StartNodes = Callable[..., list[Node]]
+
+
+@pytest.fixture
+def start(start_node: Any, tmp_path: Any) -> StartNodes:
+    """Nodes of one cluster, with a disk as `disks` says of each."""
+
+    def made(disks: str, replicas: int = 1) -> list[Node]:
+        flags = [
+            {"data_dir": str(tmp_path / str(number)), "disk_nbytes": 64 << 20} if disk == "d" else {}
+            for number, disk in enumerate(disks)
+        ]
+        nodes = [start_node(**some) for some in flags]
+        tell(nodes, view_of(nodes, replicas))
+        return nodes
+
+    return made
+
+
+def put(client: Client, pages: Any, keys: list[bytes], keep: Keep = DURABLE, **how: Any) -> list[PutOutcome]:
+    return client.put(pages.namespace, keys, [pages.content(key) for key in keys], keep, **how)
+
+
+def safe(nodes: list[Node], pages: Any, key: bytes) -> list[str]:
+    """Who has the page on disk."""
+    digest = pages.namespace.digest
+    return [
+        f"n{i}" for i, node in enumerate(nodes) if node.disk is not None and node.disk.safe(digest, [key]) == [True]
+    ]
+
+
+def refuse_clients(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes from members only: who puts there by himself has gone past his near node."""
+    begin = node.service.begin_put
+
+    def begun(session: Any, request: pb.PutRequest) -> Any:
+        assert request.forwarded_by, "a client asked an owner itself"
+        return begin(session, request)
+
+    monkeypatch.setattr(node.service, "begin_put", begun)
+
+
+@pytest.mark.parametrize("disks", ["dd", "-dd"])
+def test_a_durable_put_is_on_the_owners_disks_when_it_is_answered(
+    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, disks: str
+) -> None:
+    """The near node has them too; it may have no disk if it owns none of them."""
+    nodes = start(disks)
+    for node in nodes[1:]:
+        refuse_clients(node, monkeypatch)
+    every, view = pages.keys(*NUMBERS), view_of(nodes)
+    keys = [key for key in every if disks[0] == "d" or key not in owned(view, pages, every, "n0")]
+    client = near(nodes)
+    assert put(client, pages, keys) == [PutOutcome.STORED] * len(keys)
+    whose = owners(view, pages.namespace, keys)
+    assert [tuple(safe(nodes, pages, key)) for key in keys] == whose
+    assert present(nodes[0], pages.namespace, keys) == [True] * len(keys)
+    assert put(client, pages, keys) == [PutOutcome.EXISTS] * len(keys)
+
+
+def test_what_the_near_node_has_as_a_copy_only_is_handed_on(start: StartNodes, near: Any, pages: Any) -> None:
+    nodes = start("dd")
+    keys, client = pages.keys(*NUMBERS), near(nodes)
+    put(client, pages, keys, Keep())
+    assert nodes[0].peers.couriers.wait_empty(10.0)
+    theirs = owned(view_of(nodes), pages, keys, "n1")
+    nodes[1].tier.remove(pages.namespace.digest, theirs)
+    assert put(client, pages, keys) == [PutOutcome.EXISTS] * len(keys)
+    assert [safe(nodes, pages, key) for key in theirs] == [["n1"]] * len(theirs)
+
+
+def test_where_nobody_owns_pages_nobody_promises_them(start: StartNodes, connect: Any, pages: Any) -> None:
+    nodes = start("dd")
+    tell(nodes, view_of(nodes, number=2, n0=State.DRAINING, n1=State.DRAINING))
+    keys = pages.keys(*NUMBERS)
+    with pytest.raises(Exhausted, match="not on disk"):
+        put(connect(nodes[0], direct=True), pages, keys)
+
+
+def test_in_place(start: StartNodes, near: Any, pages: Any) -> None:
+    nodes = start("dd")
+    keys, client = pages.keys(*NUMBERS), near(nodes)
+    with client.open_put(pages.namespace, keys, DURABLE) as slots:
+        for view, key in zip(slots.pages, keys, strict=True):
+            view[:] = pages.content(key)
+        slots.commit([leaves(pages.content(key)) for key in keys])
+    whose = owners(view_of(nodes), pages.namespace, keys)
+    assert [tuple(safe(nodes, pages, key)) for key in keys] == whose
+
+
+def test_with_two_replicas_one_is_durable_or_all(
+    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = start("ddd", replicas=2)
+    for node in nodes[1:]:
+        refuse_clients(node, monkeypatch)
+    keys, client = pages.keys(*NUMBERS), near(nodes)
+    whose = owners(view_of(nodes, 2), pages.namespace, keys)
+    put(client, pages, keys, DURABLE)
+    assert all(set(safe(nodes, pages, key)) & set(some) for key, some in zip(keys, whose, strict=True))
+    put(client, pages, keys, Keep(durable=True, ack="all"))
+    assert [set(safe(nodes, pages, key)) for key in keys] == [set(some) for some in whose]
+
+
+@pytest.mark.parametrize("disks", ["-d", "d-", "--"])
+def test_an_owner_without_a_disk_says_so(start: StartNodes, near: Any, pages: Any, disks: str) -> None:
+    """The near node, or another."""
+    nodes = start(disks)
+    with pytest.raises(InvalidRequest, match="no disk tier"):
+        put(near(nodes), pages, pages.keys(*NUMBERS))
+
+
+def test_a_second_owner_needs_no_disk(start: StartNodes, near: Any, pages: Any) -> None:
+    nodes = start("-d", replicas=2)
+    keys = owned(view_of(nodes, 2), pages, pages.keys(*NUMBERS), "n1")
+    assert put(near(nodes), pages, keys) == [PutOutcome.STORED] * len(keys)
+    assert [safe(nodes, pages, key) for key in keys] == [["n1"]] * len(keys)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_owner_that_is_killed_on_the_way(
+    start_node: Any, near: Any, pages: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    """Another owner has it on disk, or it is said that nobody does."""
+    disk: dict[str, Any] = {"disk_nbytes": 64 << 20}
+    ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0, "drain_s": 0.1}
+    dies = Node(NodeConfig(**ports, **disk, ram_nbytes=16 << 20, data_dir=str(tmp_path / "dies")))
+    dies.start()
+    nodes = [start_node(), dies, start_node(**disk, data_dir=str(tmp_path / "lives"))]
+    view = view_of(nodes, replicas)
+    tell(nodes, view)
+    wanted = ("n1",) if replicas == 1 else ("n1", "n2")
+    keys = [key for key in pages.keys(*range(400)) if owners(view, pages.namespace, [key]) == [wanted]][:16]
+    carry = nodes[0].peers.couriers._carry
+    dead: list[bool] = []
+
+    def killed(batch: Any) -> list[bytes]:
+        if not dead:
+            dead.append(True)
+            dies.stop()
+        return carry(batch)
+
+    monkeypatch.setattr(nodes[0].peers.couriers, "_carry", killed)
+    client = near(nodes)
+    if replicas == 1:
+        assert put(client, pages, keys, timeout_s=5.0) == [PutOutcome.AWAY] * len(keys)
+    else:
+        put(client, pages, keys)
+        assert [safe(nodes[2:], pages, key) for key in keys] == [["n0"]] * len(keys)  # n2, which is alone in the list
+    assert dead
+    tell([nodes[0], nodes[2]], View("fleet", 2, (view.members[0], view.members[2]), 1))
+
+
+def test_a_disk_that_is_too_slow(start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = start("dd")
+
+    def slow(digest: bytes, prefix_hashes: Any, wait: Any) -> None:
+        raise Exhausted("pages are visible but were not durable in the time")
+
+    monkeypatch.setattr(nodes[1].service.durability, "keep", slow)
+    with pytest.raises(Exhausted, match="visible but"):
+        put(near(nodes), pages, pages.keys(*NUMBERS), timeout_s=5.0)
+
+
+def test_the_view_changes_before_the_answer(
+    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who keeps a page is decided once: between two views it could be nobody."""
+    nodes = start("dd")
+    view, couriers = view_of(nodes), nodes[0].peers.couriers
+    keys = owned(view, pages, pages.keys(*NUMBERS), "n0")
+    offer = couriers.offer
+
+    def offered(*arguments: Any, **more: Any) -> Any:
+        ticket = offer(*arguments, **more)
+        nodes[0].membership.become(replace(view, number=2, members=view.members[1:]), "n0")
+        return ticket
+
+    monkeypatch.setattr(couriers, "offer", offered)
+    put(near(nodes), pages, keys)
+    assert all(safe(nodes, pages, key) for key in keys)
+
+
+def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
+    start_node: Any, near: Any, make_pages: Any, tmp_path: Any
+) -> None:
+    nodes = [
+        start_node(ram_nbytes=ram << 20, data_dir=str(tmp_path / f"{ram}"), disk_nbytes=64 << 20, copies_share=0.25)
+        for ram in (4, 16)
+    ]
+    tell(nodes, view_of(nodes))
+    large = make_pages("full", KB16)
+    theirs = owned(view_of(nodes), large, large.keys(*range(400)), "n1")[: MB // KB16 + 2]
+    client, room = near(nodes), MB // KB16
+    held, more = theirs[: room - 4], theirs[room - 4 :]
+    put(client, large, held, Keep())
+    with client.open_get(large.namespace, held) as slots:
+        assert all(slots.hits)
+        assert put(client, large, more, Keep()).count(PutOutcome.FULL) == len(more) - 4
+        assert nodes[0].peers.couriers.wait_empty(10.0)
+        assert {outcome.kept for outcome in put(client, large, more)} == {True}
+        assert [safe(nodes, large, key) for key in more] == [["n1"]] * len(more)
+
+
+def test_a_near_node_that_is_older_is_asked_for_nothing(
+    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of version 3 ask nobody, and hand nothing on: it would keep on its own disk what others own."""
+    nodes = start("dd")
+    hello = nodes[0].service._unary["hello"]
+
+    def older(request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
+        reply: pb.HelloReply = hello(request, caller)
+        reply.protocol_version = PROTOCOL_VERSION - 1
+        return reply
+
+    monkeypatch.setitem(nodes[0].service._unary, "hello", older)
+    keys, client = pages.keys(*NUMBERS), near(nodes)
+    whose = owners(view_of(nodes), pages.namespace, keys)
+    for keep in (Keep(), DURABLE):
+        assert {outcome.kept for outcome in put(client, pages, keys, keep)} == {True}
+        mine = [some == ("n0",) for some in whose]
+        assert present(nodes[0], pages.namespace, keys) == mine
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert [tuple(safe(nodes, pages, key)) for key in keys] == whose
+    with pytest.raises(InvalidRequest, match="asked of one node"), client.open_put(pages.namespace, keys, DURABLE):
+        pass
+
+
+def test_pages_that_are_visible_but_not_promised_get_to_all_owners(
+    start: StartNodes, near: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The near node's own disk fails. Who puts them himself then finds them at an owner, and hands nothing on."""
+    nodes = start("ddd", replicas=2)
+
+    def full(*_: Any) -> None:
+        raise Exhausted("pages are visible but the disk is full")
+
+    monkeypatch.setattr(nodes[0].service.durability, "keep", full)
+    keys = pages.keys(*NUMBERS)
+    whose = owners(view_of(nodes, 2), pages.namespace, keys)
+    put(near(nodes), pages, keys)
+    calm(nodes)
+    for key, some in zip(keys, whose, strict=True):
+        if "n0" not in some:
+            assert [present(node, pages.namespace, [key]) for node in nodes[1:]] == [[True], [True]]

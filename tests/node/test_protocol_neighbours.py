@@ -1,0 +1,204 @@
+"""Who speaks the version of the protocol before or after ours works with us; who is further away is told.
+
+golden/protocol-3.json: frames of a client of version 3, recorded with it.
+"""
+
+import concurrent.futures
+import json
+import pathlib
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import Client, ClientConfig, Exhausted, InvalidRequest, Keep, Namespace, ProtocolError, opaque_layout
+from kvstore.cluster.view import Member, View, view_message
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
+from kvstore.wires.frames import FIXED_NBYTES, pack_fixed
+from node.serve.service import THE_NODE
+from node.server import Node
+
+RECORDED = {
+    name: bytes.fromhex(text)
+    for name, text in json.loads(
+        (pathlib.Path(__file__).parent.parent / "golden" / "protocol-3.json").read_text()
+    ).items()
+}
+PAGE = bytes(i % 251 for i in range(4096))
+MAGIC = struct.Struct("<2sBBIQ")
+
+
+class Before:
+    """A client of another version on a bulk connection."""
+
+    def __init__(self, node: Node, version: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0)
+        self._version = version
+
+    def ask(self, *frames: bytes) -> tuple[pb.BulkReply, bytes]:
+        for frame in frames:
+            self._sock.sendall(frame[:2] + bytes([self._version]) + frame[3:] if frame[:2] == b"KV" else frame)
+        magic, version, _, header_nbytes, payload_nbytes = MAGIC.unpack(self._receive(FIXED_NBYTES))
+        assert (magic, version) == (b"KV", self._version), "it takes no frames but its own"
+        return pb.BulkReply.FromString(self._receive(header_nbytes)), self._receive(payload_nbytes)
+
+    def _receive(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            data += self._sock.recv(nbytes - len(data)) or pytest.fail("the node hung up")
+        return data
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_a_client_of_the_version_beside_ours_is_served_in_its_own(node: Node, version: int) -> None:
+    client = Before(node, version)
+    assert client.ask(RECORDED["hello"])[0].hello.protocol_version == PROTOCOL_VERSION
+    assert client.ask(RECORDED["open_namespace"])[0].open_namespace.page_nbytes == len(PAGE)
+    verdicts = client.ask(RECORDED["put"])[0].put.verdicts
+    if verdicts == [pb.WRITE]:
+        assert client.ask(RECORDED["data"], PAGE, RECORDED["commit"])[0].commit.stored == 1
+    assert client.ask(RECORDED["lookup"])[0].lookup.present == [True]
+    reply, data = client.ask(RECORDED["get"])
+    assert (list(reply.get.hits), data) == ([True], PAGE)
+    client.close()
+
+
+def test_what_a_client_of_version_3_stored_is_what_ours_gets(node: Node, connect: Any) -> None:
+    older = Before(node, PROTOCOL_VERSION - 1)
+    older.ask(RECORDED["open_namespace"])
+    if older.ask(RECORDED["put"])[0].put.verdicts == [pb.WRITE]:
+        older.ask(RECORDED["data"], PAGE, RECORDED["commit"])
+    older.close()
+    buffer = bytearray(4096)
+    space = Namespace(model="protocol-3", layout=opaque_layout(4096))
+    assert connect(node).get(space, [bytes(range(32))], [buffer]) == [True]
+    assert buffer == PAGE
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2])
+def test_who_is_two_versions_away_is_told(node: Node, version: int) -> None:
+    with pytest.raises(ProtocolError, match=f"client speaks protocol {version}, this node {PROTOCOL_VERSION}"):
+        node.service.call("hello", pb.HelloRequest(protocol_version=version), THE_NODE)
+
+
+class OlderNode(KVStoreServicer):
+    """A node of version 3: it refuses every other one, also in frames."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.frames: list[int] = []
+        self.requests: list[pb.BulkRequest] = []
+        self.view: pb.View | None = None
+        self.listener = socket.create_server(("127.0.0.1", 0))
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
+        if request.protocol_version not in (0, self.version):
+            said = f"client speaks protocol {request.protocol_version}, this node {self.version}"
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+        return pb.HelloReply(
+            view=self.view,
+            protocol_version=self.version,
+            instance_id=b"an older",
+            bulk_port=self.listener.getsockname()[1],
+            limits=pb.Limits(batch_keys_max=16, batch_nbytes_max=1 << 20, page_nbytes_max=1 << 20),
+        )
+
+    def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
+        return pb.OpenNamespaceReply(page_nbytes=4096)
+
+    def serve(self) -> None:
+        sock, _ = self.listener.accept()
+        with sock, sock.makefile("rb") as stream:
+            while fixed := stream.read(FIXED_NBYTES):
+                _, version, _, header_nbytes, _ = MAGIC.unpack(fixed)
+                self.frames.append(version)
+                self.requests.append(pb.BulkRequest.FromString(stream.read(header_nbytes)))
+                op = self.requests[-1].WhichOneof("op")
+                known = {
+                    "hello": pb.BulkReply(hello=pb.HelloReply(protocol_version=3, instance_id=b"an older")),
+                    "open_namespace": pb.BulkReply(open_namespace=pb.OpenNamespaceReply(page_nbytes=4096)),
+                    "lookup": pb.BulkReply(lookup=pb.LookupReply(prefix_pages=1, present=[True])),
+                }
+                header = known[op].SerializeToString()
+                sock.sendall(pack_fixed(len(header), 0, self.version) + header)
+
+
+@pytest.fixture
+def older() -> Iterator[Any]:
+    found = []
+
+    def start(version: int) -> tuple[OlderNode, str]:
+        node = OlderNode(version)
+        server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+        add_KVStoreServicer_to_server(node, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        found.append((node, server))
+        return node, f"127.0.0.1:{port}"
+
+    yield start
+    for node, server in found:
+        server.stop(0.0).wait()
+        node.listener.close()
+
+
+def test_a_node_of_version_3_is_spoken_to_in_its_own(older: Any) -> None:
+    node, address = older(PROTOCOL_VERSION - 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(node.serve)
+        with Client(ClientConfig(address=address, wire="bulk", connect_timeout_s=5.0)) as client:
+            space = Namespace(model="protocol-3", layout=opaque_layout(4096))
+            assert client.lookup(space, [bytes(32)]).present == (True,)
+        serving.result(10.0)
+    assert node.frames == [PROTOCOL_VERSION - 1] * 3
+
+
+def test_a_node_of_version_3_is_not_taken_for_near(older: Any) -> None:
+    """It would answer for itself alone."""
+    nodes = [older(PROTOCOL_VERSION - 1) for _ in range(2)]
+    view = View("fleet", 1, tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes)))
+    for node, _ in nodes:
+        node.view = view_message(view)
+    space = Namespace(model="protocol-3", layout=opaque_layout(4096))
+    key = next(k for k in (bytes([n]) * 32 for n in range(99)) if view.owners.owners(space.digest, [k]) == [("n0",)])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        serving = [pool.submit(node.serve) for node, _ in nodes]
+        with Client(ClientConfig(address=nodes[0][1], wire="bulk", near="n1", connect_timeout_s=5.0)) as client:
+            for _ in range(2):  # it is connected to at the first call, and known at the second
+                assert client.lookup(space, [key]).present == (True,)
+            with pytest.raises(InvalidRequest, match="name a member of the cluster"), client.open_get(space, [key]):
+                pass
+        for served in serving:
+            served.result(10.0)
+    asked = [[request.WhichOneof("op") for request in node.requests] for node, _ in nodes]
+    assert (asked[0].count("lookup"), asked[1].count("lookup")) == (2, 0)
+    assert not any(request.lookup.near for request in nodes[0][0].requests)
+
+
+def test_what_owners_of_version_3_can_not_promise_is_told(older: Any) -> None:
+    nodes = [older(PROTOCOL_VERSION - 1) for _ in range(2)]
+    members = tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes))
+    for node, _ in nodes:
+        node.view = view_message(View("fleet", 1, members, 2))
+    space, said = Namespace(model="protocol-3", layout=opaque_layout(4096)), "speaks protocol 3, .* update it to 4"
+    with Client(ClientConfig(address=nodes[0][1], wire="grpc", connect_timeout_s=5.0)) as client:
+        with pytest.raises(Exhausted, match=said):
+            client.put(space, [bytes(32)], [bytes(4096)], Keep(ack="all"))
+        assert client.stats.failures == 0, "it is all right otherwise"
+
+
+def test_a_node_two_versions_away_is_no_node_of_ours(older: Any) -> None:
+    _, address = older(PROTOCOL_VERSION - 2)
+    with (
+        Client(ClientConfig(address=address, connect_timeout_s=5.0)) as client,
+        pytest.raises(ProtocolError, match=f"client speaks protocol {PROTOCOL_VERSION}, this node"),
+    ):
+        client.node_status()

@@ -1,0 +1,288 @@
+"""Nodes that register themselves in etcd: who is of the view, who is refused, what an etcd that is away means."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_etcd import FakeEtcd
+from fleets import LEASE_S, SMALL, Start, kill, members, peers, stop, value
+from waiting import wait_until
+
+from kvstore.cluster.view import State
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.errors import ConfigError, Unavailable
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.serve.service import THE_NODE
+from node.server import Node
+
+
+def state(node: Node, member: str) -> State | None:
+    view = node.membership.view
+    return view.by_id[member].state if view and member in view.by_id else None
+
+
+def test_who_starts_is_of_everybodys_view_and_who_stops_is_not(fleet: Start) -> None:
+    one = fleet("n1", zone="rack-1", weight=2.0)
+    two = fleet("n2", replicas=1)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    for node in (one, two):  # each has joined when it has looked what it owns
+        wait_until(lambda view=node.membership: view.view.settled)  # type: ignore[misc, union-attr]
+    assert one.membership.view == two.membership.view, "the same number, too"
+    number = one.membership.view.number  # type: ignore[union-attr]
+    about = one.membership.view.by_id["n1"]  # type: ignore[union-attr]
+    assert (about.zone, about.weight, about.state) == ("rack-1", 2.0, State.SERVING)
+    assert about.address == f"127.0.0.1:{one.grpc.port}"
+    assert peers(one).registry == "etcd"
+    stop(two)
+    wait_until(lambda: members(one) == ["n1"])
+    assert one.membership.view.number > number  # type: ignore[union-attr]
+
+
+def test_who_stops_gives_its_lease_back(fleet: Start, etcd: FakeEtcd) -> None:
+    """One that lasts for long: nobody need wait for its end."""
+    one, two = fleet("n1"), fleet("n2", lease_s=300)
+    wait_until(lambda: len(members(one)) == 2)
+    stop(two)
+    assert "/kvstore/fleet/members/n2" not in etcd.names()
+    assert [ttl for ttl, _ in etcd.leases.values()] == [LEASE_S]
+
+
+def test_a_member_whose_lease_ends_vanishes_and_comes_back_when_it_speaks_again(fleet: Start, etcd: FakeEtcd) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    wait_until(lambda: len(members(one)) == 2)
+    seen: list[list[str]] = []  # it may be back at once
+    one.membership.on_view(lambda view: seen.append([member.id for member in view.members]))
+    etcd.delete("/kvstore/fleet/members/n2")
+    wait_until(lambda: ["n1"] in seen)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    etcd.lose_leases()
+    wait_until(lambda: members(one) == [] or len(etcd.names()) == 1)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"] and len(etcd.names()) == 3)
+
+
+def test_state_is_told_to_all(fleet: Start) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    assert two.registry is not None
+    two.registry.set_state(State.DRAINING)
+    wait_until(lambda: state(one, "n2") is State.DRAINING)
+
+
+def test_while_etcd_is_away_the_last_view_holds_and_is_told(
+    fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any
+) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    wait_until(lambda: len(members(one)) == 2)
+    etcd.stop()
+    wait_until(lambda: "the last view is kept" in peers(one).registry)
+    client = connect(one)
+    pages.put(client, pages.keys(*range(20)))
+    assert pages.get(client, pages.keys(*range(20))) == [True] * 20
+    time.sleep(1.5 * LEASE_S)
+    assert members(one) == members(two) == ["n1", "n2"]
+    etcd.start()
+    wait_until(lambda: peers(one).registry == peers(two).registry == "etcd")
+    assert members(one) == members(two) == ["n1", "n2"]
+
+
+def test_an_etcd_that_lost_all_gets_everybody_back_and_numbers_rise(
+    fleet: Start, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = fleet("n1", replicas=2, lease_s=4), fleet("n2", lease_s=4)
+    for _ in range(5):
+        etcd.put("/kvstore/fleet/removed/none", b"{}")
+    two.registry.set_state(State.DRAINING)  # type: ignore[union-attr]
+    wait_until(lambda: state(one, "n2") is State.DRAINING)
+    seen: list[int] = []
+    one.membership.on_view(lambda view: seen.append(len(view.members)))
+    number = one.membership.view.number  # type: ignore[union-attr]
+    register = two.registry._register  # type: ignore[union-attr]
+    monkeypatch.setattr(two.registry, "_register", lambda: (time.sleep(1.5), register()))
+    etcd.stop()
+    etcd.wipe()
+    etcd.start()
+    wait_until(lambda: len(etcd.names()) == 3)
+    time.sleep(4.5)
+    assert set(seen) == {2}, "nobody was thought to have left"
+    assert one.membership.view.replicas == 2  # type: ignore[union-attr]
+    two.registry.set_state(State.SERVING)  # type: ignore[union-attr]
+    assert one.membership.view.number > number  # type: ignore[union-attr]
+
+
+def test_a_lease_that_has_ended_when_it_is_given(fleet: Start, etcd: FakeEtcd) -> None:
+    node = fleet("n1")
+    etcd.granted_s = 0
+    etcd.lose_leases()
+    wait_until(lambda: "etcd gave a lease of 0 s, asked for 1" in peers(node).registry)
+    calls, began = etcd.calls, time.monotonic()
+    time.sleep(1.0)
+    assert etcd.calls - calls < 20 * (time.monotonic() - began), "it asks without a pause"
+    etcd.granted_s = None
+    wait_until(lambda: peers(node).registry == "etcd" and "/kvstore/fleet/members/n1" in etcd.names())
+
+
+def test_a_slow_etcd_is_no_lost_lease(fleet: Start, etcd: FakeEtcd) -> None:
+    one = fleet("n1", lease_s=3)
+    etcd.slow_s = 0.5
+    time.sleep(4.0)
+    assert (members(one), peers(one).registry) == (["n1"], "etcd")
+
+
+def test_a_second_node_with_the_same_id_is_refused_by_name(fleet: Start, etcd: FakeEtcd, tmp_path: Path) -> None:
+    one = fleet("n1")
+    with pytest.raises(ConfigError, match=rf"the id n1 .* is that of another node, at 127.0.0.1:{one.grpc.port}; name"):
+        fleet("n1")
+    assert members(one) == ["n1"]
+
+
+def test_a_node_without_a_directory_comes_back_when_its_old_lease_has_ended(fleet: Start, etcd: FakeEtcd) -> None:
+    node = fleet("n1")
+    etcd.leases_last = True  # until it was seen that the killed one's is there
+    kill(node, etcd)
+    assert etcd.names()[-1].endswith("/n1")
+    etcd.leases_last = False
+    assert members(fleet("n1")) == ["n1"]
+
+
+def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_path: Path) -> None:
+    node = fleet(data_dir=str(tmp_path), disk_nbytes=64 << 20, lease_s=60)
+    name = node.membership.member
+    kill(node, etcd)
+    assert f"/kvstore/fleet/members/{name}" in etcd.names()
+    began = time.monotonic()
+    again = fleet(name, data_dir=str(tmp_path), disk_nbytes=64 << 20, lease_s=60)
+    assert (again.membership.member, members(again)) == (name, [name])
+    assert time.monotonic() - began < 40.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"replicas": 2}, "replicas=2, but the cluster fleet has 1: start this node with that or without"),
+        ({"advertise": "127.0.0.1:9"}, r"does not reach itself at 127.0.0.1:9: .*name one .* with advertise"),
+        ({"advertise": "host:99999"}, "advertise='host:99999' is not host:port"),
+        ({"zone": "a/b"}, "zone is called 'a/b'"),
+        ({"etcd_ca": "/none.pem"}, r"TLS to etcd \(etcd_ca, etcd_cert, etcd_key\)"),
+        ({"etcd_cert": "/none.pem"}, "are given together, and with etcd_ca"),
+    ],
+)
+def test_what_ends_the_start(
+    fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr("node.peers.address.TRIED_S", 0.3)
+    fleet("n1")
+    with pytest.raises(ConfigError, match=said):
+        fleet("n2", **settings)
+
+
+def test_an_address_at_which_another_node_is(fleet: Start) -> None:
+    one = fleet("n1")
+    with pytest.raises(ConfigError, match="another node answers, not this one"):
+        fleet("n2", advertise=f"127.0.0.1:{one.grpc.port}")
+
+
+def test_a_start_waits_for_etcd_and_then_ends(fleet: Start, etcd: FakeEtcd, caplog: pytest.LogCaptureFixture) -> None:
+    etcd.stop()
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(ConfigError, match=r"etcd was not reached in 0.3 s \(cluster_wait_s\) at 127.0.0.1:1, 127"),
+    ):
+        fleet("n1", cluster_wait_s=0.3)
+    assert "waiting for etcd" in caplog.text
+    assert "draining" not in caplog.text, "it never served"
+    later = threading.Timer(1.0, etcd.start)
+    later.start()
+    assert members(fleet("n1", cluster_wait_s=20.0)) == ["n1"]
+    later.join()
+
+
+def test_a_start_that_waits_ends_when_it_is_told_to(etcd: FakeEtcd) -> None:
+    etcd.stop()
+    began, stop_at = time.monotonic(), time.monotonic() + 0.5
+
+    def pulse() -> None:
+        if time.monotonic() > stop_at:
+            raise SystemExit(0)
+
+    cluster = f"etcd://{etcd.endpoint}/fleet"
+    node = Node(NodeConfig(**{**SMALL, "cluster": cluster, "member": "n1", "cluster_wait_s": 60.0}), pulse)
+    with pytest.raises(SystemExit):
+        node.start()
+    assert time.monotonic() - began < 40.0
+
+
+def test_while_a_node_joins_nobody_is_told_that_it_is_alone(fleet: Start) -> None:
+    node = fleet("n1")
+    node.membership.joining = True
+    with pytest.raises(Unavailable, match="is joining its cluster"):
+        node.service.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), THE_NODE)
+    assert node.service.call("hello", pb.HelloRequest(), THE_NODE).instance_id == node.service.instance_id
+
+
+def test_a_member_two_versions_away_is_apart_and_named(fleet: Start, etcd: FakeEtcd) -> None:
+    one = fleet("n1")
+    for name, version in (("old", PROTOCOL_VERSION - 2), ("near", PROTOCOL_VERSION + 1)):
+        about = value(etcd, "members/n1") | {"protocol": version, "address": f"{name}:7440"}
+        etcd.put(f"/kvstore/fleet/members/{name}", json.dumps(about).encode())
+    etcd.put("/kvstore/fleet/members/odd", b"no JSON")
+    wait_until(lambda: members(one) == ["n1", "near"])
+    apart = sorted(peers(one).apart)
+    assert apart[0].startswith("odd: ")
+    assert apart[1] == f"old at old:7440 speaks protocol {PROTOCOL_VERSION - 2}; update the older one"
+
+
+ODD = b'{"address": "odd:7440", "weight": %s, "zone": "", "state": "SERVING", "protocol": %s, "token": "t", '
+ODD += b'"instance": "i"}'
+GARBAGE = [
+    b"[" * 100_000,
+    ODD % (b"1" + b"0" * 400, b"4"),
+    ODD % (b"1", b"Infinity"),
+    ODD.replace(b"odd", b"o" * 100_000) % (b"1", b"4"),
+]
+
+
+def test_whatever_a_key_says_the_others_are_of_the_view(fleet: Start, etcd: FakeEtcd) -> None:
+    one = fleet("n1")
+    for number, said in enumerate(GARBAGE):
+        etcd.put(f"/kvstore/fleet/members/odd{number}", said)
+        etcd.put(f"/kvstore/fleet/removed/{number:032x}", said)
+    fleet("n2")
+    wait_until(lambda: members(one) == ["n1", "n2"])
+    assert sorted(line.partition(":")[0] for line in peers(one).apart) == ["odd0", "odd1", "odd2", "odd3"]
+    assert all(len(line) < 500 for line in peers(one).apart)
+
+
+def test_a_number_that_no_view_can_have_is_not_taken(fleet: Start, etcd: FakeEtcd) -> None:
+    """Each hello would fail, of new clients and of members that connect."""
+    one = fleet("n1")
+    etcd.put("/kvstore/fleet/config", b'{"replicas": 1, "base": 18446744073709551615}')
+    wait_until(lambda: "the cluster's config in etcd says" in peers(one).registry)
+    assert one.service.call("hello", pb.HelloRequest(), THE_NODE).member_id == "n1"
+    etcd.put("/kvstore/fleet/config", b'{"replicas": 1, "base": 0}')
+    wait_until(lambda: peers(one).registry == "etcd")
+
+
+def test_more_replicas_than_members_is_said(fleet: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        node = fleet("n1", replicas=3)
+    assert "3 replicas are wanted of 1 members" in caplog.text
+    assert node.membership.view.replicas == 3  # type: ignore[union-attr]
+
+
+def test_user_and_password(fleet: Start) -> None:
+    guarded = FakeEtcd(users={"kv": "secret"})
+    try:
+        cluster = f"etcd://{guarded.endpoint}/fleet"
+        with pytest.raises(ConfigError, match="user name is empty; see etcd_user"):
+            fleet("n1", cluster=cluster)
+        with pytest.raises(ConfigError, match=r"as user kv: .*invalid user ID or password"):
+            fleet("n1", cluster=cluster, etcd_user="kv", etcd_password="wrong")
+        node = fleet("n1", cluster=cluster, etcd_user="kv", etcd_password="secret")
+        assert members(node) == ["n1"]
+        assert "secret" not in repr(node.config)
+        stop(node)
+    finally:
+        guarded.stop()

@@ -1,0 +1,147 @@
+"""Namespaces that are removed from a whole cluster: done at every member, once, also at one that was away."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_etcd import FakeEtcd
+from fleets import Start, stop, value
+from waiting import wait_until
+
+from kvstore.errors import ConfigError
+from node.peers.etcd import Entry, Reading
+from node.peers.identity import REMOVALS_KEPT_S, Identity
+from node.peers.roster import Roster, parse_removed
+
+DISK = {"disk_nbytes": 64 << 20}
+KEYS = range(20)
+
+
+def present(client: Any, pages: Any) -> int:
+    return client.lookup(pages.namespace, pages.keys(*KEYS)).present.count(True)
+
+
+def test_a_member_that_was_away_removes_before_it_serves(
+    fleet: Start,
+    connect: Any,
+    pages: Any,
+    make_pages: Any,
+    tmp_path: Path,
+) -> None:
+    two = fleet("n2", data_dir=str(tmp_path), **DISK)  # owns all, so that all goes to its disk
+    kept = make_pages("kept")
+    alone = connect(two, direct=True)
+    for some in (pages, kept):
+        some.put(alone, some.keys(*KEYS))
+    alone.flush()
+    one = fleet("n1")
+    stop(two)
+    wait_until(lambda: len(one.membership.view.members) == 1)  # type: ignore[union-attr]
+    client = connect(one)
+    client.open(pages.namespace)
+    client.remove_namespace(pages.namespace)
+    again = connect(fleet("n2", data_dir=str(tmp_path), **DISK), direct=True)
+    assert present(again, pages) == 0
+    assert present(again, kept) == len(KEYS), "only what was removed"
+    pages.put(again, pages.keys(*KEYS))
+    again.flush()
+    stop(fleet("n3"))
+    assert present(again, pages) == len(KEYS)
+
+
+def test_what_is_put_after_a_removal_stays(fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any) -> None:
+    """Members hear of a removal once more, from etcd, when its caller has gone on already."""
+    nodes = [fleet(f"n{i}") for i in range(3)]
+    wait_until(lambda: all(len(node.membership.view.members) == 3 for node in nodes))  # type: ignore[union-attr]
+    client, etcd.late_s = connect(nodes[0]), 0.3
+    for _ in range(3):
+        pages.put(client, pages.keys(*KEYS))
+        client.remove_namespace(pages.namespace)
+        assert present(client, pages) == 0
+        pages.put(client, pages.keys(*KEYS))
+        assert len(value(etcd, f"removed/{pages.namespace.digest.hex()}")["removal"]) == 32
+        number = etcd.kvs[f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}".encode()].mod_revision
+        for node in nodes:  # each has heard of it, and is done
+            wait_until(lambda node=node, number=number: node.registry._identity.applied >= number)
+        assert present(client, pages) == len(KEYS)
+    assert len([key for key in etcd.names() if "/removed/" in key]) == 1
+
+
+def test_a_member_that_was_not_asked_hears_of_it(fleet: Start, connect: Any, pages: Any) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    alone = connect(two, direct=True)
+    pages.put(alone, pages.keys(*KEYS))
+    other = connect(one, direct=True)
+    other.open(pages.namespace)
+    other.remove_namespace(pages.namespace)
+    wait_until(lambda: present(alone, pages) == 0)
+
+
+def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
+    fleet: Start,
+    etcd: FakeEtcd,
+    connect: Any,
+    pages: Any,
+) -> None:
+    one = fleet("n1")
+    client = connect(one)
+    pages.put(client, pages.keys(*KEYS))
+    etcd.stop()
+    client.remove_namespace(pages.namespace)
+    etcd.start()
+    wait_until(lambda: any("/removed/" in key for key in etcd.names()))
+
+
+def test_a_directory_says_who_its_node_is(tmp_path: Path) -> None:
+    first = Identity(str(tmp_path), "fleet", "")
+    first.save(7)
+    again = Identity(str(tmp_path), "fleet", "")
+    assert (again.member, again.token, again.applied) == (first.member, first.token, 7)
+    assert Identity(str(tmp_path), "fleet", first.member).member == first.member
+    with pytest.raises(ConfigError, match=rf"is that of {first.member}; start it as {first.member}"):
+        Identity(str(tmp_path), "fleet", "other")
+    with pytest.raises(ConfigError, match="belongs to a member of the cluster fleet, not of other"):
+        Identity(str(tmp_path), "other", "")
+    with pytest.raises(ConfigError, match=r"name it with member \(--member\)"):
+        Identity("", "fleet", "")
+
+
+def test_who_was_away_for_too_long_does_not_bring_back_what_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Identity(str(tmp_path), "fleet", "").save(7)
+    later = (tmp_path / "member.json").stat().st_mtime + REMOVALS_KEPT_S + 60
+    monkeypatch.setattr("time.time", lambda: later)
+    with pytest.raises(ConfigError, match="away for 30 days, and what was removed is remembered for 30"):
+        Identity(str(tmp_path), "fleet", "")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"applied": "x"}'])
+def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
+    (tmp_path / "member.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"member.json can not be read: .*; remove it"):
+        Identity(str(tmp_path), "fleet", "")
+
+
+def test_a_join_reads_more_removals_than_fit_one_answer(
+    fleet: Start, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.peers.etcd.KEYS_MAX", 3)
+    etcd.keys_max = 3
+    removed = [bytes([number]) * 16 for number in range(10)]
+    for digest in removed:
+        etcd.put(f"/kvstore/fleet/removed/{digest.hex()}", b'{"removal": "%s"}' % digest.hex().encode())
+    node = fleet("n1")
+    assert node.registry is not None
+    assert {some.digest for some in node.registry._roster.removals()} == set(removed)
+
+
+def test_what_was_heard_of_long_ago_is_not_gone_through_again() -> None:
+    """Each change in etcd would cost all removals of 30 days, at all members."""
+    roster = Roster("fleet")
+    written = {roster.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0) for n in range(9)}
+    roster.reset(Reading(9, {roster.config_key: Entry(b'{"replicas": 1, "base": 100}', 1, 0)} | written))
+    assert [some.number for some in roster.removals()] == list(range(100, 109))
+    parse_removed.cache_clear()
+    assert [some.number for some in roster.removals(106)] == [107, 108]
+    assert parse_removed.cache_info().misses == 2

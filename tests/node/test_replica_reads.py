@@ -1,0 +1,185 @@
+"""Reads and removals of pages that several members have."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet import calm, owners, plant, present, tell, view_of
+
+from kvstore import PutOutcome
+from node.serve.bulk import BulkConnection
+from node.server import Node
+
+NUMBERS = range(24)
+
+
+@pytest.fixture
+def trio(start_node: Callable[..., Node]) -> list[Node]:
+    nodes = [start_node() for _ in range(3)]
+    tell(nodes, view_of(nodes, 2))
+    return nodes
+
+
+def first_of(nodes: list[Node], pages: Any, keys: list[bytes], member: int) -> list[bytes]:
+    """Those of the keys whose first owner this is."""
+    routes = owners(view_of(nodes, 2), pages.namespace, keys)
+    return [key for key, some in zip(keys, routes, strict=True) if some[0] == f"n{member}"]
+
+
+def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Any, pages: Any) -> None:
+    client, keys = connect(trio[0]), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(trio)
+    tell(trio, view_of(trio, 2, 2, elsewhere={1: "127.0.0.1:9"}))
+    other = connect(trio[0])
+    assert pages.get(other, keys) == [True] * len(keys)
+    assert other.lookup(pages.namespace, keys).prefix_pages == len(keys)
+    more = pages.keys(*(number + 100 for number in NUMBERS))
+    assert pages.put(other, more) == [PutOutcome.STORED] * len(more)
+    assert pages.get(other, more) == [True] * len(more)
+    tell(trio, view_of(trio, 2, 3))
+    calm(trio)
+    mine = first_of(trio, pages, more, 1)
+    assert mine
+    assert present(trio[1], pages.namespace, mine) == [True] * len(mine), "it was given them when it was back"
+
+
+@pytest.mark.parametrize("hedge_s", [0.0, 5.0])
+def test_the_longest_prefix_is_put_together_from_replicas(
+    trio: list[Node], connect: Any, pages: Any, hedge_s: float
+) -> None:
+    """A member that lacks a page is not the end of the prefix: the next pages may be there and at no other."""
+    client, keys = connect(trio[0], hedge_s=hedge_s), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(trio)
+    for number, node in enumerate(trio):  # of each two the first is at its first owner only, the second at the other
+        mine = first_of(trio, pages, keys, number)
+        node.tier.remove(pages.namespace.digest, mine[::2])
+        for other in trio:
+            if other is not node:
+                other.tier.remove(pages.namespace.digest, mine[1::2])
+    for node in trio:
+        node.tier.remove(pages.namespace.digest, keys[-3:])
+    buffers = [bytearray(pages.nbytes) for _ in keys]
+    wanted = [True] * (len(keys) - 3) + [False] * 3
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == wanted
+    assert [bytes(buffer) for buffer in buffers[:-3]] == [pages.content(key) for key in keys[:-3]]
+    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys) - 3
+    for node in trio:
+        node.tier.remove(pages.namespace.digest, keys[5:6])
+    assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 5 + [False] * (len(keys) - 5)
+
+
+def hang_gets(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """This node answers no get over the bulk wire until the event is set; then with what was asked for."""
+    go, get = threading.Event(), BulkConnection._get
+
+    def slow(self: BulkConnection, *arguments: Any) -> None:
+        if self.service is node.service:
+            go.wait(60.0)
+        get(self, *arguments)
+
+    monkeypatch.setattr(BulkConnection, "_get", slow)
+    return go
+
+
+def test_a_slow_owner_costs_half_of_the_time(
+    trio: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, keys = connect(trio[0], timeout_s=3.0), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(trio)
+    go = hang_gets(trio[1], monkeypatch)
+    began = time.monotonic()
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert 1.4 < time.monotonic() - began < 30.0
+    go.set()
+
+
+def test_a_hedged_read_does_not_wait_for_a_slow_owner(
+    trio: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes too late writes into nothing of the caller's."""
+    client, keys = connect(trio[0], timeout_s=60.0, hedge_s=0.1), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(trio)
+    go = hang_gets(trio[1], monkeypatch)
+    buffers = [bytearray(pages.nbytes) for _ in keys]
+    began = time.monotonic()
+    assert client.get(pages.namespace, keys, buffers) == [True] * len(keys)
+    assert time.monotonic() - began < 20.0, "the second is asked after half of the time at the latest"
+    assert [bytes(buffer) for buffer in buffers] == [pages.content(key) for key in keys]
+    for buffer in buffers:
+        buffer[:] = bytes(pages.nbytes)
+    go.set()  # now the slow one sends
+    threading.Event().wait(0.5)
+    assert not any(any(buffer) for buffer in buffers)
+
+
+def test_hedging_asks_nobody_but_the_one_node_that_is_alone(start_node: Any, connect: Any, pages: Any) -> None:
+    node = start_node()
+    client, keys = connect(node, hedge_s=0.001), pages.keys(1, 2)
+    pages.put(client, keys)
+    assert pages.get(client, [*keys, pages.key(9)]) == [True, True, False]
+
+
+@pytest.mark.parametrize("hedge_s", [0.0, 0.2])
+def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
+    trio: list[Node], connect: Any, pages: Any, hedge_s: float
+) -> None:
+    client, keys = connect(trio[0], hedge_s=hedge_s), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(trio)
+    mine = first_of(trio, pages, keys, 1)
+    pages.flip(trio[1], mine[0])
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert client.stats.corrupt_pages == 1
+    assert present(trio[1], pages.namespace, mine[:1]) == [False]
+
+
+def test_all_copies_are_verified(trio: list[Node], connect: Any, pages: Any) -> None:
+    client, keys = connect(trio[0]), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(trio)
+    routes = owners(view_of(trio, 2), pages.namespace, keys)
+    pages.flip(trio[int(routes[3][1][1])], keys[3])
+    assert client.verify(pages.namespace, [*keys, pages.key(99)]) == (len(keys) - 1, 1, 1)
+    assert client.verify(pages.namespace, keys) == (len(keys), 0, 0)
+
+
+def test_who_joined_unheard_of_is_asked_to_remove_too(trio: list[Node], connect: Any, pages: Any) -> None:
+    """It may have fetched the pages before they were removed."""
+    tell(trio, view_of(trio, number=2, n2=None))
+    client, keys = connect(trio[0]), pages.keys(1, 2)
+    assert client.remove(pages.namespace, keys) == [False, False]
+    client._fan_out.nodes._follower.close()
+    tell(trio, view_of(trio, number=3))
+    plant(trio[2], pages, keys)
+    assert client.remove(pages.namespace, keys) == [True, True]
+    assert present(trio[2], pages.namespace, keys) == [False, False]
+
+
+def test_a_copy_that_nobody_owns_is_removed_too(trio: list[Node], connect: Any, pages: Any) -> None:
+    """As a near node has it."""
+    key = pages.key(1)
+    (route,) = owners(view_of(trio, 2), pages.namespace, [key])
+    (stranger,) = [node for number, node in enumerate(trio) if f"n{number}" not in route]
+    direct, client = connect(stranger, direct=True), connect(trio[0])
+    pages.put(direct, [key])
+    calm(trio)
+    assert present(stranger, pages.namespace, [key]) == [True]
+    assert client.remove(pages.namespace, [key, pages.key(2)]) == [True, False]
+    assert [present(node, pages.namespace, [key]) for node in trio] == [[False]] * 3
+
+
+def test_a_put_whose_first_owner_hangs_goes_to_the_next(trio: list[Node], connect: Any, pages: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        view = view_of(trio, 2, 2, elsewhere={1: f"127.0.0.1:{hung.getsockname()[1]}"})
+        tell(trio, view)
+        client, keys = connect(trio[0], timeout_s=4.0), pages.keys(*NUMBERS)
+        assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
+        tell(trio, view_of(trio, 2, 3))
+        calm(trio)

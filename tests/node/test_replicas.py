@@ -1,0 +1,264 @@
+"""Pages at all of their owners: what a put hands on, what waits for it, and what is read where."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleet import calm, counts, owners, present, tell, view_of
+from waiting import wait_until
+
+from kvstore import Exhausted, InvalidRequest, Keep, PutOutcome
+from kvstore.checksum import leaves
+from kvstore.pb import kvstore_pb2 as pb
+from node.peers import hand_over
+from node.serve.metrics import metrics_text
+from node.server import Node
+
+NUMBERS = range(24)
+
+
+@pytest.fixture
+def pair(start_node: Callable[..., Node]) -> Iterator[list[Node]]:
+    """Two nodes, each the replica of the other."""
+    nodes = [start_node() for _ in range(2)]
+    tell(nodes, view_of(nodes, 2))
+    yield nodes
+    calm(nodes)
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_a_put_comes_to_all_owners_and_to_nobody_else(start_node: Any, connect: Any, pages: Any, wire: str) -> None:
+    nodes = [start_node() for _ in range(3)]
+    view = view_of(nodes, 2)
+    tell(nodes, view)
+    client, keys = connect(nodes[0], wire, near="none"), pages.keys(*NUMBERS)
+    assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
+    calm(nodes)
+    for number, node in enumerate(nodes):
+        mine = [f"n{number}" in some for some in owners(view, pages.namespace, keys)]
+        assert present(node, pages.namespace, keys) == mine
+        direct = connect(node, direct=True)
+        assert pages.get(direct, keys) == mine, "and with the bytes that were put"
+    handed = [counts(node) for node in nodes]
+    assert sum(some.pages_handed for some in handed) == len(keys)
+    assert [(some.pages_dropped, some.queue_pages, some.queue_nbytes) for some in handed] == [(0, 0, 0)] * 3
+
+
+def test_a_node_that_is_alone_hands_nothing_on(start_node: Any, connect: Any, pages: Any) -> None:
+    node = start_node()
+    client = connect(node)
+    client.put(pages.namespace, pages.keys(1), [pages.content(pages.key(1))], Keep(ack="all"))
+    assert not node.peers.couriers._threads
+    assert not client.node_status().HasField("peers")
+
+
+def test_one_owner_has_nobody_to_hand_to(start_node: Any, connect: Any, pages: Any) -> None:
+    nodes = [start_node() for _ in range(2)]
+    tell(nodes, view_of(nodes, 1))
+    pages.put(connect(nodes[0]), pages.keys(*NUMBERS))
+    assert [node.peers.couriers._threads for node in nodes] == [[], []]
+
+
+def test_what_exists_is_not_sent_again(pair: list[Node], connect: Any, pages: Any) -> None:
+    client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
+    pages.put(client, keys)
+    calm(pair)
+    connect(pair[1], direct=True).remove(pages.namespace, keys[:5])
+    assert pages.put(client, keys) == [PutOutcome.EXISTS] * len(keys)
+    calm(pair)
+    assert counts(pair[0]).pages_handed == len(keys)
+    client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
+    assert present(pair[1], pages.namespace, keys) == [True] * len(keys)
+
+
+def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Any, pages: Any) -> None:
+    key, client = pages.key(1), connect(pair[0], direct=True)
+    client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=100.0))
+    calm(pair)
+    (page,) = connect(pair[1], direct=True).stat(pages.namespace, [key])
+    assert 98_000 <= page.ttl_ms <= 100_000
+
+
+def test_a_put_that_a_member_forwarded_goes_no_further(pair: list[Node], raw: Any, connect: Any, pages: Any) -> None:
+    connect(pair[0], direct=True).open(pages.namespace)
+    connection = raw(pair[0])
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, forwarded_by="n1"
+    )
+    assert list(connection.ask(put=put).put.verdicts) == [pb.WRITE]
+    connection.send_frame(b"", pages.nbytes)
+    connection.send(memoryview(pages.content(pages.key(1))))
+    connection.ask(commit=pb.CommitRequest(leaves=[leaves(pages.content(pages.key(1)))]))
+    assert not pair[0].peers.couriers._threads
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_forward_from_a_stranger_is_refused(
+    pair: list[Node], start_node: Any, raw: Any, connect: Any, pages: Any, alone: bool
+) -> None:
+    node = start_node() if alone else pair[0]
+    connect(node, direct=True).open(pages.namespace)
+    put = pb.PutRequest(
+        namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, forwarded_by="n7"
+    )
+    error = raw(node).ask(put=put).error
+    assert "'n7', who is no member of" in error.message
+    assert "without forwarded_by" in error.message
+    assert present(node, pages.namespace, pages.keys(1)) == [False]
+
+
+def test_ack_all_answers_when_all_owners_have_the_pages(pair: list[Node], connect: Any, pages: Any) -> None:
+    client = connect(pair[0], direct=True)
+    for start in range(0, 40, 4):
+        keys = pages.keys(*range(start, start + 4))
+        client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
+        assert present(pair[1], pages.namespace, keys) == [True] * 4
+
+
+def test_ack_all_of_a_page_that_an_owner_can_not_get(start_node: Any, connect: Any, pages: Any) -> None:
+    nodes = [start_node(), start_node()]
+    tell(nodes[:1], view_of(nodes, 2, elsewhere={1: "127.0.0.1:9"}))
+    client, keys = connect(nodes[0], direct=True), pages.keys(1, 2)
+    began = time.monotonic()
+    with pytest.raises(Exhausted, match="visible but not at all owners"):
+        client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"), timeout_s=4.0)
+    assert time.monotonic() - began < 12.0
+    assert pages.get(client, keys) == [True, True]
+    nodes[0].peers.couriers._follow(view_of(nodes[:1], 2))  # who left is not waited for
+
+
+def test_the_client_hears_that_not_all_owners_have_the_pages(start_node: Any, connect: Any, pages: Any) -> None:
+    """Though other keys of the call have arrived everywhere."""
+    nodes = [start_node() for _ in range(3)]
+    view = view_of(nodes, 2, elsewhere={2: "127.0.0.1:9"})
+    tell(nodes[:2], view)
+    every = pages.keys(*range(200))
+    routes = dict(zip(every, owners(view, pages.namespace, every), strict=True))
+    keys = [key for key in every if routes[key] in (("n0", "n1"), ("n1", "n2"))][: NUMBERS.stop]
+    client = connect(nodes[0])
+    with pytest.raises(Exhausted, match="visible but not at all owners"):
+        client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"), timeout_s=4.0)
+    assert pages.get(client, keys) == [True] * len(keys)
+    tell(nodes[:2], view_of(nodes[:2], 2, number=2))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_durable_and_ack_all_is_durable_at_all_owners(
+    start_node: Any, connect: Any, pages: Any, tmp_path: Any, stored: bool
+) -> None:
+    nodes = [start_node(data_dir=str(tmp_path / name), disk_nbytes=64 << 20) for name in "ab"]
+    tell(nodes, view_of(nodes, 2))
+    client, keys = connect(nodes[0], direct=True, timeout_s=10.0), pages.keys(*NUMBERS)
+    contents = [pages.content(key) for key in keys]
+    if stored:
+        client.put(pages.namespace, keys, contents)
+    client.put(pages.namespace, keys, contents, Keep(durable=True, ack="all"))
+    for node in nodes:
+        assert node.disk is not None
+        assert node.disk.safe(pages.namespace.digest, keys) == [True] * len(keys)
+
+
+def test_pages_that_are_on_disk_only_are_handed_on(start_node: Any, connect: Any, pages: Any, tmp_path: Any) -> None:
+    nodes = [start_node(data_dir=str(tmp_path / "a"), disk_nbytes=64 << 20), start_node()]
+    client, keys = connect(nodes[0], direct=True, timeout_s=10.0), pages.keys(*NUMBERS)
+    client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(durable=True))
+    tier = nodes[0].tier
+    with tier.lock:
+        index = tier.namespaces.find(pages.namespace.digest)
+        for key in keys:
+            tier._forget(index.pages[key], "evicted")
+    tell(nodes, view_of(nodes, 2))
+    promises = nodes[0].service.promises
+    ticket = promises.hand(pages.namespace.digest, keys + pages.keys(99), [{"n1"}] * (len(keys) + 1))
+    assert not nodes[0].peers.couriers.wait(ticket, time.monotonic() + 10.0, lambda: False), "one is not there"
+    assert (ticket.open_count, ticket.lost_count) == (0, 1)
+    assert pages.get(connect(nodes[1], direct=True), keys) == [True] * len(keys)
+
+
+def test_bytes_that_rotted_in_the_senders_memory_are_not_made_good(
+    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target makes a page's checksum from what it is sent."""
+    client, keys = connect(pair[0], direct=True), pages.keys(*range(6))
+    pair[0].peers.couriers._changed.acquire()  # nothing is carried yet
+    try:
+        putting = threading.Thread(target=pages.put, args=(client, keys))
+        putting.start()
+        wait_until(lambda: pair[0].tier.held_count == len(keys))
+        pages.flip(pair[0], keys[2])
+    finally:
+        pair[0].peers.couriers._changed.release()
+    putting.join()
+    calm(pair)
+    wanted = [True, True, False, True, True, True]
+    assert present(pair[1], pages.namespace, keys) == wanted
+    assert pages.get(connect(pair[1], direct=True), keys) == wanted
+    assert pages.get(client, keys) == wanted
+    assert counts(pair[0]).pages_handed == 5
+
+
+def test_an_ack_that_nobody_knows() -> None:
+    with pytest.raises(InvalidRequest, match="must be one of one, all"):
+        Keep(ack="two")
+
+
+def test_the_head_of_a_chain_is_its_newest_page_there_too(
+    pair: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the replica would evict it first, and the rest would be of no use."""
+    monkeypatch.setattr(hand_over, "BATCH_PAGES_MAX", 4)
+    monkeypatch.setattr(hand_over, "BATCH_NBYTES_MAX", 1 << 20)
+    asked: list[list[bytes]] = []
+    begin_put = pair[1].service.begin_put
+
+    def told(session: Any, request: pb.PutRequest) -> Any:
+        asked.append(list(request.prefix_hashes))
+        return begin_put(session, request)
+
+    monkeypatch.setattr(pair[1].service, "begin_put", told)
+    keys = pages.keys(*range(12))
+    pages.put(connect(pair[0], direct=True), keys)
+    calm(pair)
+    assert asked == [keys[8:], keys[4:8], keys[:4]]
+
+
+def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Any, pages: Any) -> None:
+    pages.put(connect(pair[0], direct=True), pages.keys(*NUMBERS))
+    calm(pair)
+    text = metrics_text(pair[0].service)("")[1]().decode()
+    found = dict(line.split() for line in text.splitlines() if line.startswith("kvstore_peers_"))
+    told = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
+    assert {
+        name: value for name, value in told.items() if name.startswith(("queue", "pages_ha", "bytes_ha", "pages_d"))
+    } == {
+        "queue_pages": 0,
+        "queue_bytes": 0,
+        "queue_bytes_max": 2 << 20,
+        "pages_handed_total": len(NUMBERS),
+        "bytes_handed_total": len(NUMBERS) * pages.nbytes,
+        "pages_dropped_total": 0,
+    }
+
+
+def test_puts_that_wait_for_other_members_leave_grpc_transfers_to_others(
+    start_node: Any, connect: Any, pages: Any
+) -> None:
+    node = start_node(grpc_threads=4)  # three transfers, of which one may wait
+    tell([node], view_of([node, node], 2, elsewhere={1: "127.0.0.1:9"}))
+    client = connect(node, "grpc", direct=True, timeout_s=60.0)
+    key, other = pages.keys(1, 2)
+
+    def wait_for_all() -> None:
+        with pytest.raises(Exhausted, match="not at all owners"):
+            client.put(pages.namespace, [key], [pages.content(key)], Keep(ack="all"))
+
+    waiting = threading.Thread(target=wait_for_all)
+    waiting.start()
+    wait_until(lambda: node.tier.held_count == 1)
+    with pytest.raises(Exhausted, match="gRPC durable puts"):
+        client.put(pages.namespace, [other], [pages.content(other)], Keep(ack="all"))
+    assert pages.put(client, [other]) == [PutOutcome.STORED]
+    tell([node], view_of([node], 2, 2))  # who left is not waited for
+    waiting.join()

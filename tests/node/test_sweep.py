@@ -1,0 +1,326 @@
+"""Pages that a member owns and others have come to it: when it joins, when it was away, now and then."""
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import Pages
+from fleet import commit, counts, plant, view_of
+from fleet import tell as tell_all
+from sweeping import NUMBERS, of, sweep, there
+from sweeping import alone as alone
+from sweeping import fleet as fleet
+from sweeping import tell as tell
+from waiting import wait_until
+
+from kvstore import InvalidRequest, PutOutcome
+from kvstore.cluster.view import Member, State, View
+from kvstore.errors import Unavailable
+from node.peers import draining, sweeper
+from node.peers import sweep as sweep_of
+from node.server import Node
+
+
+def test_a_member_that_joins_fetches_its_share_and_serves_then(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+) -> None:
+    tell(n2=None)
+    client = connect(fleet[0])
+    pages.put(client, pages.keys(*NUMBERS))
+    states: list[State] = []
+    fleet[2].membership.announcer = states.append
+    view = tell(n2=State.JOINING)
+    assert pages.get(connect(fleet[1]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)  # of those who had them
+    report = sweep(fleet[2])
+    mine = of(view, pages, "n2")
+    assert 0 < len(mine) < len(NUMBERS)
+    assert (report.missing, report.fetched, report.failed, report.away) == (len(mine), len(mine), 0, ())
+    assert there(alone(fleet[2]), pages) == mine
+    wait_until(lambda: states == [State.SERVING])
+
+
+def test_how_far_a_sweep_is(
+    fleet: list[Node], tell: Any, connect: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(n2=None)
+    pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
+    mine = len(of(tell(), pages, "n2"))
+    monkeypatch.setattr(sweep_of, "BATCH_KEYS", 2)
+    seen: list[Any] = []
+
+    def look(nbytes: int) -> bool:
+        seen.append(counts(fleet[2]))
+        return True
+
+    monkeypatch.setattr(fleet[2].peers.sweeper._sweep, "_pause", look)
+    assert counts(fleet[2]).sweep_age_ms == 0
+    sweep(fleet[2])
+    assert all(told.sweeping for told in seen)
+    fetched = [told.sweep_pages_fetched for told in seen if told.sweep_pages_missing == mine]
+    assert fetched == sorted(fetched)
+    assert {2, mine} <= {*fetched}
+    done = counts(fleet[2])
+    assert (done.sweeping, done.sweep_pages_fetched, done.sweep_age_ms > 0) == (False, mine, True)
+    assert (done.cluster, done.member_id, done.member_count, done.replicas) == ("fleet", "n2", 3, 1)
+
+
+def test_what_is_here_is_not_fetched_again(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+) -> None:
+    tell(n2=None)
+    pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
+    view = tell()
+    mine = sorted(of(view, pages, "n2"))
+    plant(fleet[2], pages, mine[:3])
+    assert sweep(fleet[2]).fetched == len(mine) - 3
+    assert sweep(fleet[2]).missing == 0
+
+
+def test_a_replica_that_was_away_gets_what_it_missed(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+) -> None:
+    view = tell(replicas=2)
+    for node in fleet[:2]:
+        plant(node, pages, sorted(of(view, pages, "n2") - of(view, pages, "n0" if node is fleet[1] else "n1")))
+    assert sweep(fleet[2]).failed == 0
+    assert there(alone(fleet[2]), pages) == of(view, pages, "n2")
+
+
+def test_times_to_live_and_pins_come_along(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages
+) -> None:
+    view = tell()
+    mine = sorted(of(view, pages, "n0"))
+    plant(fleet[1], pages, mine[:1], ttl_s=600)
+    plant(fleet[1], pages, mine[1:2])
+    source = alone(fleet[1])
+    source.pin(pages.namespace, mine[1:2], 500.0)
+    sweep(fleet[0])
+    lives, pinned = alone(fleet[0]).stat(pages.namespace, mine[:2])
+    assert 0 < lives.ttl_ms <= 600_000
+    assert not lives.pin_ttl_ms
+    assert 0 < pinned.pin_ttl_ms <= 500_000
+    assert not pinned.ttl_ms
+    source.unpin(pages.namespace, mine[1:2])
+    alone(fleet[0]).unpin(pages.namespace, mine[1:2])
+
+
+def test_a_page_does_not_live_longer_because_its_turn_comes_late(
+    fleet: list[Node], tell: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the list of what is missing and a page's turn are minutes, where there is much."""
+    mine = sorted(of(tell(), pages, "n0"))[:3]
+    plant(fleet[1], pages, mine[:2], ttl_s=100)
+    plant(fleet[1], pages, mine[2:], ttl_s=50)
+    swept = fleet[0].peers.sweeper._sweep  # type: ignore[union-attr]
+    listed, now_s = swept._missing, int(time.time())
+
+    def long_ago(*arguments: Any) -> Any:
+        found = listed(*arguments)
+        for node in fleet:
+            monkeypatch.setattr(node.tier, "clock_s", lambda: now_s + 60)
+        return found
+
+    monkeypatch.setattr(swept, "_missing", long_ago)
+    report = sweep(fleet[0])
+    assert (report.missing, report.fetched) == (3, 2)
+    lives = alone(fleet[0]).stat(pages.namespace, mine)
+    assert [page.present for page in lives] == [True, True, False]
+    assert all(0 < page.ttl_ms <= 40_000 for page in lives[:2])
+
+
+def test_a_damaged_page_is_not_taken(fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages) -> None:
+    view = tell()
+    mine = sorted(of(view, pages, "n0"))[:4]
+    plant(fleet[1], pages, mine)
+    pages.flip(fleet[1], mine[2])
+    report = sweep(fleet[0])
+    assert (report.missing, report.fetched, report.failed) == (4, 3, 1)
+    assert there(alone(fleet[0]), pages) == {mine[0], mine[1], mine[3]}
+
+
+def test_a_member_that_is_away_is_asked_again(
+    fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeper, "AGAIN_S", 0.1)
+    view = tell()
+    mine = sorted(of(view, pages, "n0"))[:4]
+    plant(fleet[1], pages, mine)
+    gone = replace(view, number=50, members=(*view.members[:2], Member("n2", "127.0.0.1:9")))
+    fleet[0].membership.become(gone)
+    report = sweep(fleet[0])
+    assert (report.fetched, report.away) == (4, ("n2",))
+    fleet[0].membership.become(replace(view, number=51))
+    wait_until(lambda: fleet[0].peers.sweeper.report.away == ())
+
+
+def test_members_that_hang_are_waited_for_together(
+    start_node: Any, alone: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.peers.sweep.CALL_S", 20.0)
+    nodes = [start_node() for _ in range(2)]
+    hung = [start_node() for _ in range(3)]
+    all_asked = threading.Barrier(len(hung))
+
+    def hang(request: Any, caller: Any) -> Any:
+        all_asked.wait(10.0)
+        raise Unavailable("it hung")
+
+    for node in hung:
+        monkeypatch.setitem(node.service._unary, "list_namespaces", hang)
+    view = view_of([*hung, *nodes])
+    mine = sorted(of(view, pages, "n4"))[:4]
+    plant(nodes[0], pages, mine)
+    tell_all([*hung, *nodes], view)
+    report = sweep(nodes[1])
+    assert (report.fetched, report.away) == (4, ("n0", "n1", "n2"))
+    assert not all_asked.broken
+
+
+def test_it_sweeps_now_and_then(start_node: Any, alone: Any, pages: Pages) -> None:
+    nodes = [start_node(sweep_s=0.1), start_node(sweep_s=0.0)]
+    view = view_of(nodes)
+    for number, node in enumerate(nodes):
+        node.peers.sweeper.settle_s = 0.0
+        node.membership.become(view, f"n{number}")
+    wait_until(lambda: nodes[0].peers.sweeper.report and nodes[1].peers.sweeper.report)
+    first = nodes[1].peers.sweeper.report
+    mine = of(view, pages, "n0")
+    plant(nodes[1], pages, sorted(mine))
+    wait_until(lambda: there(alone(nodes[0]), pages) == mine)
+    assert nodes[1].peers.sweeper.report is first  # only when the view changes
+
+
+def older_beside(start_node: Any, count: int) -> tuple[list[Node], Pages, list[bytes]]:
+    """A member with room for four pages, and so many of its own; then the keys of four more, used before those, that
+    another has for it: these come first."""
+    large = Pages("large", page_nbytes=1 << 20)
+    nodes = [start_node(), start_node(ram_nbytes=4 << 20)]
+    view = view_of(nodes)
+    mine = [k for k in large.keys(*range(40)) if view.owners.owners(large.namespace.digest, [k])[0] == ("n1",)]
+    mine = mine[: 4 + count]
+    plant(nodes[0], large, mine[:4])
+    threading.Event().wait(0.02)
+    plant(nodes[1], large, mine[4:])
+    tell_all(nodes, view)
+    return nodes, large, mine
+
+
+def test_nothing_newer_goes_for_what_is_fetched(start_node: Any, alone: Any) -> None:
+    """The pages of another one are older than all that fills this one."""
+    nodes, large, mine = older_beside(start_node, 4)
+    report = sweep(nodes[1])
+    assert (report.missing, report.fetched, report.full) == (4, 0, 4)
+    assert large.get(alone(nodes[1]), mine) == [False] * 4 + [True] * 4
+    large.get(alone(nodes[0]), mine[:2])  # used later than any of those
+    assert sweep(nodes[1]).fetched == 2
+
+
+def test_a_batch_takes_no_more_than_the_free_room(start_node: Any, alone: Any) -> None:
+    """One free slot is no reason to lose pages that were used later than those that are fetched."""
+    nodes, large, mine = older_beside(start_node, 3)
+    report = sweep(nodes[1])
+    assert (report.missing, report.fetched, report.full) == (4, 1, 3)
+    assert large.get(alone(nodes[1]), mine[4:]) == [True] * 3
+
+
+@pytest.mark.parametrize("limits", [{"batch_keys_max": 3}, {"batch_nbytes_max": 1 << 16, "extent_nbytes": 1 << 16}])
+def test_the_limits_of_who_has_the_pages_are_kept(start_node: Any, alone: Any, pages: Pages, limits: Any) -> None:
+    nodes = [start_node(**limits), start_node()]
+    view = view_of(nodes)
+    mine = [k for k in pages.keys(*NUMBERS) if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)]
+    assert len(mine) > 3
+    assert len(mine) * pages.nbytes > 1 << 16
+    plant(nodes[0], pages, mine)
+    tell_all(nodes, view)
+    assert sweep(nodes[1]).fetched == len(mine)
+    assert there(alone(nodes[1]), pages) == set(mine)
+
+
+def test_a_dry_one_says_what_is_missing(fleet: list[Node], tell: Any, connect: Any, alone: Any, pages: Pages) -> None:
+    view = tell()
+    mine = sorted(of(view, pages, "n0"))
+    plant(fleet[1], pages, mine)
+    told = alone(fleet[0]).sweep(dry=True)
+    assert (told.pages_missing, told.nbytes_missing) == (len(mine), len(mine) * pages.nbytes)
+    assert alone(fleet[0]).stat(pages.namespace, mine[:1])[0].present is False
+    alone(fleet[0]).sweep()
+    wait_until(lambda: there(alone(fleet[0]), pages) == set(mine))
+
+
+def test_a_node_that_is_alone_says_so(start_node: Any, alone: Any) -> None:
+    client = alone(start_node())
+    with pytest.raises(InvalidRequest, match=r"in no cluster can not be drained; start it with --cluster"):
+        client.drain()
+    with pytest.raises(InvalidRequest, match="in no cluster can not be filled by others"):
+        client.sweep()
+
+
+def test_members_of_a_fixed_list_stay_as_they_are(fleet: list[Node], tell: Any, alone: Any) -> None:
+    tell()
+    with pytest.raises(InvalidRequest, match="a fixed list stay as they are; n0 can not become DRAINING"):
+        alone(fleet[0]).drain()
+
+
+def test_a_stop_ends_a_sweep(start_node: Any, alone: Any, pages: Pages) -> None:
+    source, node = start_node(), Node(start_node().config)
+    view = View("fleet", 1, tuple(Member(f"n{i}", f"127.0.0.1:{n.grpc.port}") for i, n in enumerate((source, node))))
+    mine = [k for k in pages.keys(*range(400)) if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)]
+    plant(source, pages, mine)
+    node.peers.sweeper._nbytes_per_s = 1  # all of it would take minutes
+    source.membership.become(view, "n0")
+    node.membership.become(view, "n1")
+    node.start()
+    node.peers.sweeper.sweep_in(0.0)
+    wait_until(lambda: node.peers.sweeper.running and node.tier.visible_count > 0)
+    node.stop()
+    assert not node.peers.sweeper.running
+
+
+def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
+    start_node: Any, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sweep and in a drain."""
+    monkeypatch.setattr(draining, "PASS_PAUSE_S", 0.02)
+    hangs = start_node()
+    node = Node(replace(start_node().config, drain_s=0.3))
+    go_on, asked = threading.Event(), threading.Semaphore(0)
+
+    def hang(request: Any, caller: Any) -> Any:
+        asked.release()
+        go_on.wait(60.0)
+        raise Unavailable("it hung")
+
+    monkeypatch.setitem(hangs.service._unary, "stat", hang)
+    members = [Member(f"n{i}", f"127.0.0.1:{n.grpc.port}") for i, n in enumerate((hangs, node))]
+    hangs.membership.become(View("fleet", 1, tuple(members)), "n0")
+    plant(node, pages, pages.keys(*NUMBERS))
+    node.start()
+    node.membership.become(View("fleet", 1, (members[0], replace(members[1], state=State.DRAINING))), "n1")
+    node.membership.announce = lambda state: None  # type: ignore[method-assign]
+    node.peers.draining.begin()
+    assert asked.acquire(timeout=10.0)
+    monkeypatch.setitem(hangs.service._unary, "list_namespaces", hang)
+    node.peers.sweeper.sweep_in(0.0)
+    assert asked.acquire(timeout=10.0)
+    began = time.monotonic()
+    node.stop()
+    assert time.monotonic() - began < 8.0, "of ten that such a call may take"
+    go_on.set()
+    wait_until(lambda: not node.peers.sweeper.running)
+
+
+def test_a_page_that_is_removed_while_it_is_written_does_not_come_back(
+    start_node: Any, alone: Any, pages: Pages
+) -> None:
+    """Its bytes may have been on their way from another member before the removal."""
+    node, key = start_node(), pages.key(1)
+    client = alone(node)
+    client.open(pages.namespace)
+    reservation = node.tier.reserve(pages.namespace.digest, pages.keys(1, 2), pages.nbytes)
+    client.remove(pages.namespace, [key])
+    commit(node, pages, reservation)
+    assert pages.get(client, pages.keys(1, 2)) == [False, True]
+    assert client.put(pages.namespace, [key], [pages.content(key)]) == [PutOutcome.STORED]

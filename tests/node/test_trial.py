@@ -1,0 +1,68 @@
+"""Replays during which nodes die: the harness of the demo, the benchmarks and the tests of faults."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.measure.fleet import HERE, EtcdProcess, Fleet
+from kvstore.measure.replay import replay_namespace
+from kvstore.measure.trace import TraceRequest, conversations
+from kvstore.measure.trial import Event, Trial, plot
+
+FLAGS = ("--ram-bytes", "64MiB", "--log-level", "ERROR")
+
+
+def test_a_member_that_dies_is_no_error_and_all_of_them_are(tmp_path: Path) -> None:
+    requests = conversations(120)
+    with Fleet([HERE, HERE], *FLAGS, data=tmp_path) as fleet, fleet.client(timeout_s=5.0) as client:
+        dies = Event(0.5, "n1 killed", fleet.nodes["n1"].kill)
+        one = Trial(client, replay_namespace(4096), [dies])
+        report = one.run(requests)
+        assert (one.errors.total(), report.mismatches, one.events[0][1]) == (0, 0, "n1 killed")
+        assert 0 < report.pages_hit < report.pages_asked == sum(second.asked for second in one.seconds)
+        assert sum(one.found[:60]) > 0
+        fleet.nodes["n2"].kill()
+        none = Trial(client, replay_namespace(4096))
+        assert none.run(requests[:5]).pages_hit == 0
+        assert none.errors.total() == sum(second.errors for second in none.seconds) > 0
+        fleet.start("n1")
+        assert (tmp_path / "n1").is_dir()
+        assert fleet.nodes["n1"].running
+
+
+def test_a_call_that_comes_back_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fleet([HERE], *FLAGS) as fleet, fleet.client(timeout_s=1.0, connect_timeout_s=1.0) as client:
+        lookup = client.lookup
+        monkeypatch.setattr(client, "lookup", lambda *given: time.sleep(1.3) or lookup(*given))
+        trial = Trial(client, replay_namespace(4096))
+        trial.run([TraceRequest(0.0, 1, 1, (1, 2))])
+        assert trial.late_s >= 0.3
+        assert trial.lag_s > 0
+        assert trial.overdue_s == max(0.0, trial.late_s - trial.lag_s)
+
+
+def test_what_an_event_raises_ends_the_trial() -> None:
+    with Fleet([HERE], *FLAGS) as fleet, fleet.client() as client:
+        joins = Event(0.0, "n2 joins", fleet.join)
+        with pytest.raises(ConfigError, match="needs etcd"):
+            Trial(client, replay_namespace(4096), [joins]).run(conversations(3))
+
+
+def test_no_etcd() -> None:
+    with pytest.raises(ConfigError, match="apt-get install etcd-server"):
+        EtcdProcess(program="no-such-program")
+
+
+def test_conversations_go_on() -> None:
+    requests = conversations(2000)
+    assert requests == conversations(2000) != conversations(2000, seed=2)
+    assert all(len(set(request.hash_ids)) == len(request.hash_ids) for request in requests)
+    known = {request.hash_ids for request in requests}
+    assert sum(any(ids[:-new] in known for new in range(1, 9)) for ids in known) > len(known) / 2
+
+
+def test_bars() -> None:
+    assert plot([0.0, 0.5, 1.0, 2.0, None], 1.0) == "▁▅██ "
+    assert plot([0.0], 0.0) == "▁"
