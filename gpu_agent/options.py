@@ -16,6 +16,7 @@ from typing import Any
 
 from gpu_agent.config import AgentConfig
 from kvstore.config import ClientConfig, check_settings, load, setting
+from kvstore.credentials import DEFAULT_TENANT, tenant_of
 from kvstore.errors import ConfigError
 from kvstore.keys import TEXT_NBYTES_MAX, Namespace
 from kvstore.layout import PageLayout
@@ -25,7 +26,7 @@ from kvstore.layout import PageLayout
 class Identity:
     """Whose pages, of which weights. Environment: KVSTORE_TENANT, KVSTORE_MODEL, ..."""
 
-    tenant: str = setting("default", "pages of other tenants are never seen")
+    tenant: str = setting(DEFAULT_TENANT, "pages of other tenants are never seen; that of the token, if there is one")
     model: str = setting("", "name of the weights to everyone who shares the store; empty: the engine's name for them")
     revision: str = setting("", "which weights of that name, such as a commit or a date")
     salt: str = setting("", "anything else that tells pages apart")
@@ -78,7 +79,8 @@ def read_options(
 
 def identity_of(values: Mapping[str, Any]) -> Identity:
     """Whose pages, of options that may hold others too."""
-    return load(Identity, "KVSTORE", values)
+    client = load(ClientConfig, "KVSTORE", {name: values.get(name) for name in ("token", "token_file")})
+    return load(Identity, "KVSTORE", values, defaults={"tenant": tenant_of(client)})
 
 
 def _one_word(fact: Any) -> str:

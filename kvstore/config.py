@@ -7,6 +7,7 @@ the start with ConfigError naming the setting, its value and the range.
 """
 
 import dataclasses
+import ipaddress
 import json
 import math
 import os
@@ -125,6 +126,16 @@ def check_settings(config: Any) -> None:
             raise ConfigError(f"{field.name}={value} is outside {low}..{high}")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it. A name is only if it is `localhost`: what others mean is for a resolver."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
 def runtime_dir() -> str:
     """Where a process of this user puts its Unix sockets."""
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -192,6 +203,9 @@ class ClientConfig:
     timeout_s: float = setting(5.0, "deadline of a call that names none", 0.001, 3600.0)
     connect_timeout_s: float = setting(2.0, "deadline of a connection attempt", 0.001, 60.0)
     connections_max: int = setting(8, "bulk or shm connections kept; more threads than this take turns", 1, 256)
+    token: str = secret("who this is, to a node that asks")
+    token_file: str = setting("", "file that holds the token, read at each connection")
+    insecure: bool = setting(False, "sends the token unencrypted to other hosts, too")
     hedge_s: float = setting(
         0.0, "a get that a member has not answered by then is also asked of the next owner; 0: it is not", 0.0, 3600.0
     )
@@ -205,6 +219,8 @@ class ClientConfig:
             raise ConfigError(
                 f"address={self.address} names {len(self.addresses)} nodes, and this is asked of one; name that one"
             )
+        if self.token and self.token_file:
+            raise ConfigError("token and token_file are both set; one of them says who this is")
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, UnknownNamespace
 from kvstore.layout import PageLayout
 
 NAMESPACE_DIGEST_NBYTES = 16
@@ -75,6 +75,18 @@ class Namespace:
             data = value.fingerprint if isinstance(value, PageLayout) else str(value).encode()
             sha.update(struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data)
         return sha.digest()[:NAMESPACE_DIGEST_NBYTES]
+
+
+def shown(digest: bytes) -> str:
+    """A namespace's digest as an error says it: a stranger's may have megabytes."""
+    if len(digest) > NAMESPACE_DIGEST_NBYTES:
+        return f"of {len(digest)} bytes, where a digest has {NAMESPACE_DIGEST_NBYTES},"
+    return digest.hex() or "(empty)"
+
+
+def unknown(digest: bytes) -> UnknownNamespace:
+    """What a node says of a namespace that it does not have, or that is not there for who asks."""
+    return UnknownNamespace(f"namespace {shown(digest)} is not open here; send OpenNamespace first")
 
 
 def prefix_hashes(tokens: Iterable[int], page_tokens: int, parent: bytes = b"") -> list[bytes]:

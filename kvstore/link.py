@@ -14,7 +14,16 @@ from typing import TypeVar
 from kvstore.breaker import CircuitBreaker
 from kvstore.config import MEMBERS_VERSION, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, KVStoreError, ProtocolError, Unavailable, UnknownNamespace
+from kvstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    KVStoreError,
+    ProtocolError,
+    Unauthenticated,
+    Unavailable,
+    UnknownNamespace,
+)
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
@@ -30,6 +39,7 @@ BETTER_RETRY_S = 30.0
 # A call that had less time than this and got no answer says little about the node: it must not
 # make the breaker refuse the calls of other threads.
 EVIDENCE_S = 0.1
+REFUSED = (Unauthenticated, Forbidden, ConfigError)
 LIVES_S = 1.0  # in which a node that lives says so
 
 
@@ -144,7 +154,9 @@ class NodeLink:
                 self._beside("kvstore-lives", self._look_whether_it_lives)
             raise
         except KVStoreError as error:
-            if error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
+            if self._link is None and isinstance(error, REFUSED):  # at the door: each call would knock again
+                self._breaker.failure(error, self._clock() - began)
+            elif error.answered:  # a refusal of the node; one of ours, such as a full pool, says nothing about it
                 self._breaker.success()
             raise
         self._breaker.success()
@@ -158,6 +170,10 @@ class NodeLink:
             return self._attempt(link, call, namespace, deadline)
         except UnknownNamespace:
             link.opened.clear()
+        except Unauthenticated:  # the token may be another by now
+            self._drop(link)
+            if fresh:
+                raise
         except Unavailable as error:
             if fresh:
                 raise

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 
 from kvstore.cluster.view import REPLICAS_MAX
-from kvstore.config import BULK_PORT, GRPC_CHUNK_NBYTES, GRPC_PORT, METRICS_PORT, check_settings, secret, setting
+from kvstore.config import (
+    BULK_PORT,
+    GRPC_CHUNK_NBYTES,
+    GRPC_PORT,
+    METRICS_PORT,
+    check_settings,
+    is_loopback,
+    secret,
+    setting,
+)
 from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
@@ -19,7 +28,19 @@ EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough
 class NodeConfig:
     """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ... Sizes take 512MiB, 4GiB, ..."""
 
-    host: str = setting("0.0.0.0", "interface to listen on")
+    host: str = setting(
+        "127.0.0.1", "interface to listen on; another than loopback needs TLS and identities, or insecure"
+    )
+    insecure: bool = setting(
+        False, "lets everybody who reaches this node do everything, though it is not on loopback only"
+    )
+    identities: str = setting("", "file of who may do what (kvstore tokens); empty: nobody is asked who he is")
+    shm_trust: str = setting(
+        "",
+        "tenants, a,b,c, that may map this node's memory, where each can read and write all; of a node with identities",
+    )
+    audit_log: str = setting("", "file for what was refused and what administrators did; empty: the log")
+    token: str = secret("this node's token towards the other members of its cluster")
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
     metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
@@ -113,6 +134,7 @@ class NodeConfig:
                 f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the largest size "
                 f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
             )
+        self._check_access()
         self._check_disk()
         if not self.hand_over_queue_nbytes:
             object.__setattr__(self, "hand_over_queue_nbytes", self.ram_nbytes // 8)
@@ -128,6 +150,24 @@ class NodeConfig:
                 f"batch_keys_max={self.batch_keys_max} keys do not fit one message of {MESSAGE_NBYTES_MAX} bytes"
             )
         assert GRPC_CHUNK_NBYTES + 1024 <= MESSAGE_NBYTES_MAX
+
+    @property
+    def trusted(self) -> tuple[str, ...]:
+        return tuple(filter(None, map(str.strip, self.shm_trust.split(","))))
+
+    @property
+    def is_insecure(self) -> bool:
+        """Whether strangers may do everything."""
+        return not (is_loopback(self.host) or self.identities)
+
+    def _check_access(self) -> None:
+        if self.shm_trust and not self.identities:
+            raise ConfigError(f"shm_trust={self.shm_trust} names tenants, which only a node with identities has")
+        if self.is_insecure and not self.insecure:
+            raise ConfigError(
+                f"host={self.host} lets others reach this node, and it asks nobody who he is: set tls_cert, tls_key "
+                "and identities, or say --insecure by name if everybody who reaches it may read and change everything"
+            )
 
     def _check_disk(self) -> None:
         if not self.disk_queue_nbytes:

@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         meta = field.metadata
         if meta.get("secret"):
             continue
+        if field.default is False:
+            parser.add_argument("--" + field.name, nargs="?", const="true", metavar="true", help=meta["help"])
+            continue
         limits = ", ".join(meta["choices"]) if meta["choices"] else f"{meta['low']}..{meta['high']}"
         limits = "" if limits == "None..None" else f"; {limits}"
         parser.add_argument(

@@ -9,6 +9,10 @@ from pathlib import Path
 
 from kvstore.cluster.view import State
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
+from node.access.access import Access
+from node.access.audit import Audit
+from node.access.gate import Gate
+from node.access.watch import Watch
 from node.config import NodeConfig
 from node.disk.kept_dir import KeptDir
 from node.disk.scrub import Scrubber
@@ -36,6 +40,9 @@ log = logging.getLogger(__name__)
 
 # Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before they are too many.
 DESCRIPTORS_OF_SESSION = 5
+INSECURE = (
+    "insecure: everybody who reaches %s may read, change and remove all; give it TLS and identities (docs/SECURITY.md)"
+)
 CHECKED_MAX = 100_000  # pages of a tier, at a stop: each costs some 5 µs and 100 bytes
 
 
@@ -61,7 +68,11 @@ class Node:
         self.disk = self._open_disk(namespaces) if config.data_dir else None
         room_below = self.disk.has_room if self.disk is not None else lambda slot_nbytes: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
-        self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers)
+        self.access = Access(config.identities, config.trusted)
+        self._watch = Watch([self.access.look])
+        self.audit = Audit(config.audit_log)
+        gate = Gate(self.access, self.audit, lambda digest: self.tier.namespace(digest).value)
+        self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
                 undo.callback(self.disk.close)
@@ -167,6 +178,9 @@ class Node:
             self.scrubber.start()
         if self.registry is not None:
             self.registry.connect(self._pulse)
+        if self.config.is_insecure:
+            log.warning(INSECURE, self.config.host)
+        self._watch.start()
         if self.shm is not None:
             self.shm.start()
         self.bulk.start()
@@ -179,7 +193,7 @@ class Node:
         """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
         config = self.config
         address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
-        check_address(address, self.service.instance_id, self._pulse)
+        check_address(address, self.service.instance_id, self._pulse, config.token)
         about = Registering(address, self.service.instance_id, config.weight, config.zone, State.JOINING)
         registry.join(about, self._pulse)
 
@@ -205,6 +219,8 @@ class Node:
         if self.disk is not None:
             self._close_disk(self.disk)
         _tell_violations("RAM", self.tier.visible_count, self.tier.check)
+        self._watch.stop()
+        self.audit.close()
         self.service.close()
         self.arena.close()
 

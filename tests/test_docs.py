@@ -18,6 +18,7 @@ from kvstore.config import ClientConfig, load, parse_nbytes
 from kvstore.errors import ConfigError
 from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.disk.data_dir import LOCK_WAIT_S
 from node.disk.keeper_process import END_S
@@ -64,6 +65,8 @@ def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
             assert default == float(said.replace(",", "").removesuffix(" s")), name
         elif isinstance(default, str):
             assert said.strip("`") == default or (said.startswith("none") and not default), name
+        elif isinstance(default, bool):
+            assert said == ("on" if default else "off"), name
         else:  # in words: it depends on another setting
             assert default == 0, name
     config = NodeConfig(ram_nbytes=4 << 30, disk_nbytes=1 << 40)
@@ -86,11 +89,14 @@ def test_what_is_said_of_a_disk_in_trouble_is_made_from_the_numbers_in_use(docum
     assert said in " ".join((ROOT / document).read_text().split())
 
 
+OPEN = {"KVSTORE_NODE_INSECURE": "true", "KVSTORE_NODE_IDENTITIES": "/there"}
+
+
 def test_every_flag_of_a_node_has_its_variable() -> None:
     for name, field in FIELDS.items():
         variable = "KVSTORE_NODE" + name[1:].replace("-", "_").upper()
         if isinstance(field.default, str) and not field.metadata["choices"]:
-            assert getattr(load(NodeConfig, "KVSTORE_NODE", {}, {variable: "/there"}), field.name) == "/there"
+            assert getattr(load(NodeConfig, "KVSTORE_NODE", {}, OPEN | {variable: "/there"}), field.name) == "/there"
         else:
             with pytest.raises(ConfigError, match=f"{variable}|{field.name}"):
                 load(NodeConfig, "KVSTORE_NODE", {}, {variable: "nonsense"})
@@ -164,9 +170,12 @@ def test_enough_of_them_are_found() -> None:
 
 
 def test_every_metric_that_the_documents_name_is_told() -> None:
-    status = pb.NodeStatusReply(disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus())
+    status = pb.NodeStatusReply(ram=pb.RamStatus(), disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus())
     service: Any = SimpleNamespace(call=lambda *_: status)
-    told = {family.name + ("_total" if family.type == "counter" else "") for family in NodeCollector(service).collect()}
+    told = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in NodeCollector(service, THE_NODE).collect()
+    }
     kinds = {name.split("_")[1] for name in told}
     named = {
         name

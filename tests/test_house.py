@@ -63,6 +63,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "node": (
         ("__init__.py", "config.py", "garbage.py", "pb/", "slots.py"),
+        ("access/",),
         ("ram/",),
         ("disk/", "peers/"),
         ("serve/",),

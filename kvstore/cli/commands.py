@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import cluster, disk, listing, load, moves, pages, payload, pins
+from kvstore.cli import cluster, disk, listing, load, moves, pages, payload, pins, tokens
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.status import status
@@ -96,3 +96,9 @@ _cluster.command("owners")(command(cluster.owners))
 _cluster.command("drain")(command(moves.drain))
 _cluster.command("rebalance")(command(moves.rebalance))
 app.add_typer(_cluster, name="cluster")
+
+_tokens = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Who may do what, in the file of identities.")
+_tokens.command("add")(command(tokens.add))
+_tokens.command("list")(command(tokens.list_))
+_tokens.command("revoke")(command(tokens.revoke))
+app.add_typer(_tokens, name="tokens")

@@ -12,6 +12,7 @@ from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, note, progress, show
 from kvstore.cluster.spread import Away
 from kvstore.config import ClientConfig, parse_nbytes
+from kvstore.credentials import tenant_of
 from kvstore.errors import InvalidRequest
 from kvstore.measure.bench import BenchOptions, BenchReport, bench
 from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
@@ -111,7 +112,7 @@ def replay_command(
         raise InvalidRequest(f"--speed {speed:g} must be above 0")
     page_nbytes = _size(page_bytes, "--page-bytes")
     count = count_requests(trace, limit)
-    namespace, away = replay_namespace(page_nbytes), Away()
+    namespace, away = replay_namespace(page_nbytes, tenant_of(run.config())), Away()
     with contextlib.ExitStack() as stack:
         address = run.address
         if address is None:

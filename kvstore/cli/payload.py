@@ -27,6 +27,7 @@ from kvstore.cli.selection import (
     whole_key,
 )
 from kvstore.client import Client
+from kvstore.credentials import tenant_of
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
 from kvstore.layout import ByteRange, opaque_layout
@@ -213,7 +214,9 @@ def put(
             count = len(keys) if keys else 1
             if len(data) % count:
                 raise InvalidRequest(f"{file} has {len(data)} bytes, which {count} keys can not share evenly")
-            space = Namespace(create_opaque, opaque_layout(len(data) // count, len(ids) if ids else 1))
+            space = Namespace(
+                create_opaque, opaque_layout(len(data) // count, len(ids) if ids else 1), tenant_of(client.config)
+            )
         else:
             space, _ = find_namespace(client, namespace, model)
         hashes = [_whole(key) for key in keys or ()] if ids is None else hash_tokens(ids, space.layout.page_tokens)

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvstore.client import Client
 from kvstore.cluster.spread import Away
+from kvstore.credentials import tenant_of
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
@@ -89,7 +90,7 @@ def bench(client: Client, options: BenchOptions, on_progress: Callable[[float], 
 
     Raises the client's errors; Exhausted if the node can not take a single page.
     """
-    namespace = Namespace(model="kvstore-bench", layout=opaque_layout(options.page_nbytes))
+    namespace = Namespace("kvstore-bench", opaque_layout(options.page_nbytes), tenant_of(client.config))
     client.open(namespace)
     workers = [_Worker(client, namespace, options.batch) for _ in range(options.threads)]
     stop = threading.Event()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from kvstore.credentials import DEFAULT_TENANT
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout, slot_nbytes
@@ -63,11 +64,11 @@ class ReplayReport:
         return asdict(self)
 
 
-def replay_namespace(page_nbytes: int) -> Namespace:
+def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespace:
     """A namespace of its own for each replay, so that no replay hits the pages of another."""
     if page_nbytes < 1:
         raise InvalidRequest(f"page size {page_nbytes} must be at least 1 byte")
-    return Namespace(model="kvstore-replay", layout=opaque_layout(page_nbytes), salt=secrets.token_hex(8))
+    return Namespace("kvstore-replay", opaque_layout(page_nbytes), tenant, salt=secrets.token_hex(8))
 
 
 def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:

@@ -42,10 +42,12 @@ PAGE_INTACT: PageHealth
 PAGE_DROPPED: PageHealth
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version",)
+    __slots__ = ("protocol_version", "token")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
-    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+    token: str
+    def __init__(self, protocol_version: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("batch_keys_max", "batch_nbytes_max", "page_nbytes_max", "message_nbytes_max", "pin_ttl_ms_max")
@@ -62,7 +64,7 @@ class Limits(_message.Message):
     def __init__(self, batch_keys_max: _Optional[int] = ..., batch_nbytes_max: _Optional[int] = ..., page_nbytes_max: _Optional[int] = ..., message_nbytes_max: _Optional[int] = ..., pin_ttl_ms_max: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits", "shm_socket", "arena_nbytes", "view", "member_id")
+    __slots__ = ("protocol_version", "version", "instance_id", "bulk_port", "limits", "shm_socket", "arena_nbytes", "view", "member_id", "tenant", "role", "shm_refused")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,9 @@ class HelloReply(_message.Message):
     ARENA_NBYTES_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SHM_REFUSED_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     version: str
     instance_id: bytes
@@ -81,7 +86,10 @@ class HelloReply(_message.Message):
     arena_nbytes: int
     view: View
     member_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shm_socket: _Optional[str] = ..., arena_nbytes: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., member_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    role: str
+    shm_refused: str
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., bulk_port: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shm_socket: _Optional[str] = ..., arena_nbytes: _Optional[int] = ..., view: _Optional[_Union[View, _Mapping]] = ..., member_id: _Optional[str] = ..., tenant: _Optional[str] = ..., role: _Optional[str] = ..., shm_refused: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("id", "address", "weight", "zone", "state")
@@ -702,7 +710,7 @@ class PeersStatus(_message.Message):
     def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ...) -> None: ...
 
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "insecure")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -719,6 +727,7 @@ class NodeStatusReply(_message.Message):
     DISK_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    INSECURE_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -735,7 +744,8 @@ class NodeStatusReply(_message.Message):
     disk: DiskStatus
     shm: ShmStatus
     peers: PeersStatus
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ...) -> None: ...
+    insecure: bool
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., insecure: bool = ...) -> None: ...
 
 class RemoveNamespaceRequest(_message.Message):
     __slots__ = ("namespace", "removal")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -170,7 +171,9 @@ class BulkWire:
         limit = deadline.sooner(self._config.connect_timeout_s)
         connection = FrameSocket(self._connected(limit), self._version)
         with greeting(connection, self._pool.where, limit):
-            hello, _ = exchange(connection, "hello", pb.HelloRequest(protocol_version=self._version))
+            hello, _ = exchange(
+                connection, "hello", pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
+            )
             if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
                 raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
         return connection

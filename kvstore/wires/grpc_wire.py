@@ -44,9 +44,10 @@ class GrpcWire:
 
     name = "grpc"
 
-    def __init__(self, target: str, authority: str = "") -> None:
+    def __init__(self, target: str, authority: str = "", token: str = "") -> None:
         """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target` makes of addresses;
-        the peer and what is between are told `authority`."""
+        the peer and what is between are told `authority`. `token`: who asks."""
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = grpc.insecure_channel(
             target,
             options=[
@@ -66,14 +67,14 @@ class GrpcWire:
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         try:
-            return getattr(self._stub, _METHODS[op])(request, timeout=deadline.remaining())
+            return getattr(self._stub, _METHODS[op])(request, timeout=deadline.remaining(), metadata=self._metadata)
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
     def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
         outbox = Outbox()
         try:
-            with _whole(self._put(iter(outbox), timeout=deadline.remaining())) as replies:
+            with _whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=self._metadata)) as replies:
                 replies.add_done_callback(outbox.end)  # nothing waits for a stream that the node or the time ended
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
@@ -99,7 +100,7 @@ class GrpcWire:
         self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
     ) -> tuple[list[bool], list[int]]:
         try:
-            with _whole(self._get(request, timeout=deadline.remaining())) as frames:
+            with _whole(self._get(request, timeout=deadline.remaining(), metadata=self._metadata)) as frames:
                 begin = pb.GetFrame.FromString(next(frames)).begin
                 hits = list(begin.hits)
                 found = [i for i, hit in enumerate(hits) if hit]
@@ -122,7 +123,8 @@ class GrpcWire:
     def follow(self, number: int, seconds: float) -> "Followed":
         """Views from now on, for so long. `number`: of the one that is known."""
         try:
-            return Followed(self._stub.Follow(pb.FollowRequest(number=number), timeout=seconds))
+            request = pb.FollowRequest(number=number)
+            return Followed(self._stub.Follow(request, timeout=seconds, metadata=self._metadata))
         except ValueError as error:
             raise _translated(error) from error
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from kvstore.config import PROTOCOL_VERSION, ClientConfig, speaks, split_address
+from kvstore.credentials import check_stays_private, token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -62,7 +63,9 @@ class Negotiation:
         try:
             found = self._addresses.resolve(limit)
             check_headroom()
-            control = GrpcWire(grpc_target(found, self._port), self._address)
+            token = token_of(self._config)
+            check_stays_private(token, self._config, found)
+            control = GrpcWire(grpc_target(found, self._port), self._address, token)
         except DeadlineExceeded as error:
             raise Unavailable(str(error)) from error
         try:
@@ -111,7 +114,11 @@ class Negotiation:
         """None where nobody expects it to work: with a node on another host."""
         if not hello.shm_socket:
             if self._config.wire == "shm":
-                raise Unavailable(f"{self._address} serves no shared memory")
+                raise Unavailable(
+                    f"{self._address} serves no shared memory{': ' * bool(hello.shm_refused)}{hello.shm_refused}"
+                )
+            if hello.shm_refused:
+                log.info("%s: no shared memory: %s", self._address, hello.shm_refused)
             return None
         wire = ShmWire(hello.shm_socket, hello.instance_id, self._config, _common(hello))
         try:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from kvstore.buffers import HELD_NBYTES_MAX, copy, copying
 from kvstore.checksum import Leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
+from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -192,7 +193,7 @@ class ShmWire:
             # Who could put a socket where the node's should be would be handed our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
                 raise Unavailable(f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be")
-            hello = pb.HelloRequest(protocol_version=self._version)
+            hello = pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
             with _own_pidfd() as pidfd:
                 connection.send_frame_with(pidfd, request_header("hello", hello))
             header, _, fd = connection.recv_frame_with(MESSAGE_NBYTES_MAX)

@@ -5,10 +5,12 @@ import grpc
 from kvstore.errors import (
     DeadlineExceeded,
     Exhausted,
+    Forbidden,
     InvalidRequest,
     KVStoreError,
     LayoutMismatch,
     ProtocolError,
+    Unauthenticated,
     Unavailable,
     UnknownNamespace,
 )
@@ -21,6 +23,8 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     ProtocolError: grpc.StatusCode.UNIMPLEMENTED,
 }
 _ERRORS: dict[int, type[KVStoreError]] = {code.value[0]: error for error, code in _CODES.items()}

@@ -46,14 +46,14 @@ def _own_address(towards: Sequence[str]) -> str:
     raise ConfigError("no address of this host is known that others could reach; name one with advertise (--advertise)")
 
 
-def check_address(address: str, instance_id: bytes, pulse: Callable[[], None]) -> None:
+def check_address(address: str, instance_id: bytes, pulse: Callable[[], None], token: str = "") -> None:
     """This node asks itself back through it. Raises ConfigError if another answers, or nobody within TRIED_S."""
     end = time.monotonic() + TRIED_S
     remedy = "name one by which the others reach it, with advertise (--advertise HOST:PORT)"
     while True:
         pulse()
         try:
-            found = _instance_at(address)
+            found = _instance_at(address, token)
             break
         except KVStoreError as error:
             if isinstance(error, ProtocolError) or time.monotonic() >= end:
@@ -63,10 +63,10 @@ def check_address(address: str, instance_id: bytes, pulse: Callable[[], None]) -
         raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
 
 
-def _instance_at(address: str) -> bytes:
+def _instance_at(address: str, token: str) -> bytes:
     host, port = split_address(address)
     limit = Deadline(TRY_S)
-    wire = GrpcWire(grpc_target(Addresses(host).resolve(limit), port), address)
+    wire = GrpcWire(grpc_target(Addresses(host).resolve(limit), port), address, token)
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
     finally:

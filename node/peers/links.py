@@ -17,7 +17,9 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 class PeerLinks:
     """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, token: str = "") -> None:
+        """`token`: who this node is, to the others."""
+        self._token = token
         self._membership = membership
         self._lock = threading.Lock()  # held for moments
         self._addresses: dict[str, str] = {}  # of the others, by id
@@ -36,6 +38,8 @@ class PeerLinks:
                 config = ClientConfig(
                     address=address,
                     direct=True,
+                    token=self._token,
+                    insecure=True,  # as this node was told to be, or it would not be of a cluster
                     wire="bulk",
                     timeout_s=TIMEOUT_S,
                     connect_timeout_s=CONNECT_TIMEOUT_S,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from kvstore.checksum import key_seed
-from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch, UnknownNamespace
-from kvstore.keys import NAMESPACE_DIGEST_NBYTES, Namespace
+from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch
+from kvstore.keys import Namespace, shown, unknown
 from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
 from node.ram.counters import Counters
@@ -82,7 +82,7 @@ class Namespaces:
         room made: it is there, and an earlier run had room."""
         if digest != value.digest:
             raise LayoutMismatch(
-                f"namespace digest {_named(digest)} does not belong to this description, whose digest is "
+                f"namespace digest {shown(digest)} does not belong to this description, whose digest is "
                 f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
                 f"{value.layout.page_nbytes} bytes a page); compute it from the same layout"
             )
@@ -128,15 +128,8 @@ class Namespaces:
     def find(self, digest: bytes) -> NamespaceIndex:
         index = self._by_digest.get(digest)
         if index is None:
-            raise UnknownNamespace(f"namespace {_named(digest)} is not open here; send OpenNamespace first")
+            raise unknown(digest)
         return index
 
     def all(self) -> list[NamespaceIndex]:
         return list(self._by_digest.values())
-
-
-def _named(digest: bytes) -> str:
-    """As an error says it: a stranger's may have megabytes."""
-    if len(digest) > NAMESPACE_DIGEST_NBYTES:
-        return f"of {len(digest)} bytes, where a digest has {NAMESPACE_DIGEST_NBYTES},"
-    return digest.hex() or "(empty)"

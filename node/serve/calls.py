@@ -9,13 +9,17 @@ import logging
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.identities import Principal
 from kvstore.threads import begun
+from node.access.access import Access
+from node.access.caller import Caller, nobody
+from node.access.gate import Gate
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
-from node.serve.service import Caller
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -39,6 +43,14 @@ class Call:
         self._stall: asyncio.TimerHandle | None = None
         self._limit: asyncio.TimerHandle | None = None
         self.caller = Caller(self.peer, lambda: self._gone, may_wait=False)
+
+    def identify(self, gate: Gate, op: str) -> None:
+        """Once, before it begins: a call ends soon. Raises Unauthenticated."""
+        if gate.access.open:
+            return
+        principal = gate.known(op, self.peer, lambda: _principal(self.context, gate.access))
+        at, self.peer = self.peer, gate.access.share(principal) or self.peer
+        self.caller = replace(self.caller, peer=self.peer, who=lambda: principal, at=at)
 
     def __enter__(self) -> "Call":
         """Raises Exhausted if there is no place."""
@@ -144,6 +156,15 @@ def address_of(name: str) -> tuple[str, int]:
     kind, _, address = urllib.parse.unquote(name).partition(":")
     host, _, port = address.rpartition(":")
     return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else ("", 0)
+
+
+def _principal(context: Any, access: Access) -> Principal:
+    """By a bearer token, or else by the certificate of the connection."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            return access.of_bearer(value)
+    names = [name.decode(errors="replace") for name in context.peer_identities() or ()]
+    return access.of_certificate(names) if names else nobody()
 
 
 def _peer(name: str) -> str:

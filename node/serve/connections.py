@@ -13,19 +13,22 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from google.protobuf.message import DecodeError
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError
+from kvstore.errors import Exhausted, Forbidden, InvalidRequest, KVStoreError, ProtocolError
+from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket, pack_fixed
 from kvstore.wires.status import status_code
+from node.access.caller import Caller
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
 from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
 from node.serve.requests import inside
-from node.serve.service import Caller, Service
+from node.serve.service import Service
 from node.serve.session import Session
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 128
 SAY_LAST_S = 0.1
 DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
+HELLO_NBYTES_MAX = 4 << 10
 LEAVE_S = 1.0  # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
 LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
 Request = tuple[str, Any]
@@ -67,7 +71,31 @@ class Connection(abc.ABC):
 
     def greet(self) -> tuple[bytes, int]:
         """The first frame. It has the time that was armed, all of it together."""
-        return self.socket.recv_frame(MESSAGE_NBYTES_MAX)
+        return self.socket.recv_frame(self.first_nbytes_max)
+
+    @property
+    def first_nbytes_max(self) -> int:
+        """Of who is not known yet: a hello."""
+        return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
+
+    def refusal(self, principal: Principal) -> str:
+        """Why who is known is not let in here; empty: he is."""
+        return ""
+
+    def _identify(self, server: "ConnectionServer", op: str, request: Any) -> None:
+        """By the token of its hello, or its certificate. Raises Unauthenticated."""
+        gate = self.service.gate
+        if gate.access.open:
+            return
+        who = gate.access.known_by(request.token if op == "hello" else "", ())
+        principal = gate.known(op, self.peer, who)
+        if why := self.refusal(principal):
+            raise Forbidden(why)
+        share = "" if self.maps_arena else gate.access.share(principal)  # a process has a share of its own
+        self.caller = replace(self.caller, peer=share or self.peer, who=who, at=self.peer)
+        if share:
+            self.peer = share
+            server.change_share(self)
 
     def unfinished(self, session: Session) -> bool:
         """Whether the client is between two requests that belong together."""
@@ -91,7 +119,8 @@ class Connection(abc.ABC):
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
-        session = self.service.sessions.open(self.peer, self.maps_arena, self.caller.gone)
+            self._identify(server, *first)
+        session = self.service.sessions.open(self.caller, self.maps_arena)
         try:
             self._serve_session(server, session, first)
         finally:
@@ -295,6 +324,13 @@ class ConnectionServer(abc.ABC):
         except RuntimeError as error:
             self._forget(connection)
             raise Exhausted("this node can start no more threads; raise its limit of processes") from error
+
+    def change_share(self, connection: Connection) -> None:
+        """It is known now, and counts to another share from here on. Raises Exhausted."""
+        place = self._places.enter(connection.peer, connection.socket.shutdown)
+        old, connection.place = connection.place, place
+        if old is not None:
+            old.close()
 
     def _forget(self, connection: Connection) -> None:
         if connection.place is not None:

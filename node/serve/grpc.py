@@ -203,33 +203,35 @@ class Servicer:
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         # Frames with page bytes stay in their wire form: see `chunk_frame`.
         streams = {
-            "Put": self._handler(self._put, self._calls, None, pb.PutFrameReply.SerializeToString),
-            "Get": self._handler(self._get, self._calls, None, None),
+            "Put": self._handler("put", self._put, self._calls, None, pb.PutFrameReply.SerializeToString),
+            "Get": self._handler("get", self._get, self._calls, None, None),
             "Follow": self._handler(
-                self._follow, self._followers, pb.FollowRequest.FromString, pb.View.SerializeToString
+                "follow", self._follow, self._followers, pb.FollowRequest.FromString, pb.View.SerializeToString
             ),
         }
         ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
         health_forms = Request.FromString, Reply.SerializeToString
         health = {
-            "Check": self._handler(self._check, self._health_calls, *health_forms),
-            "Watch": self._handler(self._watch, self._health_calls, *health_forms),
+            "Check": self._handler("", self._check, self._health_calls, *health_forms),
+            "Watch": self._handler("", self._watch, self._health_calls, *health_forms),
         }
         request, reply = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
         info = {
             "ServerReflectionInfo": self._handler(
-                self._reflect, self._reflections, request.FromString, reply.SerializeToString
+                "reflection", self._reflect, self._reflections, request.FromString, reply.SerializeToString
             )
         }
         services = {SERVICE_NAME: ours, HEALTH_NAME: health, reflection.SERVICE_NAME: info}
         return tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
 
-    def _handler(self, behaviour: Behaviour, places: Places, read: Any, write: Any) -> grpc.RpcMethodHandler:
-        """`read` and `write`: from and to the wire form; None leaves it."""
+    def _handler(self, op: str, behaviour: Behaviour, places: Places, read: Any, write: Any) -> grpc.RpcMethodHandler:
+        """`op`: empty for what everybody may ask. `read` and `write`: from and to the wire form; None leaves it."""
 
         async def run(messages: Messages, context: Any) -> Any:
             call = Call(context, places, self._stall_s)
             try:
+                if op:
+                    call.identify(self._service.gate, op)
                 with call:
                     return await behaviour(call, messages)
             except KVStoreError as error:
@@ -270,7 +272,7 @@ class Servicer:
             await call.write(await answer(call, await call.request(messages)))
 
         reply = getattr(pb, method.output_type.name)
-        return self._handler(behaviour, self._calls, None, reply.SerializeToString)
+        return self._handler(op, behaviour, self._calls, None, reply.SerializeToString)
 
     async def _in_turn(self, call: Call, op: str, data: bytes) -> Any:
         """One at a time beside the loop. Of each peer one call waits for that, and its others for that one, so
@@ -284,8 +286,8 @@ class Servicer:
         frame = await call.request(messages)  # frames are in their wire form
         with self._service.forms.lent(call.peer, "put", len(frame)):
             begin = part(frame, "begin")
-            waits, gone = self._durable.lent(call.peer, int(begin.durable or begin.ack_all)), call.caller.gone
-            with waits, self._transfers.lent(call.peer), self._service.sessions.open(call.peer, gone=gone) as session:
+            waits = self._durable.lent(call.peer, int(begin.durable or begin.ack_all))
+            with waits, self._transfers.lent(call.peer), self._service.sessions.open(call.caller) as session:
                 await self._put_pages(call, messages, session, begin)
 
     async def _put_pages(self, call: Call, messages: Messages, session: Session, begin: Any) -> None:
@@ -304,12 +306,11 @@ class Servicer:
 
     async def _get(self, call: Call, messages: Messages) -> None:
         data = await call.request(messages)
-        gone = call.caller.gone
         with (
             self._service.forms.lent(call.peer, "get", len(data)),
             self._transfers.lent(call.peer),
             contextlib.ExitStack() as more,
-            self._service.sessions.open(call.peer, gone=gone) as session,
+            self._service.sessions.open(call.caller) as session,
         ):
             session.loading = lambda: self._loads.lent(call.peer)
             nbytes, reply, pieces = await self._in_thread(call, self._begin_get, session, (data, more))
@@ -341,6 +342,7 @@ class Servicer:
     # ---- views, health and reflection -----------------------------------------------------------
 
     async def _follow(self, call: Call, messages: Messages) -> None:
+        self._service.gate.admit("follow", None, call.caller)
         known = (await call.request(messages)).number
         call.stay_idle()
         call.limit(FOLLOW_S_MAX, f"a view is followed for at most {FOLLOW_S_MAX:g} s; follow again")
@@ -366,6 +368,7 @@ class Servicer:
             _end(call, grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
 
     async def _reflect(self, call: Call, messages: Messages) -> None:
+        self._service.gate.admit("reflection", None, call.caller)
         call.stay_idle()
         call.limit(REFLECTION_S_MAX, f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another")
         async for message in messages:

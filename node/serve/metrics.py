@@ -1,6 +1,6 @@
 """Prometheus metrics: read from the node's own counters at every scrape."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -9,7 +9,9 @@ from prometheus_client.exposition import choose_encoder
 
 from kvstore.cluster.view import REGISTRIES
 from kvstore.pb import kvstore_pb2 as pb
-from node.serve.service import THE_NODE, Service
+from node.access.caller import Caller
+from node.serve.metrics_server import Answer, Choose
+from node.serve.service import Service
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 _MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
@@ -78,14 +80,21 @@ _RAM = (
 class NodeCollector:
     """Turns NodeStatus into metric families; labels are namespace digest and model."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, caller: Caller) -> None:
         self._service = service
+        self._caller = caller
 
     def collect(self) -> Iterator[Metric]:
-        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
+        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest(), self._caller)
         yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
+        if status.HasField("ram"):  # who asks is told of the node itself
+            yield from self._of_node(status)
+        yield from self._of_namespaces(status)
+
+    def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
         yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
+        yield GaugeMetricFamily("kvstore_insecure", "1: everybody who reaches this node may do all", status.insecure)
         for name in _RAM:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         if status.HasField("disk"):
@@ -96,7 +105,6 @@ class NodeCollector:
             yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
             text = "Pages kept because the process that left them may still write"
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
-        yield from self._of_namespaces(status)
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")
@@ -150,14 +158,19 @@ def _counter(
     return family
 
 
-def metrics_text(service: Service) -> Callable[[str], tuple[str, Callable[[], bytes]]]:
-    """What tells the metrics: takes an Accept header, gives the content type and what makes the text."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(service))
+def metrics_text(service: Service) -> Choose:
+    """What tells the metrics: to whom, as which content type, and what makes the text."""
 
-    def choose(accept: str) -> tuple[str, Callable[[], bytes]]:
+    def choose(headers: Mapping[str, str], peer: str) -> Answer:
+        gate, authorization = service.gate, headers.get("authorization", "")
+        who = gate.known("metrics", peer, lambda: gate.access.of_bearer(authorization))
+        caller = Caller(peer, who=lambda: who)
+        gate.admit("metrics", None, caller)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(NodeCollector(service, caller))
+        accept = headers.get("accept", "")
         # One of two: a version or an escaping that a scraper names would come back in the content type.
         encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS.split(";")[0] in accept.lower() else "")
-        return content_type, lambda: encode(registry)
+        return Answer(content_type, who.scope, lambda: encode(registry))
 
     return choose

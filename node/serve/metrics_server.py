@@ -10,8 +10,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
+from kvstore.errors import Forbidden, Unauthenticated
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor
 from node.serve.limits import SCRAPE_S_MAX, SCRAPES_MAX, Place, Places, cap, peer_of
 
@@ -19,15 +21,27 @@ log = logging.getLogger(__name__)
 
 _HEAD_NBYTES_MAX = 8 << 10
 _AGE_FACTOR = 10
-# From an Accept header: the content type that it asks for, and what makes the body.
-Choose = Callable[[str], tuple[str, Callable[[], bytes]]]
+_CACHED_MAX = 64
+
+
+class Answer(NamedTuple):
+    """`scope`: who is told the same."""
+
+    content_type: str
+    scope: Hashable
+    body: Callable[[], bytes]
+
+
+# From the head of a request, and whose it is. Raises Unauthenticated or Forbidden.
+Choose = Callable[[Mapping[str, str], str], Answer]
 
 
 class _Scrape:
     """One connection: reads a head, writes one answer, closes."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock = sock
+        self.peer = peer
         self.head = b""
         self.answer = memoryview(b"")
         self.end = time.monotonic() + SCRAPE_S_MAX
@@ -52,7 +66,7 @@ class MetricsServer:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._choose = choose
-        self._cached: dict[str, tuple[float, bytes]] = {}  # by content type: good until, answer
+        self._cached: dict[Hashable, tuple[float, bytes]] = {}  # by content type and scope: good until, answer
         self._places = Places(cap("scrapes", SCRAPES_MAX, "scrape less often"))
         self._spare = SpareDescriptor()
         self._poll = select.poll()  # which needs no descriptor
@@ -110,8 +124,8 @@ class MetricsServer:
         """When there is no descriptor left this is what somebody wants to see: the one in reserve is used, for
         one connection that gets a moment."""
         with self._spare.lent(), contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            scrape = _Scrape(sock)
+            sock, address = self._listener.accept()
+            scrape = _Scrape(sock, peer_of(address[0]))
             end = time.monotonic() + 0.25
             waiting = select.poll()
             waiting.register(sock, select.POLLIN)
@@ -123,8 +137,8 @@ class MetricsServer:
 
     def _admit(self, sock: socket.socket, host: str) -> None:
         sock.setblocking(False)
-        scrape = _Scrape(sock)
-        scrape.place = self._places.enter(peer_of(host), scrape.leave)
+        scrape = _Scrape(sock, peer_of(host))
+        scrape.place = self._places.enter(scrape.peer, scrape.leave)
         scrape.place.idle()  # all of them may be asked to leave: the oldest does if too many come
         self._scrapes[sock.fileno()] = scrape
         self._poll.register(sock, select.POLLIN)
@@ -146,7 +160,7 @@ class MetricsServer:
         data = scrape.sock.recv(_HEAD_NBYTES_MAX)
         scrape.head += data
         if b"\r\n\r\n" in scrape.head:
-            scrape.answer = memoryview(self._answer(scrape.head))
+            scrape.answer = memoryview(self._answer(scrape.head, scrape.peer))
         elif not data or len(scrape.head) > _HEAD_NBYTES_MAX:
             scrape.over = True
 
@@ -154,26 +168,34 @@ class MetricsServer:
         scrape.answer = scrape.answer[scrape.sock.send(scrape.answer) :]
         scrape.over = not scrape.answer.nbytes
 
-    def _answer(self, head: bytes) -> bytes:
+    def _answer(self, head: bytes, peer: str) -> bytes:
         lines = head.decode("latin-1").split("\r\n")
         method = lines[0].partition(" ")[0]
         if method not in ("GET", "HEAD"):
             return _http("405 Method Not Allowed", "text/plain", b"GET or HEAD\n")
-        accept = next((line[7:].strip() for line in lines[1:] if line.lower().startswith("accept:")), "")
-        text = self._text(accept)
+        named = (line.partition(":") for line in lines[1:])
+        headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
+        try:
+            text = self._text(self._choose(headers, peer))
+        except Unauthenticated as error:
+            return _http("401 Unauthorized", "text/plain", f"{error}\n".encode(), "WWW-Authenticate: Bearer\r\n")
+        except Forbidden as error:
+            return _http("403 Forbidden", "text/plain", f"{error}\n".encode())
         return text[: text.index(b"\r\n\r\n") + 4] if method == "HEAD" else text
 
-    def _text(self, accept: str) -> bytes:
-        content_type, body = self._choose(accept)
-        good_until, text = self._cached.get(content_type, (0.0, b""))
+    def _text(self, answer: Answer) -> bytes:
+        key = (answer.content_type, answer.scope)
+        good_until, text = self._cached.get(key, (0.0, b""))
         began = time.monotonic()
         if began >= good_until:
-            text = _http("200 OK", content_type, body())
+            text = _http("200 OK", answer.content_type, answer.body())
             now = time.monotonic()
-            self._cached[content_type] = (now + _AGE_FACTOR * (now - began), text)
+            if len(self._cached) >= _CACHED_MAX:
+                self._cached.clear()
+            self._cached[key] = (now + _AGE_FACTOR * (now - began), text)
         return text
 
 
-def _http(status: str, content_type: str, body: bytes) -> bytes:
-    head = f"HTTP/1.0 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+def _http(status: str, content_type: str, body: bytes, more: str = "") -> bytes:
+    head = f"HTTP/1.0 {status}\r\n{more}Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body

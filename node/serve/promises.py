@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import THE_NODE
 from node.disk.durability import Durability
 from node.peers.hand_over import Ticket
 from node.peers.peers import Peers
@@ -103,7 +104,7 @@ class Promises:
         """Hands pages that are here to the members that are named for each; what is on disk only comes to RAM for it,
         so ask for few at a time. What is not here any more counts as lost."""
         wanted = [place for place, some in enumerate(targets) if some]
-        with self._sessions.open("the node itself") as session:
+        with self._sessions.open(THE_NODE) as session:
             found = session.acquire(digest, [prefix_hashes[place] for place in wanted], False, 0)
             there = [(page, targets[place]) for place, page in zip(wanted, found, strict=True) if page is not None]
             ticket = self._couriers.offer([page for page, _ in there], [some for _, some in there], durable, True)

@@ -4,7 +4,6 @@ raises the errors of `kvstore.errors`."""
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -15,6 +14,8 @@ from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavaila
 from kvstore.keys import check_prefix_hashes
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import EVERYBODY, THE_NODE, Caller
+from node.access.gate import Gate
 from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
@@ -40,6 +41,7 @@ from node.serve.promises import Promises
 from node.serve.ranges import check_ranges
 from node.serve.replies import in_range
 from node.serve.requests import Requests
+from node.serve.scopes import scoped
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
 
@@ -50,19 +52,6 @@ _HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Who asks: `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
-    `may_wait`: for other nodes, without keeping others from their answers."""
-
-    peer: str
-    gone: Callable[[], bool] = lambda: False
-    may_wait: bool = True
-
-
-THE_NODE = Caller("the node itself")
 
 
 class Service:
@@ -77,10 +66,12 @@ class Service:
         disk: DiskTier | None,
         sessions: Sessions,
         peers: Peers,
+        gate: Gate,
     ) -> None:
         self._config = config
         self._arena = arena
         self._tier = tier
+        self.gate = gate
         self._inventory = Inventory(tier)
         self.content = Content(arena, tier)
         self._pinning = Pinning(tier)
@@ -143,6 +134,7 @@ class Service:
         return _guarded(op, self._call, op, request, caller)
 
     def _call(self, op: str, request: Any, caller: Caller) -> Any:
+        self.gate.admit(op, request, caller)
         budget = self._long_calls.get(op)
         if budget is None or caller is THE_NODE:
             return self._unary[op](request, caller)
@@ -163,6 +155,7 @@ class Service:
             raise
 
     def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
+        self.gate.admit("put", request, session.caller)
         if self.draining:
             raise Unavailable("this node is draining and takes no new pages")
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -207,6 +200,7 @@ class Service:
             raise
 
     def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        self.gate.admit("get", request, session.caller)
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
         hashes = list(request.prefix_hashes)
         space = self._tier.namespace(request.namespace)
@@ -254,9 +248,14 @@ class Service:
             instance_id=self.instance_id,
             bulk_port=self.bulk_port,
             limits=self.limits,
-            shm_socket=self.shm_status().socket if self.shm_status else "",
-            arena_nbytes=self._arena.nbytes if self.shm_status else 0,
         )
+        principal = self.gate.who(caller)
+        if principal is not EVERYBODY:
+            hello.tenant, hello.role = principal.tenant, principal.role.name.lower()
+        if self.shm_status:
+            hello.shm_refused = self.gate.access.why_no_arena(principal)
+            if not hello.shm_refused:
+                hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
         if request.protocol_version or not self.membership.joining:  # who only asks may be this node itself
             self.membership.tell(hello)
         return hello
@@ -272,7 +271,8 @@ class Service:
         return pb.OpenNamespaceReply(page_nbytes=index.page_nbytes, created=created)
 
     def _list_namespaces(self, request: pb.ListNamespacesRequest, caller: Caller) -> pb.ListNamespacesReply:
-        return pb.ListNamespacesReply(namespaces=self._status.namespaces()[1])
+        principal, infos = self.gate.who(caller), self._status.namespaces()[1]
+        return pb.ListNamespacesReply(namespaces=self.gate.of_his(principal, infos))
 
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
         prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
@@ -341,7 +341,7 @@ class Service:
         return pb.StatReply(pages=[_stat_message(info) for info in infos])
 
     def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
-        return self._status.node(
+        status = self._status.node(
             instance_id=self.instance_id,
             draining=self.draining,
             session_count=self.sessions.count,
@@ -351,6 +351,8 @@ class Service:
             shm=self.shm_status() if self.shm_status else None,
             peers=self._peers.status(),
         )
+        principal = self.gate.who(caller)
+        return status if principal.of_all else scoped(status, self.gate.of_his(principal, status.namespaces))
 
     def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
         removed = self._tier.remove_namespace(request.namespace)

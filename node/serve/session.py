@@ -11,6 +11,7 @@ from kvstore.checksum import kept, root
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
 from node.disk.durability import Wait
 from node.ram.holding import NOWHERE
 from node.ram.page import Page, State
@@ -37,11 +38,10 @@ class Session:
     gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
     """
 
-    def __init__(
-        self, tier: RamTier, sessions: "Sessions", peer: str, maps_arena: bool, gone: Callable[[], bool]
-    ) -> None:
-        self.peer = peer
-        self.gone = gone
+    def __init__(self, tier: RamTier, sessions: "Sessions", caller: Caller, maps_arena: bool) -> None:
+        self.caller = caller
+        self.peer = caller.peer
+        self.gone = caller.gone
         self.maps_arena = maps_arena
         self._tier = tier
         self._sessions = sessions
@@ -51,7 +51,7 @@ class Session:
         self._held_nbytes = 0
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
-        self.wait = Wait(0.0, gone)  # for that
+        self.wait = Wait(0.0, caller.gone)  # for that
         self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around what waits for disk
 
     def reserve(
@@ -247,9 +247,8 @@ class Sessions:
     def count(self) -> int:
         return len(self._live)
 
-    def open(self, peer: str, maps_arena: bool = False, gone: Callable[[], bool] = lambda: False) -> Session:
-        """`gone`: whether the client has left, so that nobody waits for what is done for it."""
-        session = Session(self._tier, self, peer, maps_arena, gone)
+    def open(self, caller: Caller, maps_arena: bool = False) -> Session:
+        session = Session(self._tier, self, caller, maps_arena)
         with self._lock:
             self._live.add(session)
         return session

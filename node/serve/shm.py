@@ -17,15 +17,16 @@ import socket
 import threading
 from typing import Any
 
-from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import ProtocolError, Unavailable
+from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.unix_sockets import DescriptorSocket
+from node.access.caller import Caller
 from node.ram.arena import Arena
 from node.serve.connections import BACKLOG, Connection, ConnectionServer, caller_at, ready
 from node.serve.limits import cap
 from node.serve.replies import in_range
-from node.serve.service import Caller, Service
+from node.serve.service import Service
 from node.serve.session import Session
 from node.serve.socket_file import listen_on
 
@@ -98,13 +99,16 @@ class ShmConnection(Connection):
 
     def greet(self) -> tuple[bytes, int]:
         """The first request brings a pidfd along."""
-        header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(MESSAGE_NBYTES_MAX)
+        header, payload_nbytes, self._process_fd = self.socket.recv_frame_with(self.first_nbytes_max)
         peer = self.socket.peer
         if peer.uid not in (os.geteuid(), 0):
             raise Unavailable(f"the memory of this node is for uid {os.geteuid()} and root, not for uid {peer.uid}")
         if self._process_fd is None or _process_of(self._process_fd) != peer.pid:
             raise ProtocolError("the first frame must bring a pidfd of the process that connects")
         return header, payload_nbytes
+
+    def refusal(self, principal: Principal) -> str:
+        return self.service.gate.access.why_no_arena(principal)
 
     def transfer(self, session: Session, op: str, request: Any) -> bool:
         if op == "hello":

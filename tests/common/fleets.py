@@ -10,8 +10,8 @@ import pytest
 from fake_etcd import FakeEtcd
 
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import THE_NODE
 from node.config import NodeConfig
-from node.serve.service import THE_NODE
 from node.server import Node
 
 SMALL: dict[str, Any] = {
@@ -63,9 +63,9 @@ def stop(node: Node) -> None:
 
 
 def kill(node: Node, etcd: FakeEtcd) -> None:
-    """It says nothing more to etcd, as if it were dead; its lease ends by itself."""
+    """It does not give its lease back, as if it were dead; that ends by itself."""
     assert node.registry is not None
-    node.registry._lease = 0
+    node.registry._etcd.revoke = lambda lease: None  # type: ignore[method-assign]
     stop(node)
 
 

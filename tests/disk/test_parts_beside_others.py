@@ -20,6 +20,7 @@ from waiting import wait_until
 from kvstore import ByteRange, Client, Unavailable
 from kvstore.errors import Exhausted
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
 from node.server import Node
 
 WIRES = ["shm", "bulk", "grpc"]
@@ -141,7 +142,7 @@ def test_parts_have_room_where_whole_pages_have_none(nodes: Any, large: Any, wir
     for start in range(0, 32, 8):
         large.put(client, keys[start : start + 8], durable=True)
     before = client.node_status().ram.page_count
-    with node.sessions.open("test") as session:
+    with node.sessions.open(Caller("test")) as session:
         parts_client = nodes.connect(node, wire)
         for start in range(0, 32, 8):
             assert ask(parts_client, large, keys[start : start + 8], (LEAF, 1)) == [True] * 8
@@ -165,7 +166,7 @@ def test_a_process_keeps_the_parts_that_it_holds_and_no_longer(
 ) -> None:
     client = nodes.connect(node, "shm")
     used = node.tier.slots.used_nbytes
-    with node.sessions.open("test", maps_arena=True) as session:
+    with node.sessions.open(Caller("test"), maps_arena=True) as session:
         request = large_request(large, stored)
         _, reply, _ = node.service.begin_get(session, request)
         assert list(reply.hits) == [True, True]
@@ -219,7 +220,7 @@ def test_nobody_goes_on_reading_parts_for_a_caller_who_has_left(
     node: Node, layer: Any, large: Any, stored: list[bytes]
 ) -> None:
     before = layer.calls["read"]
-    with node.sessions.open("test", gone=lambda: layer.calls["read"] > before) as session:
+    with node.sessions.open(Caller("test", lambda: layer.calls["read"] > before)) as session:
         with pytest.raises(Unavailable, match="the caller is gone"):
             node.service.begin_get(session, large_request(large, stored))
         assert not session.held

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.checksum import leaves
+from node.access.caller import Caller
 from node.disk.reads import HANGS_S, Reads
 
 
@@ -183,7 +184,7 @@ def hanging(nodes: Any, layer: Any, pages: Any) -> Iterator[tuple[Any, Any]]:
 
 def wait_for(node: Any, digest: bytes, keys: list[bytes], gone: Any = lambda: False) -> tuple[list[bool], float]:
     began = time.monotonic()
-    with node.sessions.open("another", gone=gone) as session:
+    with node.sessions.open(Caller("another", gone)) as session:
         hits = [page is not None for page in session.acquire(digest, keys, False, 1)]
     return hits, time.monotonic() - began
 

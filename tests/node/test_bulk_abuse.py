@@ -13,10 +13,10 @@ import pytest
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
+from node.access.caller import Caller
 from node.ram.inventory import Inventory
 from node.serve.bulk import BulkConnection
 from node.serve.limits import REQUEST_S_MAX
-from node.serve.service import Caller
 from node.server import Node
 
 CODE = grpc.StatusCode.UNIMPLEMENTED.value[0]

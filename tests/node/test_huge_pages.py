@@ -63,4 +63,4 @@ def test_status_and_metrics_tell(start_node: Any, connect: Any, monkeypatch: pyt
     node = start_node()
     monkeypatch.setattr(node.arena, "huge_nbytes", 6 << 20)
     assert connect(node).node_status().ram.huge_nbytes == 6 << 20
-    assert b"kvstore_ram_huge_bytes 6.291456e+06" in metrics_text(node.service)("")[1]()
+    assert b"kvstore_ram_huge_bytes 6.291456e+06" in metrics_text(node.service)({}, "me").body()

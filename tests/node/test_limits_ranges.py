@@ -9,6 +9,7 @@ from kvstore import InvalidRequest, Unavailable
 from kvstore.checksum import leaves
 from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
 from node.ram.inventory import Inventory
 from node.server import Node
 
@@ -42,7 +43,7 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
 ) -> None:
     """19 KB of keys and ranges made the node hash 64 GiB."""
     with (
-        large_node.sessions.open("test") as session,
+        large_node.sessions.open(Caller("test")) as session,
         pytest.raises(InvalidRequest, match=r"checks 9437184 bytes.*6291456"),
     ):
         large_node.service.begin_get(session, ranged(large_pages, 0, 1, 2))
@@ -59,7 +60,7 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
     service = large_node.service
     intact, hashed = service.content.intact, []
     monkeypatch.setattr(service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
-    with large_node.sessions.open("test") as session:
+    with large_node.sessions.open(Caller("test")) as session:
         nbytes, reply, pieces = service.begin_get(session, ranged(large_pages, *[0, 1] * 500))
         assert list(reply.hits) == [True] * 1000
         assert (nbytes, sum(piece.nbytes for piece in pieces), len(reply.checksums)) == (3000, 3000, 1000)
@@ -72,7 +73,7 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
     service = large_node.service
     intact, hashed = service.content.intact, []
     monkeypatch.setattr(service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges))
-    with large_node.sessions.open("test", gone=lambda: bool(hashed)) as session:
+    with large_node.sessions.open(Caller("test", lambda: bool(hashed))) as session:
         with pytest.raises(Unavailable, match="the caller is gone"):
             service.begin_get(session, ranged(large_pages, 0, 1))
         assert not session.held

@@ -14,8 +14,8 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.access.caller import THE_NODE
 from node.serve import grpc_connections, requests
-from node.serve.service import THE_NODE
 from node.server import Node
 
 

@@ -16,10 +16,10 @@ import pytest
 from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome, Unavailable
 from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
 from node.config import NodeConfig
 from node.serve import limits
 from node.serve.pace import Pace
-from node.serve.service import Caller
 from node.server import Node, _clock_ms
 
 WIRES = ["shm", "bulk", "grpc"]
@@ -169,7 +169,7 @@ def test_ranges_of_a_get_are_not_gathered_in_memory(
     half = PAGE // 2
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(8)))
     request.ranges.extend([pb.ByteRange(offset=half, nbytes=half), pb.ByteRange(offset=0, nbytes=half)])
-    with node.sessions.open("test") as session:
+    with node.sessions.open(Caller("test")) as session:
         tracemalloc.start()
         try:
             nbytes, _, pieces = node.service.begin_get(session, request)

@@ -12,7 +12,7 @@ from kvstore import ByteRange, InvalidRequest, Keep, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
-from node.serve.service import THE_NODE
+from node.access.caller import THE_NODE, Caller
 from node.server import Node
 
 # ---- what is fetched ---------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_what_a_member_hands_on_is_no_copy(cluster: list[Node], pages: Any, conn
     assert copies(cluster[0])[0] > 0
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
     request.forwarded_by = "n1"
-    with cluster[0].sessions.open("n1") as session:
+    with cluster[0].sessions.open(Caller("n1")) as session:
         reply, _ = cluster[0].service.begin_put(session, request)
     assert set(reply.verdicts) == {pb.EXISTS}
     assert copies(cluster[0]) == (0, 0)

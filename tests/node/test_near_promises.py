@@ -12,8 +12,8 @@ from kvstore.checksum import leaves
 from kvstore.cluster.view import State, View
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
 from node.config import NodeConfig
-from node.serve.service import Caller
 from node.server import Node
 
 DURABLE = Keep(durable=True)

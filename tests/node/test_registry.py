@@ -15,8 +15,8 @@ from kvstore.cluster.view import State
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import THE_NODE
 from node.config import NodeConfig
-from node.serve.service import THE_NODE
 from node.server import Node
 
 

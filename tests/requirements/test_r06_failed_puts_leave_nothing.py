@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import KVStoreError
+from node.access.caller import Caller
 from node.ram.inventory import Inventory
 from node.server import Node
 
@@ -61,7 +62,7 @@ def test_r06_pages_being_written_are_not_visible_to_anybody(
     client = connect(node, wire)
     client.open(chain.namespace)
     keys = chain.keys(0, 1)
-    with node.sessions.open("test") as session:
+    with node.sessions.open(Caller("test")) as session:
         session.reserve(chain.namespace.digest, keys, chain.nbytes)
         assert client.lookup(chain.namespace, keys).present == (False, False)
         assert chain.get(client, keys) == [False, False]
@@ -81,7 +82,7 @@ def test_r06_listing_goes_on_past_pages_being_written(
     client = connect(node, wire)
     stored = chain.keys(*range(0, 60, 2))
     chain.put(client, stored)
-    with node.sessions.open("test") as session:
+    with node.sessions.open(Caller("test")) as session:
         session.reserve(chain.namespace.digest, chain.keys(*range(1, 60, 2)), chain.nbytes)
         request_limit = 7
         pieces, token = [], b""

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
 from node.server import Node
 
 
@@ -57,7 +58,7 @@ def test_r15_removed(client: Client, chain: Any) -> None:
 
 
 def test_r15_writing(node: Node, client: Client, chain: Any) -> None:
-    with node.sessions.open("test") as session:
+    with node.sessions.open(Caller("test")) as session:
         session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
         assert miss(client, chain, chain.keys(1)) == {"writing": 1}
     assert miss(client, chain, chain.keys(1)) == {"absent": 1}
@@ -111,7 +112,7 @@ def test_r15_pages_that_were_not_stored_are_counted_by_reason(
         assert counters(client, chain).pages_put_full == 2
         node.tier.release([page for page in held if page is not None])
     else:
-        with node.sessions.open("test") as session:
+        with node.sessions.open(Caller("test")) as session:
             session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
             chain.put(client, chain.keys(1))
         assert counters(client, chain).pages_put_busy == 1

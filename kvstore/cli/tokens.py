@@ -1,0 +1,133 @@
+"""`kvstore tokens`: who may do what at a node, in the file that its `--identities` names."""
+
+import datetime
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvstore import identity_file
+from kvstore.cli.exits import ExitCode
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.output import emit, note, show
+from kvstore.errors import InvalidRequest
+from kvstore.identities import Principal
+
+FileOption = Annotated[
+    Path,
+    typer.Option(
+        "--file", "-f", envvar="KVSTORE_NODE_IDENTITIES", metavar="PATH", help="The file that the nodes read."
+    ),
+]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Of the identity, as logs and errors say it.")]
+
+
+def add(
+    run: Invocation,
+    name: NameArgument,
+    file: FileOption,
+    tenant: Annotated[
+        str, typer.Option("--tenant", metavar="TENANT", help="Whose pages; * for an operator or a node: everybody's.")
+    ],
+    role: Annotated[str, typer.Option("--role", metavar="read|write|node|admin", help="What it may do.")] = "write",
+    models: Annotated[
+        str, typer.Option("--models", metavar="PATTERNS", help="Only namespaces of such models: llama-*,qwen-*.")
+    ] = "",
+    days: Annotated[
+        float | None, typer.Option("--days", metavar="N", help="How long it is valid; else for ever.")
+    ] = None,
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="NAME is the name in a client certificate; no token is made.")
+    ] = False,
+) -> None:
+    """Add an identity. Its token is printed once and kept nowhere: the file has its hash.
+
+    \b
+    Examples:
+      kvstore tokens add engines --tenant team-a -f identities
+      kvstore tokens add prometheus --tenant '*' --role read --days 365 -f identities
+      kvstore tokens add gpu-7 --certificate --tenant team-a -f identities
+    """
+    expires = _expiry(days)
+    token = "" if certificate else identity_file.new_token(tenant)
+    fields = {"tenant": tenant, "role": role, "models": models, "expires": expires}
+    line = (
+        identity_file.certificate_line(name, **fields)
+        if certificate
+        else identity_file.token_line(name, token, **fields)
+    )
+    identity_file.add(file, line)
+    if run.as_json:
+        emit({"name": name, **fields} | ({"token": token} if token else {}))
+    elif token:
+        print(token)
+        note(
+            f"{name} is in {file}; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE"
+        )
+    else:
+        note(f"{name} is in {file}")
+
+
+def list_(run: Invocation, file: FileOption) -> None:
+    """Show who there is, and which lines of the file are wrong. Nobody's token or hash is shown.
+
+    \b
+    Examples:
+      kvstore tokens list -f identities
+      kvstore tokens list -f identities --json | jq '.identities[].name'
+    """
+    found = identity_file.read(file)
+    known = [("token", some) for some in found.tokens.values()]
+    known += [("certificate", some) for some in found.certificates.values()]
+    if run.as_json:
+        emit({"identities": [_as_dict(kind, some) for kind, some in known], "problems": found.problems})
+        return
+    rows = [_as_dict(kind, some) for kind, some in known]
+    if rows:
+        show([name.upper() for name in rows[0]], [list(row.values()) for row in rows])
+    else:
+        note(f"{file} names nobody")
+    for problem in found.problems:
+        note(f"{file}, {problem}; nodes leave it out")
+
+
+def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
+    """Take an identity out of the file. Nodes refuse it within two seconds. Exit 1 if there is none of this name.
+
+    \b
+    Examples:
+      kvstore tokens revoke engines -f identities
+    """
+    count = identity_file.revoke(file, name)
+    if run.as_json:
+        emit({"name": name, "revoked": count})
+    else:
+        print(f"revoked {count} of this name")
+    return ExitCode.OK if count else ExitCode.MISS
+
+
+def _expiry(days: float | None) -> str:
+    if days is None:
+        return ""
+    if not 0 < days <= 36525:
+        raise InvalidRequest(f"--days {days:g} must be above 0 and at most 36525")
+    when = datetime.datetime.fromtimestamp(time.time() + days * 86400, datetime.timezone.utc)
+    return when.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _as_dict(kind: str, some: Principal) -> dict[str, Any]:
+    expires, state = "", "valid"
+    if some.expires_s != float("inf"):
+        when = datetime.datetime.fromtimestamp(some.expires_s, datetime.timezone.utc)
+        expires = when.isoformat(timespec="seconds").replace("+00:00", "Z")
+        state = "expired" if some.expires_s <= time.time() else "valid"
+    return {
+        "name": some.name,
+        "kind": kind,
+        "tenant": some.tenant,
+        "role": some.role.name.lower(),
+        "models": ",".join(some.models),
+        "expires": expires,
+        "state": state,
+    }

@@ -1,0 +1,112 @@
+"""Changes to the file of identities: a line more, or one less. A node takes it up within a second or two.
+
+The file is replaced as a whole, so that nobody reads half of it; comments and the lines of others stay as they are.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.identities import ALL, Identities, parse, token_hash
+
+MODE_NEW = 0o640
+SECRET_NBYTES = 32
+
+
+def new_token(tenant: str) -> str:
+    """256 random bits behind the tenant's name, by which a client knows whose namespaces to open."""
+    secret = secrets.token_urlsafe(SECRET_NBYTES)
+    return secret if tenant == ALL else f"{tenant}.{secret}"
+
+
+def token_line(name: str, token: str, **fields: str) -> str:
+    return _line("token", name, hash=token_hash(token).hex(), **fields)
+
+
+def certificate_line(name: str, **fields: str) -> str:
+    return _line("certificate", name, **fields)
+
+
+def _line(kind: str, name: str, **fields: str) -> str:
+    """Raises InvalidRequest for what would not be one, or not be valid."""
+    line = " ".join([kind, name, *(f"{field}={value}" for field, value in fields.items() if value)])
+    found = parse(line)
+    if found.problems or len(found.tokens) + len(found.certificates) != 1 or "#" in line:
+        why = found.problems[0].partition(": ")[2] if found.problems else "a name has no spaces and no #"
+        raise InvalidRequest(f"this can not be an identity: {why}")
+    return line
+
+
+def read(path: Path) -> Identities:
+    """Raises ConfigError."""
+    return parse(_text(path))
+
+
+def add(path: Path, line: str) -> None:
+    """Begins the file if there is none. Raises InvalidRequest if its kind has this name already, and ConfigError."""
+    kind, name = line.split()[:2]
+    with _replaced(path) as lines:
+        if any(some.split()[:2] == [kind, name] for some in lines):
+            raise InvalidRequest(f"{path} has a {kind} named {name} already; revoke it first, or take another name")
+        lines.append(line)
+
+
+def revoke(path: Path, name: str) -> int:
+    """How many lines went: tokens and certificates of this name. Raises ConfigError."""
+    with _replaced(path) as lines:
+        kept = [line for line in lines if line.split()[:2] not in (["token", name], ["certificate", name])]
+        count = len(lines) - len(kept)
+        lines[:] = kept
+    return count
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} can not be read: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[list[str]]:
+    """Its lines, to be changed; one at a time."""
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{path.parent} can not be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        there = path.exists()
+        before = _text(path).splitlines() if there else []
+        lines = list(before)
+        yield lines
+        if lines != before:
+            _write(path, lines, os.stat(path) if there else None)
+            os.fsync(directory)
+    except OSError as error:
+        raise ConfigError(f"{path} can not be written: {error.strerror}") from error
+    finally:
+        os.close(directory)
+
+
+def _write(path: Path, lines: list[str], about: os.stat_result | None) -> None:
+    """With the mode and owner that it had."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(fd, "w") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+            file.flush()
+            os.fchmod(fd, about.st_mode & 0o7777 if about else MODE_NEW)
+            if about and (about.st_uid, about.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(fd, about.st_uid, about.st_gid)
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

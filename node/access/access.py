@@ -1,0 +1,169 @@
+"""Who there is: the identities that are in force, read again when their file changes."""
+
+import logging
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from kvstore.errors import ConfigError, Unauthenticated
+from kvstore.identities import Identities, Principal, Role, parse, token_hash
+from node.access.caller import EVERYBODY, nobody
+
+log = logging.getLogger(__name__)
+
+FILE_NBYTES_MAX = 16 << 20
+
+
+class Access:
+    """Thread-safe: what is in force is replaced as a whole. Without a file the node is `open`: everybody may do
+    everything."""
+
+    def __init__(
+        self,
+        path: str,
+        arena_for: Collection[str] = (),
+        check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None,
+    ) -> None:
+        """`arena_for`: tenants that may map this node's memory. Raises ConfigError for a file that can not be read, or
+        that others may write."""
+        self._path = path
+        self.open = not path
+        self._arena_for = arena_for
+        self._check_quota = check_quota
+        self._identities = Identities()
+        self._signature: tuple[int, ...] = ()
+        self._failed: str = ""  # said already
+        self.on_change: Callable[[Identities], None] = lambda identities: None
+        if path:
+            self._signature = self._looked()
+            self._take(self._read())
+
+    @property
+    def identities(self) -> Identities:
+        return self._identities
+
+    # ---- who it is -----------------------------------------------------------------------
+
+    def of_token(self, token: str) -> Principal:
+        """Raises Unauthenticated."""
+        if self.open:
+            return EVERYBODY
+        return _valid(self._identities.tokens.get(token_hash(token)), "token")
+
+    def of_bearer(self, authorization: str) -> Principal:
+        """Of the value of that header. Raises Unauthenticated."""
+        if self.open:
+            return EVERYBODY
+        scheme, _, token = authorization.partition(" ")
+        if not authorization:
+            return nobody()
+        if scheme.lower() != "bearer":
+            raise Unauthenticated("the authorization is no bearer token")
+        return self.of_token(token.strip())
+
+    def of_certificate(self, names: Sequence[str]) -> Principal:
+        """Of a certificate that was verified, by the first of its names that is known."""
+        if self.open:
+            return EVERYBODY
+        known = (self._identities.certificates.get(name) for name in names)
+        return _valid(next(filter(None, known), None), "certificate")
+
+    def sees(self, principal: Principal, tenant: str, model: str) -> bool:
+        """Whether a namespace is his, or its owner lets others read it and he is among them."""
+        return principal.owns(tenant, model) or any(
+            share.lets(principal, tenant, model) for share in self._identities.shares
+        )
+
+    def why_no_arena(self, principal: Principal) -> str:
+        """Why this one may not map the memory, in which he could read and write the pages of all; empty: he may."""
+        if self.open or (principal.of_all and principal.role >= Role.WRITE):
+            return ""
+        if principal.tenant not in self._arena_for:
+            return f"this node does not trust tenant {principal.tenant} with its memory (--shm-trust)"
+        if principal.role < Role.WRITE or principal.models:
+            return f"{principal.name} may not write all pages of {principal.tenant}, and in shared memory it could"
+        return ""
+
+    def known_by(self, token: str, names: Sequence[str]) -> "Credential":
+        """Of a connection, which sent this token, or a certificate with these names."""
+        return Credential(self, token, names)
+
+    def share(self, principal: Principal) -> str:
+        """Whose share it counts to where there are several tenants; empty: its address's."""
+        return principal.share if self._identities.tenant_count > 1 else ""
+
+    # ---- the file ------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Takes what the file says now, if it has changed. One that can not be used changes nothing; told once."""
+        if self.open:
+            return
+        try:
+            signature = self._looked()
+            if signature == self._signature:
+                return
+            self._take(self._read())
+            self._signature, self._failed = signature, ""
+        except ConfigError as error:
+            if str(error) != self._failed:
+                log.error("%s; the identities of before stay in force", error)
+            self._failed = str(error)
+
+    def _looked(self) -> tuple[int, ...]:
+        try:
+            about = os.stat(self._path)
+        except OSError as error:
+            raise ConfigError(f"identities={self._path} can not be read: {error.strerror}") from error
+        if about.st_mode & stat.S_IWOTH:
+            raise ConfigError(f"identities={self._path} may be written by everybody; chmod o-w {self._path}")
+        return about.st_mtime_ns, about.st_size, about.st_ino
+
+    def _read(self) -> Identities:
+        try:
+            with open(self._path, "rb") as file:
+                data = file.read(FILE_NBYTES_MAX + 1)
+        except OSError as error:
+            raise ConfigError(f"identities={self._path} can not be read: {error.strerror}") from error
+        if len(data) > FILE_NBYTES_MAX:
+            raise ConfigError(f"identities={self._path} has more than {FILE_NBYTES_MAX} bytes")
+        return parse(data.decode(errors="replace"), self._check_quota)
+
+    def _take(self, identities: Identities) -> None:
+        for problem in identities.problems:
+            log.error("identities=%s, %s; it is left out", self._path, problem)
+        if not identities.tokens and not identities.certificates:
+            log.warning("identities=%s names nobody: nobody may do anything", self._path)
+        self._identities = identities
+        self.on_change(identities)
+
+
+class Credential:
+    """Says who a connection is, for as long as that holds. Used by one thread."""
+
+    def __init__(self, access: Access, token: str, names: Sequence[str]) -> None:
+        self._access = access
+        self._find = (
+            partial(access.of_token, token) if token else partial(access.of_certificate, names) if names else nobody
+        )
+        self._of: Identities | None = None
+        self._principal = EVERYBODY
+
+    def __call__(self) -> Principal:
+        """Raises Unauthenticated."""
+        identities = self._access.identities
+        if identities is not self._of or self._principal.expires_s != math.inf:
+            self._of = None
+            self._principal = self._find()
+            self._of = identities
+        return self._principal
+
+
+def _valid(principal: Principal | None, what: str) -> Principal:
+    if principal is None:
+        raise Unauthenticated(f"this node does not know this {what}; it may have been revoked")
+    if principal.expires_s <= time.time():
+        raise Unauthenticated(f"the {what} of {principal.name} has expired; ask for another")
+    return principal

@@ -1,0 +1,101 @@
+"""What was refused and what an administrator did: a line of JSON each, in a file of its own or in the node's log.
+
+    {"time": "2026-11-23T04:00:00Z", "what": "refused", "op": "remove", "who": "ci", "peer": "10.0.0.7", "why": "..."}
+
+So many lines a second; those beyond are counted, and the next line says how many are missing (`omitted`). Nothing of a
+request is in it but the first 8 digits of its namespace.
+"""
+
+import datetime
+import json
+import logging
+import logging.handlers
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+log = logging.getLogger(__name__)
+NAME = "kvstore.audit"
+LINES_PER_S = 10.0
+LINES_AT_ONCE = 100.0
+SHOWN_NBYTES = 4
+WHY_LENGTH_MAX = 300
+
+
+class _Bucket:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left, self._at = LINES_AT_ONCE, clock()
+        self.omitted = 0
+
+    def take(self) -> bool:
+        now = self._clock()
+        self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_PER_S)
+        self._at = now
+        if self._left < 1.0:
+            self.omitted += 1
+            return False
+        self._left -= 1.0
+        return True
+
+
+class Audit:
+    """Thread-safe. Refusals and acts have their lines each: a stranger's knocking hides no act."""
+
+    def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError for a file that can not be written. It may be moved away: a new one is begun."""
+        self._lock = threading.Lock()
+        self._buckets = {"refused": _Bucket(clock), "act": _Bucket(clock)}
+        self._log = logging.getLogger(NAME)
+        self._handler: logging.Handler | None = None
+        if path:
+            try:
+                self._handler = _File(path)
+            except OSError as error:
+                raise ConfigError(f"audit_log={path} can not be written: {error.strerror}") from error
+
+    def refused(self, op: str, peer: str, who: str, why: str) -> None:
+        self._write("refused", op=op, who=who, peer=peer, why=why[:WHY_LENGTH_MAX])
+
+    def acted(self, op: str, peer: str, who: str, request: Any) -> None:
+        digest = getattr(request, "namespace", b"")
+        about = {"namespace": digest[:SHOWN_NBYTES].hex()} if isinstance(digest, bytes) and digest else {}
+        if tenant := getattr(request, "tenant", ""):
+            about["tenant"] = str(tenant)[:64]
+        self._write("act", op=op, who=who, peer=peer, **about)
+
+    def _write(self, what: str, **facts: str) -> None:
+        with self._lock:
+            bucket = self._buckets[what]
+            if not bucket.take():
+                return
+            omitted, bucket.omitted = bucket.omitted, 0
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {"time": now.replace("+00:00", "Z"), "what": what, **facts}
+        if omitted:
+            line["omitted"] = omitted
+        record = self._log.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None)
+        if self._handler is not None:
+            self._handler.handle(record)
+        else:
+            self._log.handle(record)
+
+    def close(self) -> None:
+        if self._handler is not None:
+            self._handler.close()
+
+
+class _File(logging.handlers.WatchedFileHandler):
+    """A full disk costs lines, never a request; it is told once."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            log.exception("the audit log can not be written; lines are lost")
+        self._failed = True

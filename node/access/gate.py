@@ -1,0 +1,100 @@
+"""The gate: every request passes it, on every wire, before anything is done.
+
+(who, what)               --> the role that its rule asks for
+(who, namespace digest)   --> the namespace, if it is his: those of others are not there for him
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from kvstore.errors import Forbidden, Unauthenticated
+from kvstore.identities import Principal
+from kvstore.keys import Namespace, unknown
+from node.access.access import Access
+from node.access.audit import Audit
+from node.access.caller import EVERYBODY, ITSELF, THE_NODE, Caller
+from node.access.rules import FORWARD, RULES, Rule
+
+Info = TypeVar("Info", bound=Any)  # NamespaceInfo
+
+# Requests about a namespace that those may make with whom its owner shares it.
+SHARED = ("lookup", "get", "list", "stat", "verify")
+
+
+class Gate:
+    """Thread-safe. `find` gives the description of a namespace by its digest, or raises UnknownNamespace."""
+
+    def __init__(self, access: Access, audit: Audit, find: Callable[[bytes], Namespace]) -> None:
+        self.access = access
+        self.audit = audit
+        self._find = find
+
+    def who(self, caller: Caller) -> Principal:
+        """Raises Unauthenticated."""
+        return EVERYBODY if self.access.open and caller is not THE_NODE else caller.who()
+
+    def of_his(self, principal: Principal, infos: Iterable[Info]) -> list[Info]:
+        """Of namespaces that are told of, those that he may hear of."""
+        if principal.of_all:
+            return list(infos)
+        return [info for info in infos if self.access.sees(principal, info.namespace.tenant, info.namespace.model)]
+
+    def known(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
+        """Who is at the door. Raises Unauthenticated."""
+        try:
+            return find()
+        except Unauthenticated as error:
+            self.audit.refused(op, peer, "", str(error))
+            raise
+
+    def admit(self, op: str, request: Any, caller: Caller) -> Principal:
+        """Who asks. Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else."""
+        name, rule = "", RULES[op]
+        try:
+            principal = self.who(caller)
+            name = principal.name
+            if principal is not EVERYBODY and principal is not ITSELF:
+                self._check(op, rule, request, principal)
+        except (Unauthenticated, Forbidden) as error:
+            self.audit.refused(op, caller.at or caller.peer, name, str(error))
+            raise
+        if rule.is_act and principal is not ITSELF:
+            self.audit.acted(op, caller.at or caller.peer, name, request)
+        return principal
+
+    def _check(self, op: str, rule: Rule, request: Any, principal: Principal) -> None:
+        _check_role(op, rule, principal)
+        if getattr(request, "forwarded_by", ""):
+            _check_role("handing on what others gave", FORWARD, principal)
+        if op == "open_namespace":
+            self._check_description(principal, request.namespace.tenant, request.namespace.model)
+        elif isinstance(digest := getattr(request, "namespace", None), bytes) and not principal.of_all:
+            self._check_reach(op, principal, digest)
+
+    def _check_reach(self, op: str, principal: Principal, digest: bytes) -> None:
+        namespace = self._find(digest)
+        if principal.owns(namespace.tenant, namespace.model):
+            return
+        if not self.access.sees(principal, namespace.tenant, namespace.model):
+            raise unknown(digest)
+        if op not in SHARED:
+            raise Forbidden(f"{principal.name} may read this namespace, which {namespace.tenant} shares, and no more")
+
+    def _check_description(self, principal: Principal, tenant: str, model: str) -> None:
+        if self.access.sees(principal, tenant, model):
+            return
+        if not principal.owns(tenant, "") and tenant != principal.tenant:
+            raise Forbidden(
+                f"{principal.name} is of tenant {principal.tenant} and opens namespaces of no other; "
+                f"set KVSTORE_TENANT={principal.tenant}"
+            )
+        raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
+
+
+def _check_role(op: str, rule: Rule, principal: Principal) -> None:
+    if principal.role < rule.role:
+        raise Forbidden(
+            f"{principal.name} has the role {principal.role.name.lower()}; {op} asks for {rule.role.name.lower()}"
+        )
+    if rule.of_node and not principal.of_all:
+        raise Forbidden(f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all (tenant=*)")

@@ -1,0 +1,56 @@
+"""Nodes that ask who you are."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleets import SMALL
+
+from kvstore.identities import ALL
+from node.config import NodeConfig
+from node.server import Node
+
+sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
+from people import People
+
+
+@pytest.fixture(scope="session")
+def people(tmp_path_factory: pytest.TempPathFactory) -> People:
+    """Of tenant team-a one of each role; `other` is an administrator of team-b, `operator` of all."""
+    people = People(tmp_path_factory.mktemp("access") / "identities")
+    people.join("revoked", "team-a", "admin")
+    people.leave("revoked")
+    people.join("expired", "team-a", "admin", expires="2020-01-01T00:00:00Z")
+    for role in ("read", "write", "admin"):
+        people.join(role, "team-a", role)
+    people.join("other", "team-b", "admin")
+    people.join("narrow", "team-a", "admin", models="qwen-*")
+    people.join("operator", ALL, "admin")
+    people.join("member", ALL, "node")
+    return people
+
+
+StartNode = Callable[..., Node]
+
+
+@pytest.fixture(scope="module")
+def start_node() -> Iterator[StartNode]:
+    nodes: list[Node] = []
+
+    def start(**settings: Any) -> Node:
+        node = Node(NodeConfig(**{**SMALL, **settings}))
+        nodes.append(node)
+        node.start()
+        return node
+
+    yield start
+    for node in nodes:
+        assert node.check() == []
+        node.stop()
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode, people: People) -> Node:
+    return start_node(identities=str(people.path), shm_trust="team-a")

@@ -1,0 +1,208 @@
+"""What is in force while a node runs: tokens revoked, expired and changed under it."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from people import PAGE_NBYTES, People, client, namespace, taken_up
+
+from kvstore import Client, ClientConfig, ConfigError, Forbidden, PutOutcome, Unauthenticated, Unavailable
+from kvstore.identities import token_hash
+from kvstore.identity_file import new_token, token_line
+from node.access.access import Access
+from node.access.audit import LINES_AT_ONCE, Audit
+from node.config import NodeConfig
+from node.server import Node
+
+KEY = b"k" * 32
+PAGE = bytes(range(256)) * (PAGE_NBYTES // 256)
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Access:
+    path = tmp_path / "identities"
+    path.write_text(token_line("ci", TOKEN, tenant="team-a", role="read") + "\n")
+    return Access(str(path))
+
+
+TOKEN = new_token("team-a")
+
+
+def test_a_file_that_gets_wrong_changes_nothing(access: Access, tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "identities"
+    path.chmod(0o666)
+    for _ in range(3):
+        access.look()
+    assert access.of_token(TOKEN).name == "ci"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"identities={path} may be written by everybody; chmod o-w {path}; the identities of before stay in force"
+    ]
+    path.chmod(0o600)
+    path.unlink()
+    access.look()
+    assert access.of_token(TOKEN).name == "ci"
+    path.write_text("nonsense\n" + token_line("new", TOKEN, tenant="team-b", role="read") + "\n")
+    access.look()
+    assert (access.of_token(TOKEN).name, access.of_token(TOKEN).tenant) == ("new", "team-b")
+    assert "line 1: begin it with token" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o666, "may be written by everybody"), (None, "can not be read")])
+def test_a_node_does_not_start_with_such_a_file(tmp_path: Path, mode: int | None, said: str) -> None:
+    path = tmp_path / "identities"
+    if mode is not None:
+        path.touch()
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=said):
+        Access(str(path))
+
+
+def test_a_token_ends_with_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "identities"
+    path.write_text(token_line("ci", TOKEN, tenant="team-a", role="read", expires="2031-01-01T00:00:00Z") + "\n")
+    access = Access(str(path))
+    known = access.known_by(TOKEN, ())
+    assert known().name == "ci"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: 2e9)
+        with pytest.raises(Unauthenticated, match="the token of ci has expired"):
+            known()
+        with pytest.raises(Unauthenticated, match="has expired"):
+            access.of_token(TOKEN)
+    assert known().name == "ci", "the clock was wrong"
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
+def test_a_token_that_is_revoked_ends_what_was_opened_with_it(node: Node, people: People, wire: str) -> None:
+    token = people.join(f"leaver-{wire}", "team-a", "write")
+    taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
+    with client(node, token, wire=wire) as leaver:
+        assert leaver.put(namespace(salt=wire), [KEY], [PAGE]) == [PutOutcome.STORED]
+        people.leave(f"leaver-{wire}")
+        taken_up(node, lambda: token_hash(token) not in node.access.identities.tokens)
+        with pytest.raises((Unauthenticated, Unavailable), match="does not know this token"):
+            leaver.lookup(namespace(salt=wire), [KEY])
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
+def test_a_token_is_changed_under_load_and_no_call_fails(node: Node, people: People, tmp_path: Path, wire: str) -> None:
+    """The new one is added, clients are given it, the old one goes."""
+    file = tmp_path / "token"
+    file.write_text(people.join(f"old-{wire}", "team-a", "write"))
+    file.chmod(0o600)
+    taken_up(node, lambda: token_hash(file.read_text()) in node.access.identities.tokens)
+    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, token_file=str(file), timeout_s=20.0)
+    with Client(config) as moving:
+        space = namespace(salt=f"rotated {wire}")
+        moving.put(space, [KEY], [PAGE])
+        old = file.read_text()
+        file.write_text(people.join(f"new-{wire}", "team-a", "write"))
+        taken_up(node, lambda: token_hash(file.read_text()) in node.access.identities.tokens)
+        people.leave(f"old-{wire}")
+        taken_up(node, lambda: token_hash(old) not in node.access.identities.tokens)
+        for _ in range(3):
+            into = bytearray(PAGE_NBYTES)
+            assert moving.get(space, [KEY], [into]) == [True]
+            assert into == PAGE
+        assert moving.wire_name == wire
+
+
+def test_who_is_refused_at_the_door_does_not_knock_with_each_call(node: Node) -> None:
+    with client(node, "team-a." + "y" * 43) as stranger:
+        with pytest.raises(Unauthenticated):
+            stranger.lookup(namespace(), [KEY])
+        said = []
+        for _ in range(20):
+            with pytest.raises((Unauthenticated, Unavailable), match="does not know this token") as caught:
+                stranger.lookup(namespace(), [KEY])
+            said.append(caught.type)
+        assert Unavailable in said, "it pauses"
+
+
+def test_another_tenants_namespace_is_not_opened_and_the_remedy_is_told(node: Node, people: People) -> None:
+    with client(node, people.tokens["other"]) as other:
+        with pytest.raises(Forbidden, match="set KVSTORE_TENANT=team-b"):
+            other.lookup(namespace("team-a"), [KEY])
+        assert other.lookup(namespace("team-b"), [KEY]).prefix_pages == 0, "its own are there all the same"
+
+
+def test_the_file_has_no_token_and_the_log_neither(node: Node, people: People, caplog: Any) -> None:
+    with caplog.at_level(logging.DEBUG), client(node, people.tokens["read"]) as reader:
+        with pytest.raises(Forbidden):
+            reader.remove(namespace(), [KEY])
+        with client(node, people.tokens["wrong"]) as wrong, pytest.raises(Unauthenticated):
+            wrong.lookup(namespace(), [KEY])
+    said = caplog.text + people.path.read_text() + repr(reader.config)
+    assert "forbidden" in said.lower() or "refused" in said
+    assert not [name for name, token in people.tokens.items() if token and token in said]
+
+
+class TestAudit:
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def test_a_refusal_and_an_act_are_lines(self, start_node: Any, people: People, tmp_path: Path) -> None:
+        path = tmp_path / "audit"
+        node = start_node(identities=str(people.path), audit_log=str(path), shm_socket="none")
+        space = namespace(salt="audited")
+        with client(node, people.tokens["admin"]) as admin:
+            admin.put(space, [KEY], [PAGE])
+            admin.remove_namespace(space)
+        with client(node, people.tokens["read"]) as reader, pytest.raises(Forbidden):
+            reader.put(space, [KEY], [PAGE])
+        act, refused = self.lines(path)
+        assert {name: act[name] for name in ("what", "op", "who", "namespace")} == {
+            "what": "act", "op": "remove_namespace", "who": "admin", "namespace": space.digest.hex()[:8],
+        }  # fmt: skip
+        assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
+        assert "role read" in refused["why"]
+
+    def test_a_flood_is_counted_and_hides_no_act(self, tmp_path: Path) -> None:
+        path, now = tmp_path / "audit", [0.0]
+        audit = Audit(str(path), lambda: now[0])
+        for _ in range(1000):
+            audit.refused("get", "10.0.0.1", "", "nobody")
+        audit.acted("drain", "10.0.0.2", "op", object())
+        now[0] = 1.0
+        audit.refused("get", "10.0.0.1", "", "nobody")
+        audit.close()
+        lines = self.lines(path)
+        assert len(lines) == LINES_AT_ONCE + 2
+        assert lines[-2]["op"] == "drain"
+        assert lines[-1]["omitted"] == 1000 - LINES_AT_ONCE
+
+    def test_a_file_that_is_moved_away_is_begun_anew(self, tmp_path: Path) -> None:
+        path = tmp_path / "audit"
+        audit = Audit(str(path))
+        audit.refused("get", "a", "", "1")
+        os.rename(path, tmp_path / "old")
+        audit.refused("get", "a", "", "2")
+        audit.close()
+        assert [line["why"] for line in self.lines(path)] == ["2"]
+
+    def test_one_that_can_not_be_written_ends_the_start(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="audit_log="):
+            Audit(str(tmp_path / "none" / "audit"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "node7"])
+def test_a_node_that_others_reach_asks_who_they_are(host: str) -> None:
+    with pytest.raises(ConfigError, match="say --insecure by name"):
+        NodeConfig(host=host)
+    assert NodeConfig(host=host, insecure=True).is_insecure
+    assert not NodeConfig(host=host, identities="x").is_insecure
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1", "localhost"])
+def test_a_node_for_its_own_host_need_not(host: str) -> None:
+    assert not NodeConfig(host=host).is_insecure
+
+
+def test_trust_is_of_tenants() -> None:
+    with pytest.raises(ConfigError, match="which only a node with identities has"):
+        NodeConfig(shm_trust="team-a")
+    assert NodeConfig(shm_trust="team-a, team-b", identities="x").trusted == ("team-a", "team-b")

@@ -1,0 +1,144 @@
+"""The file of identities: what is in force, what is left out and how that is told."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from kvstore import ConfigError, InvalidRequest
+from kvstore.identities import ALL, Identities, Role, parse, token_hash
+from kvstore.identity_file import add, certificate_line, new_token, read, revoke, token_line
+
+HASH = "ab" * 32
+
+
+def only(text: str) -> Identities:
+    found = parse(text)
+    assert found.problems == []
+    return found
+
+
+def test_a_token_is_known_by_its_hash() -> None:
+    token = new_token("team-a")
+    found = only("# engines\n\n" + token_line("ci", token, tenant="team-a", role="write") + "  # of the cluster")
+    principal = found.tokens[token_hash(token)]
+    assert (principal.name, principal.tenant, principal.role) == ("ci", "team-a", Role.WRITE)
+    assert principal.expires_s == math.inf
+    assert token_hash(token + "x") not in found.tokens
+    assert token.startswith("team-a.")
+    assert len(token) == len("team-a.") + 43
+    assert new_token("team-a") != token
+    assert "." not in new_token(ALL)
+
+
+def test_a_certificate_is_known_by_its_name() -> None:
+    found = only("certificate spiffe://prod/gpu-7 tenant=* role=node expires=2027-01-01T00:00:00+01:00")
+    principal = found.certificates["spiffe://prod/gpu-7"]
+    assert (principal.role, principal.of_all, principal.expires_s) == (Role.NODE, True, 1798758000.0)
+
+
+def test_models_narrow_what_is_reached() -> None:
+    principal = only(f"token ci tenant=team-a role=read models=llama-*,qwen hash={HASH}").tokens[bytes.fromhex(HASH)]
+    assert [principal.owns("team-a", model) for model in ("llama-3", "qwen", "qwen-2", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not principal.owns("team-b", "qwen")
+    assert not principal.of_all
+
+
+def test_a_share_lets_others_read() -> None:
+    found = only(f"share team-a models=prompts-* with=team-b\ntoken b tenant=team-b role=read hash={HASH}")
+    [share], [reader] = found.shares, found.tokens.values()
+    assert share.lets(reader, "team-a", "prompts-1")
+    assert not share.lets(reader, "team-a", "llama")
+    assert not share.lets(reader, "team-c", "prompts-1")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("password ci", "begin it with token"),
+        ("token", "begin it with token"),
+        ("token ci tenant=team-a role=write", "hash must be the 64 digits"),
+        ("token ci tenant=team-a role=write hash=SECRET", "hash must be the 64 digits"),
+        (f"token ci tenant=team-a role=king hash={HASH}", "role must be one of read, write, node, admin"),
+        (f"token ci role=read hash={HASH}", "a tenant's name is"),
+        (f"token ci tenant=-x role=read hash={HASH}", "a tenant's name is"),
+        (f"token ci tenant=team-a role=node hash={HASH}", "a node is of all tenants"),
+        (f"token ci tenant=team-a role=read rol=x hash={HASH}", "1 of its fields are unknown"),
+        (f"token ci tenant=team-a tenant=team-b role=read hash={HASH}", "a field twice"),
+        (f"token ci tenant=team-a role=read stray hash={HASH}", "field=value"),
+        (f"token ci tenant=team-a role=read expires=tomorrow hash={HASH}", "expires must be a time"),
+        (f"token gé tenant=team-a role=read hash={HASH}", "printable"),
+        ("share team-a models=x", "a share has models= and with="),
+        ("share team-a models=x with=,", "a share has models= and with="),
+        ("tenant a/b ram=1GiB", "a tenant's name is"),
+    ],
+)
+def test_a_wrong_line_is_told_by_number_and_not_by_content(line: str, said: str) -> None:
+    good = f"token good tenant=team-a role=read hash={'cd' * 32}"
+    found = parse(f"{good}\n\n{line}\n")
+    [problem] = found.problems
+    assert problem.startswith("line 3: ")
+    assert said in problem
+    assert not [word for word in ("SECRET", "king", "tomorrow", "gé", "a/b", HASH) if word in problem]
+    assert [principal.name for principal in found.tokens.values()] == ["good"]
+
+
+def test_names_and_hashes_stand_once() -> None:
+    line = f"token a tenant=team-a role=read hash={HASH}"
+    found = parse(f"{line}\ntoken a tenant=team-a role=admin hash={'cd' * 32}\ntoken b tenant=x role=admin hash={HASH}")
+    assert found.problems == [
+        "line 2: its name stands in line 1 already",
+        "line 3: its hash stands in another line already",
+    ]
+    assert found.tokens[bytes.fromhex(HASH)].role is Role.READ
+
+
+def test_quotas_are_checked_by_who_knows_them() -> None:
+    def check(fields: object) -> None:
+        raise ConfigError("ram must be a size")
+
+    found = parse("tenant team-a ram=lots", check)
+    assert (found.problems, found.quotas) == (["line 1: ram must be a size"], {})
+    assert only("tenant team-a ram=1GiB").quotas == {"team-a": {"ram": "1GiB"}}
+
+
+def test_lines_are_added_and_taken_away_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "identities"
+    add(path, token_line("a", new_token("x"), tenant="x", role="read"))
+    path.write_text("# mine\n" + path.read_text() + "nonsense\n")
+    path.chmod(0o600)
+    add(path, certificate_line("a", tenant="x", role="read"))
+    add(path, token_line("b", new_token("x"), tenant="x", role="admin"))
+    with pytest.raises(InvalidRequest, match="has a token named a already"):
+        add(path, token_line("a", new_token("x"), tenant="x", role="read"))
+    assert revoke(path, "a") == 2
+    assert revoke(path, "a") == 0
+    lines = path.read_text().splitlines()
+    assert (lines[0], lines[1], lines[2].split()[:2]) == ("# mine", "nonsense", ["token", "b"])
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [some.name for some in tmp_path.iterdir()] == ["identities"]
+    assert len(read(path).problems) == 1
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "", "a\nb"])
+def test_no_name_makes_another_line(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="can not be an identity"):
+        token_line(name, new_token("x"), tenant="x", role="read")
+
+
+@pytest.mark.parametrize("field", ["x role=admin", "x\nshare y models=* with=*", "*,x"])
+def test_no_field_makes_another_line(field: str) -> None:
+    with pytest.raises(InvalidRequest, match="can not be an identity"):
+        token_line("a", new_token("x"), tenant=field, role="read")
+
+
+def test_a_file_that_can_not_be_had_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        add(tmp_path / "nowhere" / "identities", certificate_line("a", tenant="x", role="read"))
+    with pytest.raises(ConfigError, match="absent can not be read"):
+        read(tmp_path / "absent")

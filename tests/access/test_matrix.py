@@ -1,0 +1,228 @@
+"""Every request of the schema, over every wire, by everybody: an RPC without a rule fails here."""
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from people import PAGE_NBYTES, People, client, namespace
+
+from kvstore import ClientConfig, Forbidden, KVStoreError, Unauthenticated, UnknownNamespace
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.deadline import Deadline
+from kvstore.identities import Role
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.shm import ShmWire
+from node.access.rules import RULES
+from node.server import Node
+
+SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
+REQUESTS = {field.message_type.name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields}
+OPS = [field.name for field in pb.BulkRequest.DESCRIPTOR.fields]
+PARTS = ("commit", "release")  # of a put and a get that were let in
+KEY = b"k" * 32
+WHO = ("nobody", "wrong", "revoked", "expired", "read", "write", "admin", "other", "narrow", "member", "operator")
+ROLES = {"other": Role.ADMIN, "narrow": Role.ADMIN, "member": Role.NODE, "operator": Role.ADMIN} | {
+    role.name.lower(): role for role in Role
+}
+REFUSALS = (Unauthenticated, Forbidden, UnknownNamespace)
+
+
+def op_of(method: Any) -> str:
+    return (
+        REQUESTS.get(method.input_type.name) or {"PutFrame": "put", "FollowRequest": "follow"}[method.input_type.name]
+    )
+
+
+def request(op: str) -> Any:
+    """One about a namespace of team-a, if it is about one."""
+    kind = pb.BulkRequest.DESCRIPTOR.fields_by_name[op].message_type.name
+    made = getattr(pb, kind)()
+    fields = made.DESCRIPTOR.fields_by_name
+    about = namespace()
+    if op == "open_namespace":
+        return pb.OpenNamespaceRequest(namespace=namespace_message(about), digest=about.digest)
+    if "namespace" in fields:
+        made.namespace = about.digest
+    if "prefix_hashes" in fields:
+        made.prefix_hashes.append(KEY)
+    if "page_nbytes" in fields:
+        made.page_nbytes = PAGE_NBYTES
+    if "ttl_ms" in fields:
+        made.ttl_ms = 1000
+    if "dry" in fields:
+        made.dry = True
+    return made
+
+
+def expected(op: str, who: str) -> type[KVStoreError] | None:
+    rule = RULES[op]
+    if who in WHO[:4]:
+        return Unauthenticated
+    if ROLES[who] < rule.role or (rule.of_node and who not in ("member", "operator")):
+        return Forbidden
+    about_a_namespace = "namespace" in request(op).DESCRIPTOR.fields_by_name if op in OPS else False
+    if about_a_namespace and who in ("other", "narrow"):
+        return Forbidden if op == "open_namespace" else UnknownNamespace
+    return None
+
+
+def refusal(call: Callable[[], Any]) -> type[KVStoreError] | None:
+    """What the gate said; other errors are of what was let in."""
+    try:
+        call()
+    except REFUSALS as error:
+        return type(error)
+    except KVStoreError:
+        return None
+    return None
+
+
+@pytest.fixture(scope="module")
+def grpc_wires(node: Node, people: People) -> Iterator[dict[str, GrpcWire]]:
+    with client(node, people.tokens["write"], wire="bulk") as writer:
+        writer.put(namespace(), [KEY], [bytes(PAGE_NBYTES)])
+    wires = {who: GrpcWire(f"127.0.0.1:{node.grpc.port}", token=people.tokens[who]) for who in WHO}
+    yield wires
+    for wire in wires.values():
+        wire.close()
+
+
+def moved(wire: Any, op: str, deadline: Deadline) -> None:
+    """A put or get as that wire has it."""
+    message = request(op)
+    if isinstance(wire, ShmWire):
+        if op == "put":
+            with wire.reserving(message, deadline):
+                pass
+        else:
+            with wire.acquiring(message, PAGE_NBYTES, deadline):
+                pass
+    elif op == "put":
+        wire.put(message, [memoryview(bytes(PAGE_NBYTES))], deadline)
+    else:
+        wire.get(message, [memoryview(bytearray(PAGE_NBYTES))], [0], deadline)
+
+
+def asked(wire: Any, op: str) -> None:
+    deadline = Deadline(20.0)
+    if op in ("put", "get"):
+        moved(wire, op, deadline)
+    else:
+        wire.call(op, request(op), deadline)
+
+
+def test_each_method_has_a_rule() -> None:
+    ops = [op_of(method) for method in SERVICE.methods]
+    assert set(ops) | set(OPS) | {"reflection", "metrics"} == set(RULES)
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in PARTS])
+def test_over_grpc(grpc_wires: dict[str, GrpcWire], op: str, who: str) -> None:
+    assert refusal(lambda: asked(grpc_wires[who], op)) is expected(op, who)
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_views_are_followed_by_who_is_known(grpc_wires: dict[str, GrpcWire], who: str) -> None:
+    def follow() -> None:
+        with_views = grpc_wires[who].follow(0, 0.2)
+        list(with_views)
+
+    assert refusal(follow) is expected("follow", who)
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_the_schema_is_told_to_administrators(node: Node, people: People, who: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        ask = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", lambda data: data, lambda data: data
+        )
+        token = people.tokens[who]
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        listing = b"\x3a\x01*"  # list_services: "*"
+        try:
+            replies = list(ask(iter([listing]), metadata=metadata, timeout=20.0))
+            code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            replies, code = [], error.code()
+    wanted = {Unauthenticated: grpc.StatusCode.UNAUTHENTICATED, Forbidden: grpc.StatusCode.PERMISSION_DENIED}
+    assert code is wanted.get(expected("reflection", who), grpc.StatusCode.OK)
+    assert bool(replies) is (code is grpc.StatusCode.OK)
+
+
+@pytest.fixture(scope="module")
+def bulk_wires(node: Node, people: People) -> Iterator[dict[str, BulkWire]]:
+    wires = {
+        who: BulkWire("127.0.0.1", node.bulk.port, ClientConfig(token=people.tokens[who], connect_timeout_s=5.0))
+        for who in WHO
+    }
+    yield wires
+    for wire in wires.values():
+        wire.close()
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in PARTS])
+def test_over_bulk(grpc_wires: Any, bulk_wires: dict[str, BulkWire], op: str, who: str) -> None:
+    assert refusal(lambda: asked(bulk_wires[who], op)) is expected(op, who)
+
+
+@pytest.fixture(scope="module")
+def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
+    assert node.shm is not None
+    wires = {
+        who: ShmWire(
+            node.shm.path, node.service.instance_id, ClientConfig(token=people.tokens[who], connect_timeout_s=5.0)
+        )
+        for who in WHO
+    }
+    yield wires
+    for wire in wires.values():
+        wire.close()
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in PARTS])
+def test_over_shared_memory(grpc_wires: Any, shm_wires: dict[str, ShmWire], op: str, who: str) -> None:
+    """Who maps the memory may all in it: writers of the tenant that is trusted, and who is of all tenants."""
+    trusted = who in ("write", "admin", "member", "operator")
+    wanted = expected(op, who)
+    if wanted is not Unauthenticated and not trusted:
+        wanted = Forbidden
+    assert refusal(lambda: asked(shm_wires[who], op)) is wanted
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_request_comes_before_a_hello(node: Node, op: str) -> None:
+    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
+        frames = FrameSocket(sock)
+        frames.arm(10.0)
+        frames.send_frame(pb.BulkRequest(**{op: request(op)}).SerializeToString())
+        header, _ = frames.recv_frame(1 << 20)
+        assert pb.BulkReply.FromString(header).error.code == grpc.StatusCode.UNAUTHENTICATED.value[0]
+        with pytest.raises(ConnectionError):  # it is over
+            frames.recv_frame(1 << 20)
+
+
+def test_who_is_not_known_sends_no_large_first_frame(node: Node) -> None:
+    """A hello is small: nothing more is received of a stranger."""
+    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
+        frames = FrameSocket(sock)
+        frames.arm(10.0)
+        frames.send(pack_fixed(1 << 20, 0))
+        header, _ = frames.recv_frame(1 << 20)
+        assert "at most 4096" in pb.BulkReply.FromString(header).error.message
+
+
+def test_a_hello_over_grpc_says_whose_it_is(grpc_wires: dict[str, GrpcWire]) -> None:
+    hello = grpc_wires["write"].call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0))
+    assert (hello.tenant, hello.role, hello.shm_refused) == ("team-a", "write", "")
+    hello = grpc_wires["other"].call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0))
+    assert (hello.tenant, hello.role, hello.shm_socket) == ("team-b", "admin", "")
+    assert "shm-trust" in hello.shm_refused

@@ -1,0 +1,64 @@
+"""`kvstore tokens`: a user's way to a node that asks who he is, and what goes wrong on it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.measure.node_process import NodeProcess
+
+
+def test_from_an_empty_file_to_pages_of_a_tenant(kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, page = tmp_path / "identities", tmp_path / "page"
+    page.write_bytes(b"x" * 4096)
+    token = kvstore("tokens", "add", "engines", "--tenant", "team-a", "-f", str(file)).stdout.strip()
+    reader = kvstore("tokens", "add", "eyes", "--tenant", "team-b", "--role", "read", "-f", str(file), "--json").json
+    key = "ab" * 32
+    with NodeProcess("--identities", str(file), "--ram-bytes", "64MiB") as node:
+        at = ("-a", node.address)
+        refused = kvstore("status", *at)
+        assert (refused.code, "set a token (KVSTORE_TOKEN)" in refused.stderr) == (2, True)
+        monkeypatch.setenv("KVSTORE_TOKEN", token)
+        put = kvstore("put", str(page), key, "--create-opaque", "m", *at)
+        assert put.code == 0, put.stderr
+        assert kvstore("status", *at).code == 0
+        assert "m" in kvstore("ls", *at).stdout
+        flush = kvstore("flush", *at)
+        assert (flush.code, "is for who is of all" in flush.stderr or "has the role write" in flush.stderr) == (2, True)
+        monkeypatch.setenv("KVSTORE_TOKEN", reader["token"])
+        assert kvstore("ls", *at, "--json").json == []
+        status = kvstore("status", *at, "--json").json
+        assert status["namespaces"] == []
+
+
+def test_what_is_listed_and_revoked(kvstore: Any, tmp_path: Path) -> None:
+    file = tmp_path / "identities"
+    token = kvstore("tokens", "add", "a", "--tenant", "*", "--role", "admin", "--days", "1", "-f", str(file)).stdout
+    kvstore("tokens", "add", "gpu-7", "--certificate", "--tenant", "t", "--models", "m-*", "-f", str(file))
+    with file.open("a") as more:
+        more.write("token broken\n")
+    listed = kvstore("tokens", "list", "-f", str(file))
+    assert "line 3: " in listed.stderr
+    assert token.strip() not in listed.stdout + file.read_text()
+    found = kvstore("tokens", "list", "-f", str(file), "--json").json
+    assert [(some["name"], some["kind"], some["state"]) for some in found["identities"]] == [
+        ("a", "token", "valid"),
+        ("gpu-7", "certificate", "valid"),
+    ]
+    assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 0
+    assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--role", "king"), "role must be one of"),
+        (("--tenant", "a/b"), "a tenant's name"),
+        (("--days", "0"), "must be above 0"),
+        (("-f", "/nowhere/identities"), "/nowhere can not be opened"),
+    ],
+)
+def test_wrong_flags(kvstore: Any, tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    ran = kvstore("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"), *flags)
+    assert (ran.code, said in ran.stderr) == (2, True), ran.stderr
+    assert not (tmp_path / "identities").exists()
