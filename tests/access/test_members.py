@@ -1,0 +1,73 @@
+"""A cluster whose nodes ask who you are: members know each other by tokens, and clients by theirs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_etcd import FakeEtcd
+from fleets import Start, members, peers
+from fleets import etcd as etcd
+from fleets import fleet as fleet
+from people import PAGE_NBYTES, People, namespace
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig, ConfigError, Keep, PutOutcome, Unauthenticated, Unavailable
+from kvstore.identities import ALL
+from kvstore.results import ACK_ALL
+from node.server import Node
+
+KEYS = [number.to_bytes(32, "big") for number in range(16)]
+PAGES = [bytes([number]) * PAGE_NBYTES for number in range(16)]
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> People:
+    people = People(tmp_path / "identities")
+    people.join("member", ALL, "node")
+    people.join("engine", "team-a", "write")
+    people.join("other", "team-b", "write")
+    people.join("operator", ALL, "admin")
+    return people
+
+
+def started(fleet: Start, crew: People, name: str, **settings: Any) -> Node:
+    return fleet(name, identities=str(crew.path), token=crew.tokens["member"], replicas=2, **settings)
+
+
+def client(node: Node, token: str) -> Client:
+    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", token=token, timeout_s=20.0, connect_timeout_s=10.0)
+    return Client(config)
+
+
+def test_pages_cross_from_member_to_member(fleet: Start, crew: People, etcd: FakeEtcd) -> None:
+    one, two = started(fleet, crew, "n1"), started(fleet, crew, "n2")
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    wait_until(lambda: all(node.membership.view.settled for node in (one, two)))  # type: ignore[union-attr]
+    with client(one, crew.tokens["engine"]) as engine:
+        assert engine.view() is not None
+        outcomes = engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL), timeout_s=20.0)
+        assert outcomes == [PutOutcome.STORED] * len(KEYS)
+        for node in (one, two):
+            assert node.tier.lookup(namespace().digest, KEYS, touch=False) == [True] * len(KEYS)
+        into = [bytearray(PAGE_NBYTES) for _ in KEYS]
+        assert all(engine.get(namespace(), KEYS, into))
+        assert [bytes(page) for page in into] == PAGES
+    assert peers(one).pages_dropped == peers(two).pages_dropped == 0
+    with client(two, crew.tokens["other"]) as other:
+        assert other.lookup(namespace("team-b"), KEYS).prefix_pages == 0
+        assert [space.tenant for space, _ in other.namespaces()] == ["team-b"]
+    with client(two, crew.tokens["operator"]) as operator:
+        operator.remove_namespace(namespace())
+    wait_until(lambda: not any(node.tier.visible_count for node in (one, two)))
+
+
+def test_a_member_that_nobody_knows_does_not_join(fleet: Start, crew: People) -> None:
+    started(fleet, crew, "n1")
+    with pytest.raises(ConfigError, match="does not reach itself"):
+        fleet("n2", identities=str(crew.path), replicas=2)
+
+
+def test_strangers_are_told_of_no_member(fleet: Start, crew: People) -> None:
+    one = started(fleet, crew, "n1")
+    with client(one, "") as stranger, pytest.raises((Unauthenticated, Unavailable), match="asks who you are"):
+        stranger.view()
