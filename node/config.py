@@ -74,6 +74,15 @@ class NodeConfig:
     etcd_key: str = setting("", "PEM file of its key")
     etcd_user: str = setting("", "user of etcd; the password is in KVSTORE_NODE_ETCD_PASSWORD")
     etcd_password: str = secret("password of that user")
+    tls_cert: str = setting("", "PEM file of this node's certificate, for all its TCP ports; empty: no TLS")
+    tls_key: str = setting("", "PEM file of its key, which nobody else may read")
+    tls_client_ca: str = setting(
+        "",
+        "PEM file of the authorities of clients' certificates; every client must show one then; empty: none is asked",
+    )
+    tls_ca: str = setting(
+        "", "PEM file of the authorities of the other members' certificates, or system; empty: tls_client_ca"
+    )
     sweep_nbytes_per_s: int = setting(
         256 << 20,
         "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",
@@ -114,6 +123,7 @@ class NodeConfig:
                 f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
             )
         self._check_disk()
+        self._check_tls()
         if not self.hand_over_queue_nbytes:
             object.__setattr__(self, "hand_over_queue_nbytes", self.ram_nbytes // 8)
         if self.hand_over_queue_nbytes > self.ram_nbytes // 2:
@@ -128,6 +138,20 @@ class NodeConfig:
                 f"batch_keys_max={self.batch_keys_max} keys do not fit one message of {MESSAGE_NBYTES_MAX} bytes"
             )
         assert GRPC_CHUNK_NBYTES + 1024 <= MESSAGE_NBYTES_MAX
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key are given together")
+        if (self.tls_client_ca or self.tls_ca) and not self.tls_cert:
+            raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
+        if self.cluster and self.tls_cert and not self.members_ca:
+            raise ConfigError(
+                "a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates"
+            )
+
+    @property
+    def members_ca(self) -> str:
+        return self.tls_ca or self.tls_client_ca
 
     def _check_disk(self) -> None:
         if not self.disk_queue_nbytes:

@@ -14,6 +14,7 @@ from node.disk.kept_dir import KeptDir
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.peers.address import advertised, check_address
+from node.peers.links import tls_of
 from node.peers.membership import Membership
 from node.peers.peers import Peers
 from node.peers.registry import Registering, Registry
@@ -31,6 +32,7 @@ from node.serve.session import Sessions
 from node.serve.shm import ShmServer
 from node.serve.socket_file import default_path
 from node.slots import SlotAllocator
+from node.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Node:
         self.config = config
         self._pulse = pulse
         self._started = False
+        self.certificates = Certificates(config) if config.tls_cert else None
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
@@ -94,20 +97,25 @@ class Node:
 
     def _open_ports(self, config: NodeConfig) -> None:
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port and no file behind
-            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max)
+            own = self.certificates
+            self.bulk = BulkServer(
+                config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max, own
+            )
             opened.callback(self.bulk.stop, 0.0)
             self.grpc = GrpcServer(
-                config.host, config.port, self.service, config.grpc_threads, config.stall_s, config.sessions_max
+                config.host, config.port, self.service, config.grpc_threads, config.stall_s, config.sessions_max, own
             )
             opened.callback(self.grpc.stop, 0.0)
             self.shm = self._open_shm()
             if self.shm is not None:
                 self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
-            self.metrics = MetricsServer(config.host, config.metrics_port, metrics_text(self.service))
+            self.metrics = MetricsServer(config.host, config.metrics_port, metrics_text(self.service), own)
             opened.pop_all()
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port
+        if own is not None:
+            self.service.tls_status = own.status
 
     def _open_shm(self) -> ShmServer | None:
         """By default a node that can have no socket here (a read-only container, say) does without."""
@@ -160,6 +168,8 @@ class Node:
         self.arena.populate(self._pulse)
         log.info("RAM: %d bytes, of which %d are in huge pages", self.arena.nbytes, self.arena.huge_nbytes)
         self._started = True
+        if self.certificates is not None:
+            self.certificates.start()
         if self.disk is not None:
             self.disk.on_health = self.grpc.set_disk_healthy
             self.grpc.set_disk_healthy(not self.disk.poisoned)
@@ -179,7 +189,7 @@ class Node:
         """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
         config = self.config
         address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
-        check_address(address, self.service.instance_id, self._pulse)
+        check_address(address, self.service.instance_id, self._pulse, tls_of(config))
         about = Registering(address, self.service.instance_id, config.weight, config.zone, State.JOINING)
         registry.join(about, self._pulse)
 
@@ -200,6 +210,8 @@ class Node:
         if self.registry is not None:  # after what was handed to others: they take it from members
             self.registry.close()
         self.metrics.stop()
+        if self.certificates is not None:
+            self.certificates.stop()
         if self.disk is not None and self._started:
             self._stop_disk(self.disk)
         if self.disk is not None:

@@ -1,7 +1,9 @@
 """A node, its tiers and its namespaces, and why nothing hits."""
 
+import time
 from typing import Any
 
+from kvstore.certificates import date
 from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, handing_line, sweep_line
@@ -11,6 +13,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 
+NEAR_END_MS = 7 * 24 * 3600 * 1000  # of a certificate
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
@@ -64,6 +67,7 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         lines[4:4] = _disk_lines(reply.disk)
     if reply.HasField("peers"):
         lines[2:2] = _peers_lines(reply.peers)
+    lines[2:2] = _tls_lines(reply)
     if reply.HasField("shm"):
         lines[2:2] = _shm_lines(reply.shm)
     out = console()
@@ -86,6 +90,23 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
             f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are kept: their processes live "
             "and may still write to them"
         )
+    return lines
+
+
+def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
+    if not reply.HasField("tls"):
+        return ["TLS off: whoever is on the way reads and changes all that is sent"]
+    tls = reply.tls
+    lines = [f"TLS on, with{'' if tls.client_certificates else 'out'} certificates of clients"]
+    for one in tls.certificates:
+        left_ms = 1000 * (one.ends_unix_s - time.time())
+        lines[0] += f"  {one.setting} until {date(one.ends_unix_s)}"
+        if left_ms < NEAR_END_MS:
+            lines.append(
+                f"{one.setting} {'HAS EXPIRED' if left_ms <= 0 else 'expires in ' + human_ms(left_ms)}: renew it"
+            )
+    if tls.problem:
+        lines.append(f"the files of TLS as they are now are not in force: {tls.problem}")
     return lines
 
 

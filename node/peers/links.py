@@ -1,11 +1,13 @@
 """Links from a member to the others: one to each, made when it is first needed, over the bulk wire."""
 
 import threading
+from typing import Any
 
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
 from kvstore.errors import Unavailable
 from kvstore.link import NodeLink
+from node.config import NodeConfig
 from node.peers.membership import Membership
 
 CONNECTIONS_MAX = 4  # of each link
@@ -14,11 +16,20 @@ CONNECT_TIMEOUT_S = 2.0
 BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 
+def tls_of(config: NodeConfig) -> dict[str, Any]:
+    """Fields of a ClientConfig for connections to other members, to which this node shows its own certificate."""
+    if not config.tls_cert:
+        return {}
+    return {"tls_ca": config.members_ca, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
+
+
 class PeerLinks:
     """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, config: NodeConfig | None = None) -> None:
+        """`config`: its TLS is theirs; None: they are plain."""
         self._membership = membership
+        self._tls = tls_of(config) if config is not None else {}
         self._lock = threading.Lock()  # held for moments
         self._addresses: dict[str, str] = {}  # of the others, by id
         self._links: dict[str, NodeLink] = {}
@@ -41,6 +52,7 @@ class PeerLinks:
                     connect_timeout_s=CONNECT_TIMEOUT_S,
                     connections_max=CONNECTIONS_MAX,
                     backoff_s_max=BACKOFF_S_MAX,
+                    **self._tls,
                 )
                 link = self._links[member] = NodeLink(address, config)
             return link

@@ -16,6 +16,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.threads import begun
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
 from node.serve.service import Caller
+from node.tls import Shown, shown_to_grpc
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -49,6 +50,11 @@ class Call:
         self._place.close()
         self._gone = True
         self.untimed()
+
+    @property
+    def shown(self) -> Shown | None:
+        """The client's certificate; None: it showed none."""
+        return shown_to_grpc(self.context.auth_context())
 
     # ---- time ----------------------------------------------------------------------------
 

@@ -262,13 +262,21 @@ class ConnectionServer(abc.ABC):
                 self._admit(sock, address)
             except Exhausted as error:
                 log.info("%s: a connection is refused: %s", self._name, error)
-                _refuse(sock, error)
+                self.refuse(sock, error)
             except OSError as error:  # it hung up already
                 log.info("%s: a connection could not be served: %s", self._name, error)
                 sock.close()
             except Exception:
                 log.exception("%s: a connection could not be served", self._name)
                 sock.close()
+
+    def refuse(self, sock: socket.socket, error: KVStoreError) -> None:
+        """Says why, as far as the socket takes it at once, and hangs up."""
+        header = pb.BulkReply(error=_message(error)).SerializeToString()
+        with contextlib.suppress(OSError), sock:
+            sock.setblocking(False)
+            sock.send(pack_fixed(len(header), 0) + header)
+            sock.shutdown(socket.SHUT_WR)
 
     def _accept_failed(self, error: OSError) -> None:
         log.warning("%s: accept failed: %s", self._name, error)
@@ -351,12 +359,3 @@ class ConnectionServer(abc.ABC):
             for connection in self._connections:
                 connection.socket.shutdown()
             self._changed.wait_for(lambda: not self._connections, LEAVE_S)
-
-
-def _refuse(sock: socket.socket, error: KVStoreError) -> None:
-    """Says why, as far as the socket takes it at once, and hangs up."""
-    header = pb.BulkReply(error=_message(error)).SerializeToString()
-    with contextlib.suppress(OSError), sock:
-        sock.setblocking(False)
-        sock.send(pack_fixed(len(header), 0) + header)
-        sock.shutdown(socket.SHUT_WR)

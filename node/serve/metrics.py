@@ -96,6 +96,7 @@ class NodeCollector:
             yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
             text = "Pages kept because the process that left them may still write"
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
+        yield from self._of_tls(status)
         yield from self._of_namespaces(status)
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
@@ -112,6 +113,14 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
         for name in _PEERS_COUNTERS:
             yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+
+    def _of_tls(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
+        yield GaugeMetricFamily("kvstore_tls", "1 if the node's TCP ports speak TLS", status.HasField("tls"))
+        text = "Unix time at which a certificate's time is up, by the setting that names its file"
+        expiry = GaugeMetricFamily("kvstore_certificate_expiry_seconds", text, labels=["setting"])
+        for certificate in status.tls.certificates:
+            expiry.add_metric([certificate.setting], certificate.ends_unix_s)
+        yield expiry
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]
