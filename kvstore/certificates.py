@@ -70,7 +70,9 @@ class PemFiles:
             f"{setting}={path}" if path else "" for setting, path in zip(settings, (ca, cert, key), strict=True)
         )
         self.problem = ""  # why what the files hold now is not in force
-        self._paths = [path for path in (ca, cert, key) if path and path != SYSTEM]
+        self._looked_at = [
+            file for file in (self._ca, self._cert, self._key) if file and not file.endswith(f"={SYSTEM}")
+        ]
         self._lock = threading.Lock()
         self._good: Pems | None = None
         self._seen: list[tuple[int, ...]] | None = None
@@ -80,12 +82,10 @@ class PemFiles:
         Raises ConfigError, OutOfDate among them, if they never were."""
         with self._lock:
             try:
-                seen = [_stamp(path) for path in self._paths]
+                seen = [_stamp(file) for file in self._looked_at]
                 if self._good is None or seen != self._seen:
                     self._take(self._read())
                     self._seen = seen
-            except OSError as error:
-                self._refuse(ConfigError(f"{error.filename}: {error.strerror}"))
             except ConfigError as error:
                 self._refuse(error)
             assert self._good is not None
@@ -133,11 +133,7 @@ class PemFiles:
         return found
 
     def _private(self) -> bytes:
-        path = self._key.partition("=")[2]
-        try:
-            mode = stat.S_IMODE(os.stat(path).st_mode)
-        except OSError as error:
-            raise ConfigError(f"{self._key}: {error.strerror}") from error
+        path, mode = _path(self._key), stat.S_IMODE(_stat(self._key).st_mode)
         if mode & _OTHERS:
             raise ConfigError(
                 f"{self._key} is open to everybody on this host (mode {mode:04o}); chmod 600 {path}, or, of a "
@@ -157,15 +153,27 @@ class PemFiles:
         return f"{files}: no certificates and key in PEM form that OpenSSL can use ({error})"
 
 
-def _stamp(path: str) -> tuple[int, ...]:
+def _path(file: str) -> str:
+    """Of `setting=path`."""
+    return file.partition("=")[2]
+
+
+def _stat(file: str) -> os.stat_result:
+    try:
+        return os.stat(_path(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+
+
+def _stamp(file: str) -> tuple[int, ...]:
     """Other than it was when the file was written, replaced or made readable."""
-    is_now = os.stat(path)
+    is_now = _stat(file)
     return is_now.st_mtime_ns, is_now.st_ctime_ns, is_now.st_ino, is_now.st_size
 
 
 def _content(file: str) -> bytes:
     try:
-        with open(file.partition("=")[2], "rb") as opened:
+        with open(_path(file), "rb") as opened:
             return opened.read()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error

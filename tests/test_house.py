@@ -214,8 +214,9 @@ def test_the_rule_of_circles_finds_one() -> None:
 
 
 def test_the_environment_is_read_in_one_file() -> None:
+    """`node/__init__.py` sets a variable of gRPC's, before gRPC is there."""
     readers = [name(path) for path in sources(*PACKAGES) if re.search(r"os\.environ|os\.getenv", path.read_text())]
-    assert readers == ["kvstore/config.py"]
+    assert readers == ["kvstore/config.py", "node/__init__.py"]
 
 
 def run(code: str) -> str:
