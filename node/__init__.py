@@ -2,6 +2,6 @@
 
 import os
 
-# gRPC writes a line for each handshake that a stranger spoils, past Python's logging and its LogRate. It looks here once,
+# gRPC writes a line for each handshake that a stranger spoils, past Python's logging and its LogRate. It looks here
 # when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
