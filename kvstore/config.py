@@ -210,6 +210,12 @@ class ClientConfig:
         0.0, "a get that a member has not answered by then is also asked of the next owner; 0: it is not", 0.0, 3600.0
     )
     backoff_s_max: float = setting(10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0)
+    tls_ca: str = setting(
+        "", "PEM file of the authorities that nodes' certificates are from; system: this host's; empty: no TLS"
+    )
+    tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
+    tls_key: str = setting("", "PEM file of its key")
+    tls_name: str = setting("", "name that a node's certificate must have; empty: the host in its address")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -221,6 +227,8 @@ class ClientConfig:
             )
         if self.token and self.token_file:
             raise ConfigError("token and token_file are both set; one of them says who this is")
+        if bool(self.tls_cert) != bool(self.tls_key) or ((self.tls_cert or self.tls_name) and not self.tls_ca):
+            raise ConfigError("tls_cert and tls_key are given together; they and tls_name need tls_ca")
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "

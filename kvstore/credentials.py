@@ -43,7 +43,7 @@ def tenant_of(config: ClientConfig) -> str:
 
 def check_stays_private(token: str, config: ClientConfig, addresses: Sequence[str]) -> None:
     """Raises ConfigError for a token that would cross a network unencrypted."""
-    if token and not config.insecure and not all(map(is_loopback, addresses)):
+    if token and not (config.tls_ca or config.insecure) and not all(map(is_loopback, addresses)):
         raise ConfigError(
             "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or insecure if that is as it "
             "should be"

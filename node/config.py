@@ -95,6 +95,15 @@ class NodeConfig:
     etcd_key: str = setting("", "PEM file of its key")
     etcd_user: str = setting("", "user of etcd; the password is in KVSTORE_NODE_ETCD_PASSWORD")
     etcd_password: str = secret("password of that user")
+    tls_cert: str = setting("", "PEM file of this node's certificate, for all its TCP ports; empty: no TLS")
+    tls_key: str = setting("", "PEM file of its key, which nobody else may read")
+    tls_client_ca: str = setting(
+        "",
+        "PEM file of the authorities of clients' certificates; every client must show one then; empty: none is asked",
+    )
+    tls_ca: str = setting(
+        "", "PEM file of the authorities of the other members' certificates, or system; empty: tls_client_ca"
+    )
     sweep_nbytes_per_s: int = setting(
         256 << 20,
         "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",
@@ -136,6 +145,7 @@ class NodeConfig:
             )
         self._check_access()
         self._check_disk()
+        self._check_tls()
         if not self.hand_over_queue_nbytes:
             object.__setattr__(self, "hand_over_queue_nbytes", self.ram_nbytes // 8)
         if self.hand_over_queue_nbytes > self.ram_nbytes // 2:
@@ -156,18 +166,36 @@ class NodeConfig:
         return tuple(filter(None, map(str.strip, self.shm_trust.split(","))))
 
     @property
-    def is_insecure(self) -> bool:
-        """Whether strangers may do everything."""
-        return not (is_loopback(self.host) or self.identities)
+    def insecurity(self) -> str:
+        """What strangers may do on this node's network; empty: nothing."""
+        if is_loopback(self.host):
+            return ""
+        if not self.identities:
+            return f"everybody who reaches {self.host} may read, change and remove all"
+        return "" if self.tls_cert else f"tokens and pages cross the network of {self.host} unencrypted"
 
     def _check_access(self) -> None:
         if self.shm_trust and not self.identities:
             raise ConfigError(f"shm_trust={self.shm_trust} names tenants, which only a node with identities has")
-        if self.is_insecure and not self.insecure:
+        if self.insecurity and not self.insecure:
             raise ConfigError(
-                f"host={self.host} lets others reach this node, and it asks nobody who he is: set tls_cert, tls_key "
-                "and identities, or say --insecure by name if everybody who reaches it may read and change everything"
+                f"host={self.host} lets others reach this node, which has to know them then: set "
+                "identities, tls_cert and tls_key, or say --insecure by name if strangers may do everything"
             )
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key are given together")
+        if (self.tls_client_ca or self.tls_ca) and not self.tls_cert:
+            raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
+        if self.cluster and self.tls_cert and not self.members_ca:
+            raise ConfigError(
+                "a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates"
+            )
+
+    @property
+    def members_ca(self) -> str:
+        return self.tls_ca or self.tls_client_ca
 
     def _check_disk(self) -> None:
         if not self.disk_queue_nbytes:

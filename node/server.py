@@ -18,6 +18,7 @@ from node.disk.kept_dir import KeptDir
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.peers.address import advertised, check_address
+from node.peers.links import known_by
 from node.peers.membership import Membership
 from node.peers.peers import Peers
 from node.peers.registry import Registering, Registry
@@ -35,14 +36,12 @@ from node.serve.session import Sessions
 from node.serve.shm import ShmServer
 from node.serve.socket_file import default_path
 from node.slots import SlotAllocator
+from node.tls import Certificates
 
 log = logging.getLogger(__name__)
 
 # Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before they are too many.
 DESCRIPTORS_OF_SESSION = 5
-INSECURE = (
-    "insecure: everybody who reaches %s may read, change and remove all; give it TLS and identities (docs/SECURITY.md)"
-)
 CHECKED_MAX = 100_000  # pages of a tier, at a stop: each costs some 5 µs and 100 bytes
 
 
@@ -59,6 +58,7 @@ class Node:
         self.config = config
         self._pulse = pulse
         self._started = False
+        self.certificates = Certificates(config) if config.tls_cert else None
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
@@ -69,8 +69,9 @@ class Node:
         room_below = self.disk.has_room if self.disk is not None else lambda slot_nbytes: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
         self.access = Access(config.identities, config.trusted)
-        self._watch = Watch([self.access.look])
         self.audit = Audit(config.audit_log)
+        looks = [self.access.look, *([self.certificates.look] if self.certificates else [])]
+        self._watch = Watch(looks)
         gate = Gate(self.access, self.audit, lambda digest: self.tier.namespace(digest).value)
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
         with contextlib.ExitStack() as undo:
@@ -105,20 +106,25 @@ class Node:
 
     def _open_ports(self, config: NodeConfig) -> None:
         with contextlib.ExitStack() as opened:  # a start that fails leaves no port and no file behind
-            self.bulk = BulkServer(config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max)
+            own = self.certificates
+            self.bulk = BulkServer(
+                config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max, own
+            )
             opened.callback(self.bulk.stop, 0.0)
             self.grpc = GrpcServer(
-                config.host, config.port, self.service, config.grpc_threads, config.stall_s, config.sessions_max
+                config.host, config.port, self.service, config.grpc_threads, config.stall_s, config.sessions_max, own
             )
             opened.callback(self.grpc.stop, 0.0)
             self.shm = self._open_shm()
             if self.shm is not None:
                 self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
-            self.metrics = MetricsServer(config.host, config.metrics_port, metrics_text(self.service))
+            self.metrics = MetricsServer(config.host, config.metrics_port, metrics_text(self.service), own)
             opened.pop_all()
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port
+        if own is not None:
+            self.service.tls_status = own.status
 
     def _open_shm(self) -> ShmServer | None:
         """By default a node that can have no socket here (a read-only container, say) does without."""
@@ -178,8 +184,8 @@ class Node:
             self.scrubber.start()
         if self.registry is not None:
             self.registry.connect(self._pulse)
-        if self.config.is_insecure:
-            log.warning(INSECURE, self.config.host)
+        if why := self.config.insecurity:
+            log.warning("insecure: %s (docs/SECURITY.md)", why)
         self._watch.start()
         if self.shm is not None:
             self.shm.start()
@@ -193,7 +199,7 @@ class Node:
         """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
         config = self.config
         address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
-        check_address(address, self.service.instance_id, self._pulse, config.token)
+        check_address(address, self.service.instance_id, self._pulse, known_by(config))
         about = Registering(address, self.service.instance_id, config.weight, config.zone, State.JOINING)
         registry.join(about, self._pulse)
 

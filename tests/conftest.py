@@ -19,9 +19,12 @@ import pytest
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.measure.node_process import NodeProcess
 
+sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
+from authorities import ours as ours
+from authorities import strangers as strangers
+
 # A shell that starts tests in the background has them ignore interrupts, which some of them raise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return.

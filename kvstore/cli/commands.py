@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import cluster, disk, listing, load, moves, pages, payload, pins, tokens
+from kvstore.cli import certs, cluster, disk, listing, load, moves, pages, payload, pins, tokens
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.status import status
@@ -102,3 +102,11 @@ _tokens.command("add")(command(tokens.add))
 _tokens.command("list")(command(tokens.list_))
 _tokens.command("revoke")(command(tokens.revoke))
 app.add_typer(_tokens, name="tokens")
+
+_certs = typer.Typer(
+    rich_markup_mode=None, help="Make certificates of nodes and clients, with an authority of one's own."
+)
+_certs.command("ca")(command(certs.ca))
+_certs.command("node")(command(certs.node))
+_certs.command("client")(command(certs.client))
+app.add_typer(_certs, name="certs")

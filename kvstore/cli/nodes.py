@@ -1,7 +1,9 @@
 """A node, its tiers and its namespaces, and why nothing hits."""
 
+import time
 from typing import Any
 
+from kvstore.certificates import date
 from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, handing_line, sweep_line
@@ -11,6 +13,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 
+NEAR_END_MS = 7 * 24 * 3600 * 1000  # of a certificate
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
@@ -46,34 +49,31 @@ def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, An
 
 
 def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
-    ram, limits = reply.ram, reply.limits
-    lines = [
-        f"node {reply.version} at {address}  {reply.state}  up {human_ms(reply.uptime_ms)}  pid {reply.pid}  "
-        f"rss {human_nbytes(reply.rss_nbytes)}",
-        f"sessions {reply.session_count}  bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}",
-        f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
-        f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
-        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}"
-        f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}",
-        f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
-        f"{human_nbytes(ram.extent_nbytes)} each",
+    limits = reply.limits
+    told_all = reply.HasField("ram")
+    lines = [f"node {reply.version} at {address}  {reply.state}  up {human_ms(reply.uptime_ms)}"]
+    if told_all:
+        lines[0] += f"  pid {reply.pid}  rss {human_nbytes(reply.rss_nbytes)}"
+    if reply.insecure:
+        lines.append(f"INSECURE: {reply.insecure}")
+    sessions = f"sessions {reply.session_count}  " if told_all else ""
+    lines.append(f"{sessions}bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}")
+    if told_all:
+        lines += [*_tls_lines(reply), *_tier_lines(reply)]
+    lines.append(
         f"limits {limits.batch_keys_max:,} keys, {human_nbytes(limits.batch_nbytes_max)} a batch, "
-        f"{human_nbytes(limits.page_nbytes_max)} a page",
-    ]
-    if reply.HasField("disk"):
-        lines[4:4] = _disk_lines(reply.disk)
-    if reply.HasField("peers"):
-        lines[2:2] = _peers_lines(reply.peers)
-    if reply.HasField("shm"):
-        lines[2:2] = _shm_lines(reply.shm)
+        f"{human_nbytes(limits.page_nbytes_max)} a page"
+    )
+    if not told_all:
+        lines.append("tiers, connections and members are told to who is of all tenants")
     out = console()
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
     out.print()
-    if ram.size_classes:
+    if reply.ram.size_classes:
         rows = [
             (human_nbytes(size.slot_nbytes), size.block_count, size.slot_count, size.used_count)
-            for size in ram.size_classes
+            for size in reply.ram.size_classes
         ]
         show((">SLOT", ">BLOCKS", ">SLOTS", ">USED"), rows)
         out.print()
@@ -86,6 +86,39 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
             f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are kept: their processes live "
             "and may still write to them"
         )
+    return lines
+
+
+def _tier_lines(reply: pb.NodeStatusReply) -> list[str]:
+    """Shared memory, members, RAM and disk."""
+    ram = reply.ram
+    return [
+        *(_shm_lines(reply.shm) if reply.HasField("shm") else []),
+        *(_peers_lines(reply.peers) if reply.HasField("peers") else []),
+        f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
+        f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
+        f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}"
+        f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}",
+        f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
+        f"{human_nbytes(ram.extent_nbytes)} each",
+        *(_disk_lines(reply.disk) if reply.HasField("disk") else []),
+    ]
+
+
+def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
+    if not reply.HasField("tls"):
+        return ["TLS off: whoever is on the way reads and changes all that is sent"]
+    tls = reply.tls
+    lines = [f"TLS on, with{'' if tls.client_certificates else 'out'} certificates of clients"]
+    for one in tls.certificates:
+        left_ms = 1000 * (one.ends_unix_s - time.time())
+        lines[0] += f"  {one.setting} until {date(one.ends_unix_s)}"
+        if left_ms < NEAR_END_MS:
+            lines.append(
+                f"{one.setting} {'HAS EXPIRED' if left_ms <= 0 else 'expires in ' + human_ms(left_ms)}: renew it"
+            )
+    if tls.problem:
+        lines.append(f"the files of TLS as they are now are not in force: {tls.problem}")
     return lines
 
 

@@ -710,7 +710,7 @@ class PeersStatus(_message.Message):
     def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ...) -> None: ...
 
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "insecure")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "insecure", "tls")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -728,6 +728,7 @@ class NodeStatusReply(_message.Message):
     SHM_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     INSECURE_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -744,8 +745,27 @@ class NodeStatusReply(_message.Message):
     disk: DiskStatus
     shm: ShmStatus
     peers: PeersStatus
-    insecure: bool
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., insecure: bool = ...) -> None: ...
+    insecure: str
+    tls: TlsStatus
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., insecure: _Optional[str] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ...) -> None: ...
+
+class TlsStatus(_message.Message):
+    __slots__ = ("certificates", "client_certificates", "problem")
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    certificates: _containers.RepeatedCompositeFieldContainer[CertificateStatus]
+    client_certificates: bool
+    problem: str
+    def __init__(self, certificates: _Optional[_Iterable[_Union[CertificateStatus, _Mapping]]] = ..., client_certificates: bool = ..., problem: _Optional[str] = ...) -> None: ...
+
+class CertificateStatus(_message.Message):
+    __slots__ = ("setting", "ends_unix_s")
+    SETTING_FIELD_NUMBER: _ClassVar[int]
+    ENDS_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    setting: str
+    ends_unix_s: int
+    def __init__(self, setting: _Optional[str] = ..., ends_unix_s: _Optional[int] = ...) -> None: ...
 
 class RemoveNamespaceRequest(_message.Message):
     __slots__ = ("namespace", "removal")

@@ -3,7 +3,8 @@ caller's buffers and the socket."""
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+import ssl
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,8 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.connections import ConnectionPool, exchange, greeting
 from kvstore.wires.frames import FrameSocket
+from kvstore.wires.tls import ClientTls, client_tls
+from kvstore.wires.tls_frames import TlsFrameSocket
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
@@ -45,14 +48,17 @@ class BulkWire:
         found: Sequence[str] = (),
         instance_id: bytes = b"",
         version: int = PROTOCOL_VERSION,
+        tls: ClientTls | None = None,
     ) -> None:
         """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. All
-        connections are to one run of the node, `instance_id` where that is known; it speaks this `version`."""
+        connections are to one run of the node, `instance_id` where that is known; it speaks this `version`. `tls`:
+        what `config` asks for, where it was made already."""
         self._instance_id = instance_id
         self._version = version
         self._found = found or (host,)
         self._port = port
         self._config = config
+        self._tls = tls or client_tls(config, host)
         self._pool = ConnectionPool(f"{host}:{port} (bulk)", self._connect, config.connections_max)
         self._abreast = Abreast()
 
@@ -169,14 +175,29 @@ class BulkWire:
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
         limit = deadline.sooner(self._config.connect_timeout_s)
-        connection = FrameSocket(self._connected(limit), self._version)
-        with greeting(connection, self._pool.where, limit):
+        connection = self._socket(limit)
+        with greeting(connection, self._pool.where, limit), self._meant():
+            connection.handshake()
             hello, _ = exchange(
                 connection, "hello", pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
             )
             if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
                 raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
         return connection
+
+    def _socket(self, limit: Deadline) -> FrameSocket:
+        if self._tls is None:
+            return FrameSocket(self._connected(limit), self._version)
+        context = self._tls.context()
+        return TlsFrameSocket(self._connected(limit), context, self._tls.name, self._version)
+
+    @contextlib.contextmanager
+    def _meant(self) -> Iterator[None]:
+        """Around a greeting: what fails in TLS, in plain words."""
+        try:
+            yield
+        except ssl.SSLError as error:
+            raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:
         """Each address has its share of the time, so that one that swallows packets leaves some for the next."""

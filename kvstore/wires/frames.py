@@ -13,7 +13,8 @@ import itertools
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import PROTOCOL_VERSION, speaks
@@ -77,6 +78,14 @@ class FrameSocket:
         # Called with the length of a header before it is received; may raise to refuse it.
         self.admit: Callable[[int], None] = lambda header_nbytes: None
 
+    def handshake(self) -> None:
+        """What both sides say before the first frame: nothing, on a plain connection."""
+
+    @property
+    def certificate(self) -> Mapping[str, Any]:
+        """Of the peer, verified, as `ssl.SSLSocket.getpeercert` tells it; empty: it showed none."""
+        return {}
+
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
         self._set_timeouts(seconds)
@@ -133,7 +142,7 @@ class FrameSocket:
         if self._early.nbytes:
             return True
         try:
-            got = self._sock.recv_into(self._ahead)
+            got = self._receive(self._ahead)
         except BlockingIOError:
             return False
         if got == 0:
@@ -141,6 +150,10 @@ class FrameSocket:
         self.heard = True
         self._early = self._ahead[:got]
         return True
+
+    def _receive(self, view: memoryview, flags: int = 0) -> int:
+        """What is there, at least a byte, or 0 from who has hung up. BlockingIOError: the socket's timeout passed."""
+        return self._sock.recv_into(view, view.nbytes, flags)
 
     def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
         fixed = self._recv(FIXED_NBYTES)
@@ -166,7 +179,7 @@ class FrameSocket:
         while view.nbytes:
             self._check_deadline("receive")
             try:
-                got = self._sock.recv_into(view, view.nbytes, socket.MSG_WAITALL)
+                got = self._receive(view, socket.MSG_WAITALL)
             except BlockingIOError:
                 continue
             if got == 0:
@@ -178,7 +191,7 @@ class FrameSocket:
         seconds that the next CHUNK_NBYTES, or what is left, may take; it may raise."""
         left = collections.deque(views)
         try:
-            self._through(left, next_s, "send", self._sock.sendmsg)
+            self._through(left, next_s, "send", self._send_some)
         finally:
             self.torn = self.torn or bool(left)
 
@@ -190,6 +203,9 @@ class FrameSocket:
             self.recv_into(early)
             _pass(left, early.nbytes)
         self._through(left, next_s, "receive", self._recv_some)
+
+    def _send_some(self, views: list[memoryview]) -> int:
+        return self._sock.sendmsg(views)
 
     def _recv_some(self, views: list[memoryview]) -> int:
         got: int = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]

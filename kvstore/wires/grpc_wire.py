@@ -17,6 +17,7 @@ from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wires.chunks import fill, runs
 from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
+from kvstore.wires.tls import ClientTls
 
 _METHODS = {
     "hello": "Hello",
@@ -44,22 +45,27 @@ class GrpcWire:
 
     name = "grpc"
 
-    def __init__(self, target: str, authority: str = "", token: str = "") -> None:
+    def __init__(self, target: str, authority: str = "", tls: ClientTls | None = None, token: str = "") -> None:
         """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target` makes of addresses;
-        the peer and what is between are told `authority`. `token`: who asks."""
+        the peer and what is between are told `authority`. `tls`: None: plain. `token`: who asks. Raises Unavailable
+        if files of TLS are no good."""
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = grpc.insecure_channel(
-            target,
-            options=[
-                ("grpc.default_authority", authority or target),
-                ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
-                ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
-                # A new channel starts without the old one's reconnect pause.
-                ("grpc.use_local_subchannel_pool", 1),
-                ("grpc.max_reconnect_backoff_ms", 1000),
-                ("grpc.enable_http_proxy", 0),
-            ],
-        )
+        options = [
+            ("grpc.default_authority", authority or target),
+            ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+            ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+            # A new channel starts without the old one's reconnect pause.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.enable_http_proxy", 0),
+        ]
+        if tls is None:
+            self._channel = grpc.insecure_channel(target, options)
+        else:
+            pems = tls.pems()
+            credentials = grpc.ssl_channel_credentials(pems.roots, pems.key or None, pems.chain or None)
+            named = ("grpc.ssl_target_name_override", tls.name)  # also of who is called by an address
+            self._channel = grpc.secure_channel(target, credentials, [*options, named])
         self._stub = KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
         # Frames with page bytes stay in their wire form: see `chunk_frame`.
         self._put = self._channel.stream_stream("/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString)

@@ -18,6 +18,7 @@ from kvstore.wires.bulk import BulkWire
 from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.headroom import check_headroom
 from kvstore.wires.shm import ShmWire
+from kvstore.wires.tls import PROBE_S, client_tls, why_not
 from kvstore.wires.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Negotiation:
         self._config = config
         self._host, self._port = split_address(address)
         self._addresses = Addresses(self._host)
+        self._tls = client_tls(config, self._host)
 
     def open(self, deadline: Deadline) -> Way:
         """Raises Unavailable, DeadlineExceeded, ProtocolError or what else the node answers."""
@@ -65,7 +67,7 @@ class Negotiation:
             check_headroom()
             token = token_of(self._config)
             check_stays_private(token, self._config, found)
-            control = GrpcWire(grpc_target(found, self._port), self._address, token)
+            control = GrpcWire(grpc_target(found, self._port), self._address, self._tls, token)
         except DeadlineExceeded as error:
             raise Unavailable(str(error)) from error
         try:
@@ -73,6 +75,8 @@ class Negotiation:
                 hello = _hello(control, limit)
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
+            except Unavailable as error:
+                raise self._better_said(error, found, limit) from error
             if not hello.limits.batch_keys_max:
                 raise ProtocolError(f"{self._address} says that it takes no keys at all")
             wire, better = self._best(control, hello, found, deadline)
@@ -80,6 +84,14 @@ class Negotiation:
             control.close()
             raise
         return Way(wire, control, hello, better)
+
+    def _better_said(self, error: Unavailable, found: tuple[str, ...], limit: Deadline) -> Unavailable:
+        """Where a node can not be reached because of TLS, gRPC hardly says so."""
+        try:
+            said = why_not(found, self._port, self._tls, min(PROBE_S, limit.remaining()))
+        except DeadlineExceeded:
+            return error
+        return Unavailable(f"{self._address}: {said}") if said else error
 
     def _best(
         self, control: GrpcWire, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline
@@ -133,7 +145,7 @@ class Negotiation:
     def _bulk(self, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> Wire:
         if not hello.bulk_port:
             raise Unavailable(f"{self._address} serves no bulk wire")
-        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id, _common(hello))
+        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id, _common(hello), self._tls)
         return _tried(wire, deadline)
 
 

@@ -3,14 +3,16 @@
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from kvstore.config import split_address
+from kvstore.config import ClientConfig, split_address
 from kvstore.deadline import Deadline
-from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.errors import ConfigError, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses, grpc_target
 from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.tls import PROBE_S, client_tls, why_not
 
 WILDCARDS = ("", "0.0.0.0", "::")
 TRY_S = 2.0
@@ -46,14 +48,17 @@ def _own_address(towards: Sequence[str]) -> str:
     raise ConfigError("no address of this host is known that others could reach; name one with advertise (--advertise)")
 
 
-def check_address(address: str, instance_id: bytes, pulse: Callable[[], None], token: str = "") -> None:
-    """This node asks itself back through it. Raises ConfigError if another answers, or nobody within TRIED_S."""
+def check_address(
+    address: str, instance_id: bytes, pulse: Callable[[], None], known_by: Mapping[str, Any] | None = None
+) -> None:
+    """This node asks itself back through it. Raises ConfigError if another answers, or nobody within TRIED_S.
+    `known_by`: fields of a ClientConfig."""
     end = time.monotonic() + TRIED_S
     remedy = "name one by which the others reach it, with advertise (--advertise HOST:PORT)"
     while True:
         pulse()
         try:
-            found = _instance_at(address, token)
+            found = _instance_at(ClientConfig(address=address, **(known_by or {})))
             break
         except KVStoreError as error:
             if isinstance(error, ProtocolError) or time.monotonic() >= end:
@@ -63,11 +68,16 @@ def check_address(address: str, instance_id: bytes, pulse: Callable[[], None], t
         raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
 
 
-def _instance_at(address: str, token: str) -> bytes:
-    host, port = split_address(address)
+def _instance_at(config: ClientConfig) -> bytes:
+    host, port = split_address(config.address)
     limit = Deadline(TRY_S)
-    wire = GrpcWire(grpc_target(Addresses(host).resolve(limit), port), address, token)
+    tls, found = client_tls(config, host), Addresses(host).resolve(limit)
+    wire = GrpcWire(grpc_target(found, port), config.address, tls, config.token)
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
+    except Unavailable as error:
+        if said := why_not(found, port, tls, PROBE_S):
+            raise Unavailable(said) from error
+        raise
     finally:
         wire.close()

@@ -1,11 +1,13 @@
 """Links from a member to the others: one to each, made when it is first needed, over the bulk wire."""
 
 import threading
+from typing import Any
 
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
 from kvstore.errors import Unavailable
 from kvstore.link import NodeLink
+from node.config import NodeConfig
 from node.peers.membership import Membership
 
 CONNECTIONS_MAX = 4  # of each link
@@ -14,13 +16,22 @@ CONNECT_TIMEOUT_S = 2.0
 BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 
+def known_by(config: NodeConfig) -> dict[str, Any]:
+    """Fields of a ClientConfig for connections to other members: this node's token and its own certificate. Without TLS
+    it was told to be insecure, or is for its own host."""
+    known: dict[str, Any] = {"token": config.token, "insecure": True}
+    if config.tls_cert:
+        known |= {"tls_ca": config.members_ca, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
+    return known
+
+
 class PeerLinks:
     """Thread-safe. Links to who is no member any more, or has another address now, are closed."""
 
-    def __init__(self, membership: Membership, token: str = "") -> None:
-        """`token`: who this node is, to the others."""
-        self._token = token
+    def __init__(self, membership: Membership, config: NodeConfig | None = None) -> None:
+        """`config`: of this node, which says how the others know it; None: nobody asks."""
         self._membership = membership
+        self._known_by = known_by(config) if config is not None else {}
         self._lock = threading.Lock()  # held for moments
         self._addresses: dict[str, str] = {}  # of the others, by id
         self._links: dict[str, NodeLink] = {}
@@ -38,13 +49,12 @@ class PeerLinks:
                 config = ClientConfig(
                     address=address,
                     direct=True,
-                    token=self._token,
-                    insecure=True,  # as this node was told to be, or it would not be of a cluster
                     wire="bulk",
                     timeout_s=TIMEOUT_S,
                     connect_timeout_s=CONNECT_TIMEOUT_S,
                     connections_max=CONNECTIONS_MAX,
                     backoff_s_max=BACKOFF_S_MAX,
+                    **self._known_by,
                 )
                 link = self._links[member] = NodeLink(address, config)
             return link

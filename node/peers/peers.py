@@ -35,7 +35,7 @@ class Peers:
         self.membership = membership
         self._tier = tier
         tier.eviction.copy_nbytes_max = int(config.ram_nbytes * config.copies_share)
-        self.links = links = PeerLinks(membership, config.token)
+        self.links = links = PeerLinks(membership, config)
         self.couriers = Couriers(
             membership, links, tier, view, config.hand_over_queue_nbytes, config.hand_over_nbytes_per_s
         )

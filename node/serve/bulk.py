@@ -9,34 +9,64 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import Exhausted, ProtocolError
+from kvstore.errors import Exhausted, KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
-from node.serve.connections import BACKLOG, Connection, ConnectionServer, caller_at
+from kvstore.wires.tls_frames import TlsFrameSocket
+from node.serve.connections import Connection, caller_at
+from node.serve.doors import BACKLOG, ConnectionServer
 from node.serve.limits import cap, peer_of
 from node.serve.pace import Pace
 from node.serve.service import Service
 from node.serve.session import Session
+from node.tls import Certificates, Shown, shown_by
 
 
 class BulkServer(ConnectionServer):
     """Listens from the constructor on; `start` begins to serve."""
 
-    def __init__(self, host: str, port: int, service: Service, stall_s: float, connections_max: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        service: Service,
+        stall_s: float,
+        connections_max: int,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """`certificates`: None: without TLS."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         what = cap("bulk connections", connections_max, "use fewer per client, or raise sessions_max")
         super().__init__("bulk", listener, stall_s, what)
         self.port: int = listener.getsockname()[1]
         self._service = service
+        self._certificates = certificates
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
         name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]))
-        return BulkConnection(FrameSocket(sock), name, caller, self._service, self._stall_s)
+        frames = FrameSocket(sock) if self._certificates is None else TlsFrameSocket(sock, self._certificates.context)
+        return BulkConnection(frames, name, caller, self._service, self._stall_s)
+
+    def refuse(self, sock: socket.socket, error: KVStoreError) -> None:
+        """What is said to who has not greeted in TLS would be none."""
+        if self._certificates is None:
+            super().refuse(sock, error)
+        else:
+            sock.close()
 
 
 class BulkConnection(Connection):
     """A transfer that stalls or trickles (`Pace`) ends the connection."""
+
+    @property
+    def shown(self) -> Shown | None:
+        """The client's certificate, once it has greeted; None: it showed none."""
+        return shown_by(self.socket.certificate)
+
+    def greet(self) -> tuple[bytes, int]:
+        self.socket.handshake()
+        return super().greet()
 
     def transfer(self, session: Session, op: str, request: Any) -> bool:
         if op == "put":

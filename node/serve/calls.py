@@ -20,6 +20,7 @@ from node.access.access import Access
 from node.access.caller import Caller, nobody
 from node.access.gate import Gate
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
+from node.tls import shown_to_grpc
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -163,8 +164,8 @@ def _principal(context: Any, access: Access) -> Principal:
     for name, value in context.invocation_metadata() or ():
         if name == "authorization":
             return access.of_bearer(value)
-    names = [name.decode(errors="replace") for name in context.peer_identities() or ()]
-    return access.of_certificate(names) if names else nobody()
+    shown = shown_to_grpc(context.auth_context())
+    return access.of_certificate(shown.names) if shown else nobody()
 
 
 def _peer(name: str) -> str:

@@ -1,20 +1,19 @@
-"""Connections of clients that send frames, node side: accepted, served by a thread each, drained.
+"""One connection of a client that sends frames, node side, and the thread that serves it.
 
-    accept --> place --> first frame --> session --> [ request --> reply ]... --> the client hangs up, stalls,
-               full: the longest idle leaves                                      breaks the rules or must leave
+    first frame --> who it is --> session --> [ request --> reply ]... --> the client hangs up, stalls, breaks the rules
+                                                                           or must leave
 
-`node.serve.bulk` and `node.serve.shm` say what a connection does with the requests that move pages.
+`node.serve.bulk` and `node.serve.shm` say what a connection does with the requests that move pages, `node.serve.doors`
+where it comes from.
 """
 
 import abc
 import contextlib
-import logging
 import select
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -22,24 +21,33 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, Forbidden, InvalidRequest, KVStoreError, ProtocolError
 from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.wires.frames import FrameSocket, pack_fixed
+from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import status_code
 from node.access.caller import Caller
-from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
-from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
+from node.serve.descriptors import OUT_OF_DESCRIPTORS
+from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Place
 from node.serve.requests import inside
 from node.serve.service import Service
 from node.serve.session import Session
+from node.tls import Shown
 
-log = logging.getLogger(__name__)
-
-BACKLOG = 128
 SAY_LAST_S = 0.1
-DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
 HELLO_NBYTES_MAX = 4 << 10
-LEAVE_S = 1.0  # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
-LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
 Request = tuple[str, Any]
+
+
+class Door(Protocol):
+    """By which a connection came, and which is told what it does."""
+
+    def begin(self, connection: "Connection") -> bool:
+        """A request was received. False: the server stops, or this connection had to leave, and the request belongs to
+        nothing that was begun before."""
+
+    def done(self, connection: "Connection") -> bool:
+        """What was begun is finished. False: the server stops, wait for nothing more."""
+
+    def change_share(self, connection: "Connection") -> None:
+        """It is known now, and counts to another share from here on. Raises Exhausted."""
 
 
 class Connection(abc.ABC):
@@ -78,16 +86,21 @@ class Connection(abc.ABC):
         """Of who is not known yet: a hello."""
         return MESSAGE_NBYTES_MAX if self.service.gate.access.open else HELLO_NBYTES_MAX
 
+    @property
+    def shown(self) -> Shown | None:
+        """The client's certificate, once it has greeted; None: it showed none."""
+        return None
+
     def refusal(self, principal: Principal) -> str:
         """Why who is known is not let in here; empty: he is."""
         return ""
 
-    def _identify(self, server: "ConnectionServer", op: str, request: Any) -> None:
+    def _identify(self, server: Door, op: str, request: Any) -> None:
         """By the token of its hello, or its certificate. Raises Unauthenticated."""
         gate = self.service.gate
         if gate.access.open:
             return
-        who = gate.access.known_by(request.token if op == "hello" else "", ())
+        who = gate.access.known_by(request.token if op == "hello" else "", self.shown.names if self.shown else ())
         principal = gate.known(op, self.peer, who)
         if why := self.refusal(principal):
             raise Forbidden(why)
@@ -114,7 +127,7 @@ class Connection(abc.ABC):
 
     # ---- the loop ------------------------------------------------------------------------
 
-    def serve(self, server: "ConnectionServer") -> None:
+    def serve(self, server: Door) -> None:
         """Until the client closes (ConnectionError), stalls (TimeoutError) or breaks the protocol."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
@@ -147,7 +160,7 @@ class Connection(abc.ABC):
             self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
         return error
 
-    def _serve_session(self, server: "ConnectionServer", session: Session, request: Request | None) -> None:
+    def _serve_session(self, server: Door, session: Session, request: Request | None) -> None:
         while True:
             request = request or self._wait_request()
             if request is not None:
@@ -220,13 +233,13 @@ class Connection(abc.ABC):
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString(), payload_nbytes)
 
     def send_error(self, error: KVStoreError) -> None:
-        self.send("error", _message(error))
+        self.send("error", message_of(error))
 
     def say_last(self, error: KVStoreError) -> None:
         """Why this ends, to a client that may not be listening any more."""
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
-            self.socket.send_frame(pb.BulkReply(error=_message(error)).SerializeToString())
+            self.socket.send_frame(pb.BulkReply(error=message_of(error)).SerializeToString())
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:
@@ -241,158 +254,5 @@ def caller_at(sock: socket.socket, peer: str) -> Caller:
     return Caller(peer, lambda: ready(sock, select.POLLRDHUP))
 
 
-def _message(error: KVStoreError) -> pb.Error:
+def message_of(error: KVStoreError) -> pb.Error:
     return pb.Error(code=status_code(error).value[0], message=str(error))
-
-
-class ConnectionServer(abc.ABC):
-    """Accepts on a listening socket from `start` on, a thread per connection. Full means that the connection
-    leaves that has been idle for longest, of the peer that comes if that has its share."""
-
-    def __init__(self, name: str, listener: socket.socket, stall_s: float, cap: Cap) -> None:
-        self._name = name
-        self._listener = listener
-        self._listener.setblocking(False)
-        self._stall_s = stall_s
-        self._changed = threading.Condition()
-        self._connections: set[Connection] = set()
-        self._places = Places(cap)
-        self._spare = SpareDescriptor()
-        self._stopping = False
-        self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
-
-    @property
-    def count(self) -> int:
-        return len(self._connections)
-
-    @abc.abstractmethod
-    def connection(self, sock: socket.socket, address: Any) -> Connection:
-        """Makes the connection of an accepted socket."""
-
-    def start(self) -> None:
-        self._acceptor.start()
-
-    # ---- accept --------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        waiting = select.poll()  # `accept` alone would not wait when descriptors are short, but fail in a loop
-        waiting.register(self._listener, select.POLLIN)
-        while not self._stopping:
-            waiting.poll()
-            try:
-                sock, address = self._listener.accept()
-            except BlockingIOError:
-                continue  # who was there has gone again
-            except OSError as error:
-                if not self._stopping:
-                    self._accept_failed(error)
-                continue
-            try:
-                self._admit(sock, address)
-            except Exhausted as error:
-                log.info("%s: a connection is refused: %s", self._name, error)
-                _refuse(sock, error)
-            except OSError as error:  # it hung up already
-                log.info("%s: a connection could not be served: %s", self._name, error)
-                sock.close()
-            except Exception:
-                log.exception("%s: a connection could not be served", self._name)
-                sock.close()
-
-    def _accept_failed(self, error: OSError) -> None:
-        log.warning("%s: accept failed: %s", self._name, error)
-        if error.errno in OUT_OF_DESCRIPTORS:
-            self._places.drop_idle()
-            self._spare.shed(self._listener)
-        threading.Event().wait(0.05)  # one that leaves needs a moment
-
-    def _admit(self, sock: socket.socket, address: Any) -> None:
-        if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._places.drop_idle():
-            raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
-        connection = self.connection(sock, address)
-        connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
-        place.idle()  # it has said nothing yet
-        with self._changed:
-            # One leaves as fast as one comes, or their threads would add up.
-            self._changed.wait_for(lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0)
-            self._connections.add(connection)
-        thread = threading.Thread(
-            target=self._serve, args=(connection,), name=f"{self._name}-{connection.name}", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._forget(connection)
-            raise Exhausted("this node can start no more threads; raise its limit of processes") from error
-
-    def change_share(self, connection: Connection) -> None:
-        """It is known now, and counts to another share from here on. Raises Exhausted."""
-        place = self._places.enter(connection.peer, connection.socket.shutdown)
-        old, connection.place = connection.place, place
-        if old is not None:
-            old.close()
-
-    def _forget(self, connection: Connection) -> None:
-        if connection.place is not None:
-            connection.place.close()
-        with self._changed:
-            self._connections.discard(connection)
-            self._changed.notify_all()
-
-    # ---- serve ---------------------------------------------------------------------------
-
-    def _serve(self, connection: Connection) -> None:
-        try:
-            connection.serve(self)
-        except (OSError, ProtocolError) as error:
-            log.info("%s: connection of %s ended: %s", self._name, connection.name, error)
-        except Exception:
-            log.exception("%s: connection of %s failed", self._name, connection.name)
-        finally:
-            connection.close()
-            self._forget(connection)
-
-    def begin(self, connection: Connection) -> bool:
-        """A request was received. False: the server stops, or this connection had to leave, and the request
-        belongs to nothing that was begun before."""
-        with self._changed:
-            going = connection.busy or not self._stopping
-            connection.busy = True
-        return going and (connection.place is None or connection.place.busy())
-
-    def done(self, connection: Connection) -> bool:
-        """What was begun is finished. False: the server stops, wait for nothing more."""
-        with self._changed:
-            connection.busy = False
-            self._changed.notify_all()
-            stopping = self._stopping
-        if connection.place is not None:
-            connection.place.idle()
-        return not stopping
-
-    def stop(self, drain_s: float) -> None:
-        """Takes no more requests, lets running ones end within `drain_s`, then closes everything."""
-        with self._changed:
-            self._stopping = True
-            for connection in self._connections:
-                if not connection.busy:
-                    connection.socket.shutdown()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        if self._acceptor.is_alive():
-            self._acceptor.join(2.0)
-        self._listener.close()
-        self._spare.close()
-        with self._changed:
-            self._changed.wait_for(lambda: not any(c.busy for c in self._connections), drain_s)
-            for connection in self._connections:
-                connection.socket.shutdown()
-            self._changed.wait_for(lambda: not self._connections, LEAVE_S)
-
-
-def _refuse(sock: socket.socket, error: KVStoreError) -> None:
-    """Says why, as far as the socket takes it at once, and hangs up."""
-    header = pb.BulkReply(error=_message(error)).SerializeToString()
-    with contextlib.suppress(OSError), sock:
-        sock.setblocking(False)
-        sock.send(pack_fixed(len(header), 0) + header)
-        sock.shutdown(socket.SHUT_WR)

@@ -27,6 +27,7 @@ from kvstore.wires.status import status_code
 from node.garbage import refused
 from node.serve.calls import Call, address_of
 from node.serve.grpc_connections import GrpcConnections
+from node.serve.grpc_tls import server_credentials
 from node.serve.health import SERVICE_NAME as HEALTH_NAME
 from node.serve.health import Health, Reply, Request
 from node.serve.limits import (
@@ -48,6 +49,7 @@ from node.serve.put_frames import fill, part
 from node.serve.service import Service
 from node.serve.session import Session
 from node.serve.views import Views
+from node.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +97,16 @@ class GrpcServer:
     """Binds in the constructor; `start` begins to serve."""
 
     def __init__(
-        self, host: str, port: int, service: Service, threads: int, stall_s: float, connections_max: int
+        self,
+        host: str,
+        port: int,
+        service: Service,
+        threads: int,
+        stall_s: float,
+        connections_max: int,
+        certificates: Certificates | None = None,
     ) -> None:
+        """`certificates`: None: without TLS."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
@@ -105,19 +115,20 @@ class GrpcServer:
         self._servicer = Servicer(service, self._health, self._views, threads, stall_s)
         where = f"{'[' + host + ']' if ':' in host else host}:{port}"
         try:
-            self.port: int = self._run(self._bind(where, _options(connections_max)))
+            self.port: int = self._run(self._bind(where, _options(connections_max), certificates))
         except RuntimeError as error:
             self._end_loop()
             raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
         what = cap("gRPC connections", connections_max, "use fewer channels")
-        self._connections = GrpcConnections(self.port, what)
+        self._connections = GrpcConnections(self.port, what, tls=certificates is not None)
         self._servicer.hang_up = lambda name: self._connections.hang_up(*address_of(name))
 
-    async def _bind(self, where: str, options: list[tuple[str, int]]) -> int:
+    async def _bind(self, where: str, options: list[tuple[str, int]], certificates: Certificates | None) -> int:
         self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers(self._servicer.handlers())
-        port: int = self._server.add_insecure_port(where)
-        return port
+        if certificates is None:
+            return int(self._server.add_insecure_port(where))
+        return int(self._server.add_secure_port(where, server_credentials(certificates)))
 
     def _run(self, coroutine: Any, timeout_s: float | None = None) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 DESCRIPTORS_LEFT_MIN = 16  # with fewer, idle connections leave although there is room
-_ASKED_NBYTES = 200  # received of who has sent more than HTTP/2's greeting
+_ASKED_NBYTES = 200  # received of who has sent more than HTTP/2's greeting,
+_ASKED_TLS_NBYTES = 1500  # and more than that of TLS, with a small certificate
 # Of Linux's tcp_info: milliseconds since the last data sent and received, all bytes received.
 _TCP_INFO = struct.Struct("=44xI4xI72xQ")
 
@@ -36,9 +37,10 @@ class GrpcConnections:
     """A thread of its own. The sockets stay gRPC's: each is looked at and shut down through a duplicate, which
     is asked again whether it is the one that was meant."""
 
-    def __init__(self, port: int, cap: Cap) -> None:
+    def __init__(self, port: int, cap: Cap, tls: bool = False) -> None:
         self._port = port
         self._cap = cap
+        self._asked_nbytes = _ASKED_TLS_NBYTES if tls else _ASKED_NBYTES
         self._known: dict[int, _Connection | None] = {}  # by inode; None for what is no connection of gRPC
         self._spare = SpareDescriptor()
         self._stop = threading.Event()
@@ -110,7 +112,7 @@ class GrpcConnections:
         if not excess and max(counts.values(), default=0) <= self._cap.per_peer:
             return []
         leaving = []
-        for connection in sorted(there, key=lambda connection: _importance(connection.fd)):
+        for connection in sorted(there, key=lambda connection: _importance(connection.fd, self._asked_nbytes)):
             greediest = counts[connection.peer] == max(counts.values())
             if counts[connection.peer] > self._cap.per_peer or (excess > 0 and greediest):
                 counts[connection.peer] -= 1
@@ -129,7 +131,7 @@ def _duplicate(fd: int) -> socket.socket:
         raise
 
 
-def _importance(fd: int) -> tuple[bool, int]:
+def _importance(fd: int, asked_nbytes: int) -> tuple[bool, int]:
     """Who never asked for anything comes before who did, who has been idle for longer before who has not."""
     try:
         with _duplicate(fd) as sock:
@@ -137,4 +139,4 @@ def _importance(fd: int) -> tuple[bool, int]:
     except OSError:
         return True, 0  # it is none any more
     sent_ms, received_ms, received_nbytes = _TCP_INFO.unpack(info)
-    return received_nbytes > _ASKED_NBYTES, -min(sent_ms, received_ms)
+    return received_nbytes > asked_nbytes, -min(sent_ms, received_ms)

@@ -94,7 +94,9 @@ class NodeCollector:
     def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
         yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
-        yield GaugeMetricFamily("kvstore_insecure", "1: everybody who reaches this node may do all", status.insecure)
+        yield GaugeMetricFamily(
+            "kvstore_insecure", "1: strangers may read or do what they should not", bool(status.insecure)
+        )
         for name in _RAM:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         if status.HasField("disk"):
@@ -105,6 +107,7 @@ class NodeCollector:
             yield GaugeMetricFamily("kvstore_shm_clients", "Shared-memory connections", status.shm.client_count)
             text = "Pages kept because the process that left them may still write"
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
+        yield from self._of_tls(status)
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")
@@ -120,6 +123,14 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
         for name in _PEERS_COUNTERS:
             yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+
+    def _of_tls(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
+        yield GaugeMetricFamily("kvstore_tls", "1 if the node's TCP ports speak TLS", status.HasField("tls"))
+        text = "Unix time at which a certificate's time is up, by the setting that names its file"
+        expiry = GaugeMetricFamily("kvstore_certificate_expiry_seconds", text, labels=["setting"])
+        for certificate in status.tls.certificates:
+            expiry.add_metric([certificate.setting], certificate.ends_unix_s)
+        yield expiry
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from kvstore.errors import Forbidden, Unauthenticated
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor
 from node.serve.limits import SCRAPE_S_MAX, SCRAPES_MAX, Place, Places, cap, peer_of
+from node.tls import Certificates
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class _Scrape:
         self.answer = memoryview(b"")
         self.end = time.monotonic() + SCRAPE_S_MAX
         self.over = False
+        self.greeted = False  # in TLS
         self.place: Place | None = None
 
     def leave(self) -> None:
@@ -60,13 +63,15 @@ class _Scrape:
 class MetricsServer:
     """Binds in the constructor and serves from then on."""
 
-    def __init__(self, host: str, port: int, choose: Choose) -> None:
+    def __init__(self, host: str, port: int, choose: Choose, certificates: Certificates | None = None) -> None:
+        """`certificates`: None: HTTP, and no HTTPS."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=SCRAPES_MAX)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._choose = choose
         self._cached: dict[Hashable, tuple[float, bytes]] = {}  # by content type and scope: good until, answer
+        self._certificates = certificates
         self._places = Places(cap("scrapes", SCRAPES_MAX, "scrape less often"))
         self._spare = SpareDescriptor()
         self._poll = select.poll()  # which needs no descriptor
@@ -125,27 +130,39 @@ class MetricsServer:
         one connection that gets a moment."""
         with self._spare.lent(), contextlib.suppress(OSError):
             sock, address = self._listener.accept()
-            scrape = _Scrape(sock, peer_of(address[0]))
+            scrape = self._scrape(sock, peer_of(address[0]))
             end = time.monotonic() + 0.25
             waiting = select.poll()
-            waiting.register(sock, select.POLLIN)
-            sock.setblocking(False)
+            waiting.register(scrape.sock, select.POLLIN)
             while not scrape.over and (left_s := end - time.monotonic()) > 0:
                 if waiting.poll(left_s * 1000):
                     self._step(scrape, waiting)
-            sock.close()
+            scrape.close()
 
     def _admit(self, sock: socket.socket, host: str) -> None:
-        sock.setblocking(False)
-        scrape = _Scrape(sock, peer_of(host))
+        try:
+            scrape = self._scrape(sock, peer_of(host))
+        except OSError:  # it sent something that is no TLS and hung up
+            sock.close()
+            return
         scrape.place = self._places.enter(scrape.peer, scrape.leave)
         scrape.place.idle()  # all of them may be asked to leave: the oldest does if too many come
-        self._scrapes[sock.fileno()] = scrape
-        self._poll.register(sock, select.POLLIN)
+        self._scrapes[scrape.sock.fileno()] = scrape
+        self._poll.register(scrape.sock, select.POLLIN)
+
+    def _scrape(self, sock: socket.socket, peer: str) -> _Scrape:
+        sock.setblocking(False)
+        if self._certificates is None:
+            return _Scrape(sock, peer)
+        greeted = self._certificates.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return _Scrape(greeted, peer)
 
     def _step(self, scrape: _Scrape, poll: "select.poll") -> None:
         """What can be done without waiting."""
         try:
+            if isinstance(scrape.sock, ssl.SSLSocket) and not scrape.greeted:
+                scrape.sock.do_handshake()
+                scrape.greeted = True
             if not scrape.answer.nbytes:
                 self._read(scrape)
             if scrape.answer.nbytes:
@@ -153,6 +170,10 @@ class MetricsServer:
                 self._write(scrape)
         except BlockingIOError:
             return
+        except ssl.SSLWantReadError:
+            poll.modify(scrape.sock, select.POLLIN)
+        except ssl.SSLWantWriteError:
+            poll.modify(scrape.sock, select.POLLOUT)
         except OSError:
             scrape.over = True
 

@@ -80,6 +80,7 @@ class Service:
         self.bulk_port = 0
         self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
+        self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node that speaks TLS
         self.draining = False
         self._peers = peers
         self.membership = peers.membership
@@ -350,6 +351,7 @@ class Service:
             metrics_port=self.metrics_port,
             shm=self.shm_status() if self.shm_status else None,
             peers=self._peers.status(),
+            tls=self.tls_status() if self.tls_status else None,
         )
         principal = self.gate.who(caller)
         return status if principal.of_all else scoped(status, self.gate.of_his(principal, status.namespaces))

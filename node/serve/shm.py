@@ -23,7 +23,8 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.unix_sockets import DescriptorSocket
 from node.access.caller import Caller
 from node.ram.arena import Arena
-from node.serve.connections import BACKLOG, Connection, ConnectionServer, caller_at, ready
+from node.serve.connections import Connection, caller_at, ready
+from node.serve.doors import BACKLOG, ConnectionServer
 from node.serve.limits import cap
 from node.serve.replies import in_range
 from node.serve.service import Service

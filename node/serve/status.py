@@ -37,7 +37,7 @@ class Status:
             version=kvstore.__version__,
             state="DRAINING" if draining else "DEGRADED" if degraded else "SERVING",
             uptime_ms=int((time.monotonic() - self._started) * 1000),
-            insecure=self._config.is_insecure,
+            insecure=self._config.insecurity,
             pid=os.getpid(),
             rss_nbytes=self.memory.nbytes(),
             ram=self._ram(),

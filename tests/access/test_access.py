@@ -193,13 +193,16 @@ class TestAudit:
 def test_a_node_that_others_reach_asks_who_they_are(host: str) -> None:
     with pytest.raises(ConfigError, match="say --insecure by name"):
         NodeConfig(host=host)
-    assert NodeConfig(host=host, insecure=True).is_insecure
-    assert not NodeConfig(host=host, identities="x").is_insecure
+    with pytest.raises(ConfigError, match="say --insecure by name"):
+        NodeConfig(host=host, identities="x")
+    assert "may read, change and remove all" in NodeConfig(host=host, insecure=True).insecurity
+    assert "unencrypted" in NodeConfig(host=host, identities="x", insecure=True).insecurity
+    assert not NodeConfig(host=host, identities="x", tls_cert="c", tls_key="k").insecurity
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1", "localhost"])
 def test_a_node_for_its_own_host_need_not(host: str) -> None:
-    assert not NodeConfig(host=host).is_insecure
+    assert not NodeConfig(host=host).insecurity
 
 
 def test_trust_is_of_tenants() -> None:

@@ -7,29 +7,54 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from authorities import client_context, server_context
 
 from kvstore.checksum import CHUNK_NBYTES
+from kvstore.cli.authority import Authority
 from kvstore.errors import ProtocolError
 from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
+from kvstore.wires.tls_frames import TlsFrameSocket
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[FrameSocket, socket.socket]]:
+class TlsPeer(TlsFrameSocket):
+    """Sends what a socket would, over TLS."""
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        self.arm(5.0)
+        self.send(data)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def pair(request: pytest.FixtureRequest, ours: Authority) -> Iterator[tuple[FrameSocket, socket.socket]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    peer = socket.create_connection(listener.getsockname())
-    ours = FrameSocket(listener.accept()[0])
-    ours.arm(5.0)
-    yield ours, peer
-    ours.close()
+    peer: Any = socket.create_connection(listener.getsockname())
+    sock, _ = listener.accept()
+    plain = request.param == "plain"
+    server = FrameSocket(sock) if plain else TlsFrameSocket(sock, server_context(ours))
+    server.arm(5.0)
+    if not plain:
+        peer = TlsPeer(peer, client_context(ours), "localhost")
+        peer.arm(5.0)
+        greeting = threading.Thread(target=peer.handshake)
+        greeting.start()
+        server.handshake()
+        greeting.join()
+    yield server, peer
+    server.close()
     peer.close()
     listener.close()
 
 
+def frames(peer: socket.socket | TlsPeer) -> FrameSocket:
+    return peer if isinstance(peer, TlsPeer) else FrameSocket(peer)
+
+
 def test_a_frame_arrives_as_it_was_sent(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, peer = pair
-    theirs = FrameSocket(peer)
+    theirs = frames(peer)
     theirs.arm(5.0)
     payload = random.Random(4).randbytes(3 << 20)
 
@@ -206,7 +231,7 @@ def in_views(data: bytearray, sizes: list[int]) -> list[memoryview]:
 )
 def test_views_are_filled_as_they_were_sent(pair: tuple[FrameSocket, socket.socket], sizes: list[int]) -> None:
     ours, peer = pair
-    theirs = FrameSocket(peer)
+    theirs = frames(peer)
     theirs.arm(5.0)
     sent = bytearray(random.Random(6).randbytes(sum(sizes)))
 
@@ -250,7 +275,7 @@ def test_a_part_that_trickles_is_a_timeout(pair: tuple[FrameSocket, socket.socke
 
     def trickle() -> None:
         while not ended.wait(0.01):
-            peer.send(b"x")
+            peer.sendall(b"x")
 
     thread = threading.Thread(target=trickle)
     thread.start()

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore import Client, ClientConfig, KVStoreError
 from kvstore.measure.node_process import NodeProcess
-from node.serve.connections import DESCRIPTORS_LEFT_MIN
+from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
 from node.serve.metrics_server import Answer, MetricsServer
 from node.server import DESCRIPTORS_OF_SESSION, Node

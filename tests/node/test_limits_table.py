@@ -10,7 +10,7 @@ from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
 from node.serve import grpc, limits
-from node.serve.connections import DESCRIPTORS_LEFT_MIN
+from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.requests import RANGE_NBYTES
 from node.server import Node
 

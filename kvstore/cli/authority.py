@@ -1,0 +1,169 @@
+"""A certificate authority in a folder, for development and for who has no other: keys on P-256, PEM files.
+
+ca.pem  ca.key        the authority: give ca.pem to all, ca.key to nobody
+NAME.pem  NAME.key    what it signed; every key is readable by its owner alone
+"""
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvstore.errors import ConfigError
+
+CA = "ca"
+EARLIER = datetime.timedelta(minutes=5)  # valid from then on: clocks differ
+NAME_LENGTH_MAX = 64  # of a common name, in X.509
+USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+class Authority:
+    """Its certificate and key, which `found` makes and `open` reads. Raises ConfigError for a folder or files that can
+    not be used."""
+
+    def __init__(self, folder: Path, certificate: x509.Certificate, key: Any, file: str = CA) -> None:
+        self._folder, self.certificate, self._key = folder, certificate, key
+        self.path = folder / f"{file}.pem"
+
+    @classmethod
+    def found(cls, folder: Path, name: str, days: float, force: bool = False, file: str = CA) -> "Authority":
+        """A new one."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        usage = _usage(key_cert_sign=True, crl_sign=True)
+        made = (
+            _builder(_name(name), _name(name), key.public_key(), days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        _write(folder, file, made, key, force)
+        return cls(folder, made, key, file)
+
+    @classmethod
+    def open(cls, folder: Path) -> "Authority":
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / f"{CA}.pem").read_bytes())
+            key = serialization.load_pem_private_key((folder / f"{CA}.key").read_bytes(), None)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: {error.strerror}; make an authority first: kvstore certs ca"
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{folder}: {CA}.pem and {CA}.key are no certificate and key in PEM form") from error
+        if key.public_key() != certificate.public_key():
+            raise ConfigError(f"{folder}: {CA}.key is not the key of {CA}.pem")
+        return cls(folder, certificate, key)
+
+    def node(
+        self, file: str, hosts: Sequence[str], days: float, force: bool = False, since_days: float = 0.0
+    ) -> tuple[Path, Path]:
+        """(certificate, key) of a node that is reached by these names and addresses; the first is its name. To other
+        members it is a client. `since_days`: for how long it has been valid."""
+        alternatives = x509.SubjectAlternativeName([_host(host) for host in hosts])
+        made = self._issue(hosts[0], days, since_days, [_SERVER, _CLIENT], alternatives)
+        return _write(self._folder, file, *made, force)
+
+    def client(self, file: str, name: str, days: float, force: bool = False) -> tuple[Path, Path]:
+        """(certificate, key) of a client of this name."""
+        return _write(self._folder, file, *self._issue(name, days, 0.0, [_CLIENT]), force)
+
+    def _issue(
+        self,
+        name: str,
+        days: float,
+        since_days: float,
+        uses: list[x509.ObjectIdentifier],
+        alternatives: x509.SubjectAlternativeName | None = None,
+    ) -> tuple[x509.Certificate, Any]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = (
+            _builder(_name(name), self.certificate.subject, key.public_key(), days, since_days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
+        )
+        if alternatives is not None:
+            builder = builder.add_extension(alternatives, critical=False)
+        return builder.sign(self._key, hashes.SHA256()), key
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float, since_days: float = 0.0
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLIER - datetime.timedelta(days=since_days))
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(**granted: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(**{name: granted.get(name, False) for name in USAGES})
+
+
+def _name(name: str) -> x509.Name:
+    if not 0 < len(name) <= NAME_LENGTH_MAX:
+        raise ConfigError(f"name {name!r} has {len(name)} characters; a certificate's name has 1 to {NAME_LENGTH_MAX}")
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise ConfigError(f"{host!r} is neither a host's name in ASCII nor an address") from error
+
+
+def _write(folder: Path, file: str, certificate: x509.Certificate, key: Any, force: bool) -> tuple[Path, Path]:
+    """The key first, and its file is never there for others to read."""
+    if not _FILE.fullmatch(file):
+        raise ConfigError(f"{file!r} is no name of a file; use letters, digits, '.', '_' and '-'")
+    paths = folder / f"{file}.pem", folder / f"{file}.key"
+    there = [path for path in paths if path.exists()]
+    if there and not force:
+        raise ConfigError(f"{there[0]} is there already; --force replaces it")
+    form = serialization.PrivateFormat.PKCS8
+    secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(paths[1], secret, 0o600)
+        _replace(paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return paths
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """Whole or not at all: a node may be looking at it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(fd, "wb") as opened:
+        opened.write(content)
+    new.replace(path)

@@ -1,0 +1,112 @@
+"""A node's own certificate on all its ports: read at the start, and again within a second of a change.
+
+    tls_cert, tls_key, tls_client_ca --looked at each second--> gRPC | bulk | metrics: each new handshake
+                                                            --> status, a metric, warnings: until when
+
+Connections that are there stay as they are. What can not come into force does not: what was before does.
+"""
+
+import logging
+import ssl
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.certificates import PemFiles, Pems, date
+from kvstore.log_rate import LogRate
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+NEAR_END_S = 7 * 24 * 3600.0
+WARN_AGAIN_S = 6 * 3600.0
+SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a verified client certificate says of who showed it: its first common name, and all its alternative names,
+    as DNS names, addresses, URIs and mail addresses alike."""
+
+    common_name: str
+    alternatives: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.common_name, *self.alternatives)))
+
+
+class Certificates:
+    """Thread-safe. The constructor raises ConfigError for files that can not be used."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._files = PemFiles(config.tls_client_ca, config.tls_cert, config.tls_key, SETTINGS)
+        self._in_force = self._made(self._files.look())
+        self._warned_s = -WARN_AGAIN_S
+        self._warn()
+
+    @property
+    def pems(self) -> Pems:
+        """In force now."""
+        return self._in_force[0]
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For a new connection of a client."""
+        return self._in_force[1]
+
+    def look(self) -> None:
+        """Now and then (`node.access.watch`): what is good comes into force."""
+        pems = self._files.look()
+        if pems is not self.pems:
+            self._in_force = self._made(pems)
+        self._warn()
+
+    def status(self) -> pb.TlsStatus:
+        pems = self.pems
+        ends = {"tls_cert": pems.ends, "tls_client_ca": pems.roots_end}
+        return pb.TlsStatus(
+            certificates=[
+                pb.CertificateStatus(setting=name, ends_unix_s=int(end)) for name, end in ends.items() if end
+            ],
+            client_certificates=bool(pems.roots),
+            problem=self._files.problem,
+        )
+
+    @staticmethod
+    def _made(pems: Pems) -> tuple[Pems, ssl.SSLContext]:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0  # nobody resumes; a client asks an idle connection whether it is quiet
+        if pems.roots:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return pems, pems.into(context)
+
+    def _warn(self) -> None:
+        ends, now = self.pems.ends, time.monotonic()
+        if ends - time.time() < NEAR_END_S and now - self._warned_s >= WARN_AGAIN_S:
+            self._warned_s = now
+            log.warning("the certificate in tls_cert is valid until %s; renew it", date(ends))
+
+
+def shown_by(certificate: Mapping[str, Any]) -> Shown | None:
+    """Of `TlsFrameSocket.certificate`. None: the client showed none."""
+    if not certificate:
+        return None
+    subject = (pair for part in certificate.get("subject", ()) for pair in part)
+    common = next((value for kind, value in subject if kind == "commonName"), "")
+    return Shown(common, tuple(value for _, value in certificate.get("subjectAltName", ())))
+
+
+def shown_to_grpc(auth: Mapping[str, Iterable[bytes]]) -> Shown | None:
+    """Of a call's `auth_context`. None: the client showed none."""
+
+    def told(name: str) -> tuple[str, ...]:
+        return tuple(value.decode(errors="replace") for value in auth.get(name, ()))
+
+    if not auth.get("x509_pem_cert"):
+        return None
+    return Shown(next(iter(told("x509_common_name")), ""), told("x509_subject_alternative_name"))

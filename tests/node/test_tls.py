@@ -1,0 +1,230 @@
+"""A node whose ports speak TLS: right bytes over every wire, who shows which certificate, and what is told of it."""
+
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from authorities import client_context, of_client, of_node, pair
+
+from kvstore import Client, ConfigError, Namespace, opaque_layout
+from kvstore.cli.authority import Authority
+from kvstore.deadline import Deadline
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig
+from node.serve.bulk import BulkConnection
+from node.serve.calls import Call
+from node.server import Node
+from node.tls import Certificates, Shown, shown_to_grpc
+
+WIRES = ("bulk", "grpc", "shm")
+SPACE = Namespace(model="anything", layout=opaque_layout(4096))
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Any, ours: Authority) -> Node:
+    """It asks for client certificates."""
+    return start_node(**of_node(ours))
+
+
+@pytest.fixture(scope="module")
+def asking_nobody(start_node: Any, ours: Authority) -> Node:
+    return start_node(**pair(ours, "node"))
+
+
+@pytest.fixture
+def known(connect: Any, ours: Authority) -> Callable[..., Client]:
+    return lambda node, wire="bulk", **settings: connect(node, wire, **{**of_client(ours), **settings})
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("page_nbytes", [4096, 300_000])
+def test_pages_come_back_as_they_were(
+    node: Node, known: Any, make_pages: Any, request: pytest.FixtureRequest, wire: str, page_nbytes: int
+) -> None:
+    pages = make_pages(request.node.name, page_nbytes)
+    client, keys = known(node, wire), pages.keys(*range(20))
+    pages.put(client, keys)
+    assert pages.get(client, [*keys, pages.key(99)]) == [True] * 20 + [False]
+    assert client.lookup(pages.namespace, keys).prefix_pages == 20
+    assert client.wire_name == wire
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_pages_over_several_connections_and_ranges_of_pages(
+    asking_nobody: Node, connect: Any, ours: Authority, make_pages: Any, wire: str
+) -> None:
+    """A node that asks for no client certificate; the host is called by a name and checked by another."""
+    client = connect(
+        asking_nobody, wire, tls_ca=str(ours.path), tls_name="localhost", address=f"127.0.0.1:{asking_nobody.grpc.port}"
+    )
+    pages = make_pages(f"ranges over {wire}", 1 << 20)
+    keys = pages.keys(*range(6))
+    pages.put(client, keys)
+    pages.flip(asking_nobody, keys[3])
+    assert pages.get(client, keys) == [True, True, True, False, True, True]
+
+
+def test_what_a_node_speaks_is_tls_13_on_every_port(node: Node, ours: Authority) -> None:
+    context = client_context(ours, **pair(ours, "client"))
+    context.set_alpn_protocols(["h2"])
+    for port in (node.grpc.port, node.bulk.port, node.metrics.port):
+        sock = socket.create_connection(("127.0.0.1", port))
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as greeted:
+            assert greeted.version() == "TLSv1.3"
+
+
+@pytest.mark.parametrize("port", ["bulk", "metrics"])
+def test_where_we_choose_older_versions_are_refused(node: Node, ours: Authority, port: str) -> None:
+    context = client_context(ours, **pair(ours, "client"))
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection(("127.0.0.1", getattr(node, port).port)) as sock, pytest.raises(ssl.SSLError):
+        context.wrap_socket(sock, server_hostname="127.0.0.1")
+
+
+def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
+    found: list[Shown | None] = []
+    transfer = BulkConnection.transfer
+
+    def spy(self: BulkConnection, session: Any, op: str, request: Any) -> bool:
+        found.append(self.shown)
+        return transfer(self, session, op, request)
+
+    monkeypatch.setattr(BulkConnection, "transfer", spy)
+    connect(node, "bulk").open(SPACE)
+    return found[-1]
+
+
+def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
+    found: list[Shown | None] = []
+    request = Call.request
+
+    async def spy(self: Call, messages: Any) -> Any:
+        found.append(shown_to_grpc(self.context.auth_context()))
+        return await request(self, messages)
+
+    monkeypatch.setattr(Call, "request", spy)
+    connect(node, "grpc").open(SPACE)
+    return found[-1]
+
+
+@pytest.mark.parametrize("shown", [shown_at_bulk, shown_at_grpc])
+def test_whose_certificate_was_shown_is_known(
+    node: Node,
+    asking_nobody: Node,
+    connect: Any,
+    known: Any,
+    ours: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    shown: Any,
+) -> None:
+    assert shown(known, node, monkeypatch) == Shown("team-a", ())
+    as_node = {**pair(ours, "node"), "tls_ca": str(ours.path)}
+    seen = shown(lambda node, wire: connect(node, wire, **as_node), node, monkeypatch)
+    assert seen.common_name == "localhost"
+    assert set(seen.alternatives) >= {"localhost", "127.0.0.1"}
+    assert shown(known, asking_nobody, monkeypatch) is None
+
+
+def scrape(node: Node, ours: Authority) -> str:
+    url, context = f"https://127.0.0.1:{node.metrics.port}/metrics", client_context(ours, **pair(ours, "client"))
+    with urllib.request.urlopen(url, context=context, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_over_https_tell_until_when_certificates_are_valid(node: Node, ours: Authority) -> None:
+    lines = dict(line.rsplit(" ", 1) for line in scrape(node, ours).splitlines() if not line.startswith("#"))
+    assert lines["kvstore_tls"] == "1.0"
+    left_s = float(lines['kvstore_certificate_expiry_seconds{setting="tls_cert"}']) - time.time()
+    assert 9 * 86400 < left_s < 11 * 86400
+    assert 'kvstore_certificate_expiry_seconds{setting="tls_client_ca"}' in lines
+
+
+def test_status_tells_of_tls(node: Node, asking_nobody: Node, known: Any, connect: Any, ours: Authority) -> None:
+    tls = known(node).node_status().tls
+    assert tls.client_certificates
+    assert [one.setting for one in tls.certificates] == ["tls_cert", "tls_client_ca"]
+    assert not connect(asking_nobody, tls_ca=str(ours.path)).node_status().tls.client_certificates
+
+
+def test_a_node_without_tls_says_so(start_node: Any, connect: Any) -> None:
+    assert not connect(start_node()).node_status().HasField("tls")
+
+
+def test_a_certificate_near_its_end_is_warned_of(
+    ours: Authority, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    ours.node("soon", ["localhost"], 2.0, force=True)
+    certificates = Certificates(NodeConfig(**pair(ours, "soon")))
+    certificates.look()
+    assert caplog.text.count("the certificate in tls_cert is valid until") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tls_cert": "a"}, "tls_cert and tls_key are given together"),
+        ({"tls_client_ca": "a"}, "tls_client_ca and tls_ca need tls_cert and tls_key"),
+        ({"tls_ca": "a"}, "tls_client_ca and tls_ca need tls_cert and tls_key"),
+        (
+            {"tls_cert": "a", "tls_key": "b", "cluster": "static:c/n1=h:1", "member": "n1"},
+            "a node of a cluster with tls_cert needs tls_ca",
+        ),
+    ],
+)
+def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        NodeConfig(**settings)
+
+
+def test_a_node_whose_files_are_no_good_does_not_start(ours: Authority, strangers: Authority) -> None:
+    config = NodeConfig(tls_cert=pair(ours, "node")["tls_cert"], tls_key=pair(strangers, "node")["tls_key"])
+    with pytest.raises(ConfigError, match=r"tls_key=.* is not the key of the certificate in tls_cert="):
+        Node(config)
+
+
+def test_the_standard_health_service_speaks_tls(node: Node, ours: Authority) -> None:
+    files = [ours.path, *reversed(pair(ours, "client").values())]
+    credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in files))
+    with grpc.secure_channel(f"localhost:{node.grpc.port}", credentials) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=20) == b"\x08\x01"  # SERVING
+
+
+def test_members_of_a_cluster_speak_tls_with_each_other(start_node: Any, known: Any, ours: Authority) -> None:
+    """Each fetches from the other what it does not own."""
+    ports = free_ports(2)
+    members = ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
+    nodes = [
+        start_node(**of_node(ours), cluster=f"static:tls/{members}", member=f"n{number}", port=port)
+        for number, port in enumerate(ports)
+    ]
+    links = [node.peers.links.link(f"n{1 - number}") for number, node in enumerate(nodes)]
+    request = pb.HelloRequest()
+    for link, other in zip(links, reversed(nodes), strict=True):
+        reply = link.run(lambda one, deadline: one.wire.call("hello", request, deadline), None, Deadline(20.0))
+        assert reply.instance_id == other.service.instance_id
+        assert link.wire_name == "bulk"
+
+
+def free_ports(count: int) -> list[int]:
+    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in socks]
+    for sock in socks:
+        sock.close()
+    return ports
+
+
+def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet: Any, ours: Authority) -> None:
+    node = fleet("n1", **of_node(ours))
+    assert node.membership.view.members[0].id == "n1"
+    ours.node("elsewhere", ["elsewhere.example.org"], 10, force=True)
+    with pytest.raises(
+        ConfigError, match=r"does not reach itself at 127.0.0.1:\d+: the node's certificate does not name"
+    ):
+        fleet("n2", **{**of_node(ours), **pair(ours, "elsewhere")})

@@ -1,0 +1,185 @@
+"""Who is kept out by TLS is told why and what to do, whatever wire it wanted; no call ever goes on in plain text."""
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+from authorities import HERE, client_context, of_client, of_node, pair
+from waiting import wait_until
+
+from kvstore import ClientConfig, Unavailable
+from kvstore.cli.authority import Authority
+from kvstore.deadline import Deadline
+from kvstore.wires.bulk import BulkWire
+from node.server import Node
+
+WIRES = ("bulk", "grpc", "auto")
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Any, ours: Authority) -> Node:
+    return start_node(**of_node(ours))
+
+
+@pytest.fixture(scope="module")
+def plain(start_node: Any) -> Node:
+    return start_node()
+
+
+def told(connect: Any, node: Node, wire: str, **settings: Any) -> str:
+    """How a call fails."""
+    client = connect(node, wire, **settings)
+    with pytest.raises(Unavailable) as failed:
+        client.node_status()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, connect: Any, wire: str) -> None:
+    assert "the node speaks TLS; name the authority of its certificate with tls_ca" in told(connect, node, wire)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_client_with_tls_does_not_speak_plainly(plain: Node, connect: Any, ours: Authority, wire: str) -> None:
+    said = told(connect, plain, wire, **of_client(ours))
+    assert "the other side speaks no TLS; start the node with --tls-cert and --tls-key" in said
+
+
+def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(plain: Node, ours: Authority) -> None:
+    wire = BulkWire("127.0.0.1", plain.bulk.port, ClientConfig(**of_client(ours)))
+    with pytest.raises(Unavailable, match="the other side speaks no TLS"):
+        wire.connect(Deadline(20.0))
+    wire.close()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_authority_that_the_client_does_not_believe(
+    node: Node, connect: Any, ours: Authority, strangers: Authority, wire: str
+) -> None:
+    said = told(connect, node, wire, **pair(ours, "client"), tls_ca=str(strangers.path))
+    assert f"the node's certificate is not from an authority in tls_ca={strangers.path}" in said
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_name_that_the_certificate_does_not_have(node: Node, connect: Any, ours: Authority, wire: str) -> None:
+    said = told(connect, node, wire, **of_client(ours), tls_name="elsewhere")
+    assert "the node's certificate does not name elsewhere; call it by a name that it has, or set tls_name" in said
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_client_that_shows_no_certificate(node: Node, connect: Any, ours: Authority, wire: str) -> None:
+    assert "asks for client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
+        connect, node, wire, tls_ca=str(ours.path)
+    )
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_certificate_that_the_node_does_not_believe(
+    node: Node, connect: Any, ours: Authority, strangers: Authority, wire: str
+) -> None:
+    said = told(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
+    assert f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an authority in its" in said
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ("nothing", "the node asks for a client certificate"),
+        ("strange", "the node does not know the authority of tls_cert="),
+    ],
+)
+def test_over_bulk_alone_the_node_says_itself_what_is_wrong(
+    node: Node, ours: Authority, strangers: Authority, shown: str, said: str
+) -> None:
+    files = pair(strangers, "client") if shown == "strange" else {}
+    wire = BulkWire("127.0.0.1", node.bulk.port, ClientConfig(tls_ca=str(ours.path), **files))
+    with pytest.raises(Unavailable, match=said):
+        wire.connect(Deadline(20.0))
+    wire.close()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_node_whose_certificate_has_expired_meanwhile(
+    start_node: Any, connect: Any, ours: Authority, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not start with one; it may grow old."""
+    ours.node("old", HERE, -0.5, force=True, since_days=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.certificates._check_dates", lambda *_: None)
+        node = start_node(**pair(ours, "old"))
+        said = told(connect, node, wire, tls_ca=str(ours.path))
+    assert "the node's certificate has expired; renew it, or set this host's clock" in said
+
+
+GREETINGS = {
+    "nothing": b"",
+    "half a handshake": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40),
+    "plain frames": b"KV\x04\x00" + bytes(60),
+    "HTTP": b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n",
+    "garbage": bytes(range(256)) * 8,
+    "a record of wrong length": b"\x16\x03\x03\xff\xff" + bytes(2000),
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS)
+def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
+    node: Node, connect: Any, ours: Authority, make_pages: Any, greeting: str
+) -> None:
+    """On all three ports: who greets rightly is served meanwhile, over new connections, too."""
+    ports = [node.bulk.port, node.grpc.port, node.metrics.port]
+    hanging = [socket.create_connection(("127.0.0.1", ports[number % 3])) for number in range(100)]
+    try:
+        for sock in hanging:
+            sock.sendall(GREETINGS[greeting])
+        pages = make_pages(f"after {greeting}")
+        for wire in ("bulk", "grpc"):
+            client = connect(node, wire, **of_client(ours))
+            pages.put(client, pages.keys(1, 2))
+            assert all(pages.get(client, pages.keys(1, 2)))
+        context = client_context(ours, **pair(ours, "client"))
+        with context.wrap_socket(
+            socket.create_connection(("127.0.0.1", node.metrics.port)), server_hostname="localhost"
+        ) as scrape:
+            scrape.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert scrape.recv(15) == b"HTTP/1.0 200 OK"
+    finally:
+        for sock in hanging:
+            sock.close()
+    wait_until(lambda: node.bulk.count <= 2)
+
+
+def test_who_says_nothing_after_the_greeting_leaves_for_others(
+    start_node: Any, ours: Authority, connect: Any, make_pages: Any
+) -> None:
+    node = start_node(**of_node(ours), sessions_max=8)
+    context = client_context(ours, **pair(ours, "client"))
+    silent = [
+        context.wrap_socket(socket.create_connection(("127.0.0.1", node.bulk.port)), server_hostname="localhost")
+        for _ in range(20)
+    ]
+    pages = make_pages("among the silent")
+    pages.put(connect(node, "bulk", **of_client(ours)), pages.keys(1))
+    for sock in silent:
+        sock.close()
+
+
+def test_a_certificate_is_asked_for_in_each_connections_own_thread(node: Node, ours: Authority, connect: Any) -> None:
+    """One that greets as slowly as it may holds up nobody who is accepted after it."""
+    slow = socket.create_connection(("127.0.0.1", node.bulk.port))
+    stop = threading.Event()
+
+    def trickle() -> None:
+        for byte in GREETINGS["half a handshake"]:
+            slow.sendall(bytes([byte]))
+            if stop.wait(0.02):
+                return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        assert connect(node, "bulk", **of_client(ours)).node_status().state == "SERVING"
+    finally:
+        stop.set()
+        thread.join()
+        slow.close()

@@ -1,0 +1,193 @@
+"""Certificates and authorities replaced while a node is used: no call fails, and nobody is kept who should not be."""
+
+import shutil
+import socket
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authorities import client_context, found, pair
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig, Unavailable
+from kvstore.cli.authority import Authority
+from kvstore.wires.tls import ClientTls
+from node.server import Node
+
+WIRES = ("bulk", "grpc")
+
+
+class Files:
+    """What a node and its clients are told to use, each replaced as a whole."""
+
+    def __init__(self, folder: Path, authority: Authority) -> None:
+        self._folder = folder
+        self.node = {"tls_cert": self._path("node.pem"), "tls_key": self._path("node.key")}
+        self.client = {"tls_cert": self._path("client.pem"), "tls_key": self._path("client.key")}
+        self.ca = self._path("ca.pem")
+        self.trust(authority)
+        self.show(authority)
+
+    def _path(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def trust(self, *authorities: Authority) -> None:
+        """On both sides."""
+        self.put(self.ca, b"".join(authority.path.read_bytes() for authority in authorities))
+
+    def show(self, authority: Authority) -> None:
+        """On both sides, certificates of this authority."""
+        for name, side in (("node", self.node), ("client", self.client)):
+            for source, target in zip(pair(authority, name).values(), side.values(), strict=True):
+                self.put(target, Path(source).read_bytes())
+
+    def put(self, path: str, content: bytes) -> None:
+        new = Path(path + ".new")
+        new.touch(0o600)
+        new.write_bytes(content)
+        new.replace(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path, ours: Authority) -> Files:
+    return Files(tmp_path, ours)
+
+
+@pytest.fixture
+def node(start_node: Any, files: Files) -> Node:
+    return start_node(**files.node, tls_client_ca=files.ca)
+
+
+class Load:
+    """Verified puts and gets, over connections that stay and over new ones, until it ends. No call may fail."""
+
+    def __init__(self, node: Node, wire: str, files: Files, make_pages: Any) -> None:
+        config = {"wire": wire, "tls_ca": files.ca, **files.client, "timeout_s": 30.0, "connect_timeout_s": 20.0}
+        self._config = ClientConfig(address=f"127.0.0.1:{node.grpc.port}", **config)
+        self._pages = make_pages(f"load over {wire}")
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(fresh,)) for fresh in (True, False)]
+        self.rounds = [0, 0]
+        self.failed: list[BaseException] = []
+
+    def _run(self, fresh: bool) -> None:
+        try:
+            with Client(self._config) as kept:
+                while not self._stop.wait(0.005):
+                    client = Client(self._config) if fresh else kept
+                    keys = self._pages.keys(fresh, 2 + self.rounds[fresh] % 100)
+                    self._pages.put(client, keys)
+                    assert all(self._pages.get(client, keys))
+                    self.rounds[fresh] += 1
+                    if fresh:
+                        client.close()
+        except BaseException as error:  # noqa: BLE001 -- raised again in the test's thread
+            self.failed.append(error)
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        self.go_on()
+        return self
+
+    def go_on(self) -> None:
+        """Until both have done more, over connections made from now on."""
+        wanted = [count + 3 for count in self.rounds]
+        wait_until(lambda: self.failed or all(a >= b for a, b in zip(self.rounds, wanted, strict=True)))
+        if self.failed:
+            raise self.failed[0]
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self.failed:
+            raise self.failed[0]
+
+
+def serial_at(port: int, authority: Authority, files: Files) -> str:
+    """Of the certificate that a port of the node shows now."""
+    context = client_context(authority, **files.client)
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="localhost") as greeted:
+        return str((greeted.getpeercert() or {})["serialNumber"])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_nodes_certificate_is_renewed_under_load(
+    node: Node, files: Files, ours: Authority, make_pages: Any, wire: str
+) -> None:
+    ports = (node.bulk.port, node.grpc.port, node.metrics.port)
+    with Load(node, wire, files, make_pages) as load:
+        for _ in range(3):
+            before = serial_at(ports[0], ours, files)
+            ours.node("node", ["localhost", "127.0.0.1"], 10, force=True)
+            files.show(ours)
+            wait_until(lambda before=before: all(serial_at(port, ours, files) != before for port in ports))
+            load.go_on()
+        assert len({serial_at(port, ours, files) for port in ports}) == 1
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_authority_is_replaced_under_load(
+    node: Node, files: Files, ours: Authority, tmp_path: Path, make_pages: Any, wire: str
+) -> None:
+    """Both are believed for a while; then who still shows a certificate of the old one is kept out."""
+    new = found(tmp_path / "new", "new")
+    with Load(node, wire, files, make_pages) as load:
+        files.trust(ours, new)
+        certificates = node.certificates
+        assert certificates is not None
+        wait_until(lambda: certificates.pems.roots.count(b"BEGIN") == 2)
+        load.go_on()
+        files.show(new)
+        expected = Path(pair(new, "node")["tls_cert"]).read_bytes().strip()
+        wait_until(lambda: certificates.pems.chain == expected)
+        load.go_on()
+        files.trust(new)
+        wait_until(lambda: certificates.pems.roots.count(b"BEGIN") == 1)
+        load.go_on()
+    old = ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, tls_ca=files.ca, **pair(ours, "client"))
+    with Client(old) as client, pytest.raises(Unavailable, match="not from an authority in its --tls-client-ca"):
+        client.node_status()
+
+
+def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
+    node: Node, files: Files, ours: Authority, strangers: Authority, make_pages: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def problem() -> str:
+        assert node.certificates is not None
+        return node.certificates.status().problem
+
+    before = serial_at(node.bulk.port, ours, files)
+    with Load(node, "bulk", files, make_pages) as load:
+        shutil.copy(pair(strangers, "node")["tls_key"], files.node["tls_key"])
+        wait_until(lambda: "is not the key of the certificate" in problem())
+        load.go_on()
+        assert serial_at(node.bulk.port, ours, files) == before
+        assert "what was read before stays in force" in caplog.text
+        files.show(ours)
+        wait_until(lambda: not problem())
+        load.go_on()
+
+
+def test_connections_that_are_there_outlive_a_renewal(node: Node, files: Files, ours: Authority, connect: Any) -> None:
+    client = connect(node, "bulk", tls_ca=files.ca, **files.client)
+    client.node_status()
+    before = serial_at(node.bulk.port, ours, files)
+    ours.node("node", ["localhost", "127.0.0.1"], 10, force=True)
+    files.show(ours)
+    wait_until(lambda: serial_at(node.bulk.port, ours, files) != before)
+    client.node_status()
+    assert client.stats.connects == 1
+
+
+def test_a_client_takes_up_what_it_is_to_show_with_its_next_connection(files: Files, ours: Authority) -> None:
+    tls = ClientTls(ClientConfig(tls_ca=files.ca, **files.client), "localhost")
+    first = tls.context()
+    assert tls.context() is first
+    ours.client("client", "team-b", 10, force=True)
+    files.show(ours)
+    assert tls.context() is not first
+    assert isinstance(first, ssl.SSLContext)
