@@ -44,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         if meta.get("secret"):
             continue
         if field.default is False:
-            parser.add_argument("--" + field.name, nargs="?", const="true", metavar="true", help=meta["help"])
+            parser.add_argument(
+                "--" + field.name, nargs="?", const="true", metavar="true", help=f"{meta['help']} (default False)"
+            )
             continue
         limits = ", ".join(meta["choices"]) if meta["choices"] else f"{meta['low']}..{meta['high']}"
         limits = "" if limits == "None..None" else f"; {limits}"

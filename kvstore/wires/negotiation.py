@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from kvstore.config import PROTOCOL_VERSION, ClientConfig, speaks, split_address
 from kvstore.credentials import check_stays_private, token_of
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, ProtocolError, Unavailable
+from kvstore.errors import DeadlineExceeded, Forbidden, ProtocolError, Unauthenticated, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses, grpc_target
 from kvstore.wires.bulk import BulkWire
@@ -135,6 +135,11 @@ class Negotiation:
         wire = ShmWire(hello.shm_socket, hello.instance_id, self._config, _common(hello))
         try:
             return _tried(wire, deadline)
+        except (Unauthenticated, Forbidden) as error:  # it asks for a token, also of who has a certificate
+            if self._config.wire == "shm":
+                raise Unavailable(f"{self._address} serves no shared memory to this client: {error}") from error
+            log.info("%s: no shared memory: %s", self._address, error)
+            return None
         except ProtocolError as error:  # whoever listens there: the node itself was asked and is all right
             raise Unavailable(f"{hello.shm_socket}: {error}") from error
         except Unavailable:

@@ -53,13 +53,13 @@ class Access:
             return EVERYBODY
         return _valid(self._identities.tokens.get(token_hash(token)), "token")
 
-    def of_bearer(self, authorization: str) -> Principal:
-        """Of the value of that header. Raises Unauthenticated."""
+    def of_headers(self, authorization: str, names: Sequence[str]) -> Principal:
+        """By the value of that header, if there is one, or else by a certificate. Raises Unauthenticated."""
         if self.open:
             return EVERYBODY
-        scheme, _, token = authorization.partition(" ")
         if not authorization:
-            return nobody()
+            return self.of_certificate(names) if names else nobody()
+        scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
             raise Unauthenticated("the authorization is no bearer token")
         return self.of_token(token.strip())

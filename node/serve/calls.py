@@ -17,7 +17,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.identities import Principal
 from kvstore.threads import begun
 from node.access.access import Access
-from node.access.caller import Caller, nobody
+from node.access.caller import Caller
 from node.access.gate import Gate
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
 from node.tls import shown_to_grpc
@@ -163,9 +163,9 @@ def _principal(context: Any, access: Access) -> Principal:
     """By a bearer token, or else by the certificate of the connection."""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization":
-            return access.of_bearer(value)
+            return access.of_headers(value, ())
     shown = shown_to_grpc(context.auth_context())
-    return access.of_certificate(shown.names) if shown else nobody()
+    return access.of_headers("", shown.names if shown else ())
 
 
 def _peer(name: str) -> str:

@@ -10,7 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from kvstore.cluster.view import REGISTRIES
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import Caller
-from node.serve.metrics_server import Answer, Choose
+from node.serve.metrics_server import Answer, Asker, Choose
 from node.serve.service import Service
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -172,10 +172,10 @@ def _counter(
 def metrics_text(service: Service) -> Choose:
     """What tells the metrics: to whom, as which content type, and what makes the text."""
 
-    def choose(headers: Mapping[str, str], peer: str) -> Answer:
+    def choose(headers: Mapping[str, str], asker: Asker) -> Answer:
         gate, authorization = service.gate, headers.get("authorization", "")
-        who = gate.known("metrics", peer, lambda: gate.access.of_bearer(authorization))
-        caller = Caller(peer, who=lambda: who)
+        who = gate.known("metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names))
+        caller = Caller(asker.peer, who=lambda: who)
         gate.admit("metrics", None, caller)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(NodeCollector(service, caller))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvstore.errors import Forbidden, Unauthenticated
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor
 from node.serve.limits import SCRAPE_S_MAX, SCRAPES_MAX, Place, Places, cap, peer_of
-from node.tls import Certificates
+from node.tls import Certificates, shown_by
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,15 @@ class Answer(NamedTuple):
     body: Callable[[], bytes]
 
 
-# From the head of a request, and whose it is. Raises Unauthenticated or Forbidden.
-Choose = Callable[[Mapping[str, str], str], Answer]
+class Asker(NamedTuple):
+    """`names`: of its certificate."""
+
+    peer: str
+    names: tuple[str, ...]
+
+
+# From the head of a request, and who sent it. Raises Unauthenticated or Forbidden.
+Choose = Callable[[Mapping[str, str], Asker], Answer]
 
 
 class _Scrape:
@@ -181,7 +188,7 @@ class MetricsServer:
         data = scrape.sock.recv(_HEAD_NBYTES_MAX)
         scrape.head += data
         if b"\r\n\r\n" in scrape.head:
-            scrape.answer = memoryview(self._answer(scrape.head, scrape.peer))
+            scrape.answer = memoryview(self._answer(scrape.head, Asker(scrape.peer, _names(scrape.sock))))
         elif not data or len(scrape.head) > _HEAD_NBYTES_MAX:
             scrape.over = True
 
@@ -189,7 +196,7 @@ class MetricsServer:
         scrape.answer = scrape.answer[scrape.sock.send(scrape.answer) :]
         scrape.over = not scrape.answer.nbytes
 
-    def _answer(self, head: bytes, peer: str) -> bytes:
+    def _answer(self, head: bytes, asker: Asker) -> bytes:
         lines = head.decode("latin-1").split("\r\n")
         method = lines[0].partition(" ")[0]
         if method not in ("GET", "HEAD"):
@@ -197,7 +204,7 @@ class MetricsServer:
         named = (line.partition(":") for line in lines[1:])
         headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
         try:
-            text = self._text(self._choose(headers, peer))
+            text = self._text(self._choose(headers, asker))
         except Unauthenticated as error:
             return _http("401 Unauthorized", "text/plain", f"{error}\n".encode(), "WWW-Authenticate: Bearer\r\n")
         except Forbidden as error:
@@ -215,6 +222,11 @@ class MetricsServer:
                 self._cached.clear()
             self._cached[key] = (now + _AGE_FACTOR * (now - began), text)
         return text
+
+
+def _names(sock: socket.socket) -> tuple[str, ...]:
+    shown = shown_by(sock.getpeercert() or {}) if isinstance(sock, ssl.SSLSocket) else None
+    return shown.names if shown else ()
 
 
 def _http(status: str, content_type: str, body: bytes, more: str = "") -> bytes:

@@ -15,8 +15,7 @@ from fleets import SMALL
 from fleets import etcd as etcd
 from fleets import fleet as fleet
 
-from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
-from kvstore.measure.content import page_content
+from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
 from node.config import NodeConfig
@@ -32,6 +31,7 @@ from node.slots import SlotAllocator
 
 sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
 from fleet import MB, renewed
+from known_pages import Pages
 
 StartNode = Callable[..., Node]
 STALL_S = 0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears
@@ -96,40 +96,6 @@ def settle(node: Node, sessions: int | None = 0) -> None:
     tier = node.tier
     assert quiet(), f"{tier.held_count=} {tier.writing_count=} {node.sessions.count=}, wanted {sessions}"
     assert node.check() == []
-
-
-class Pages:
-    """Pages of one namespace whose bytes follow from their keys."""
-
-    def __init__(self, name: str, page_nbytes: int = 4096, **fields: Any) -> None:
-        self.namespace = Namespace(model=name, layout=opaque_layout(page_nbytes), **fields)
-        self.nbytes = page_nbytes
-
-    def key(self, number: int) -> bytes:
-        return number.to_bytes(32, "big")
-
-    def keys(self, *numbers: int) -> list[bytes]:
-        return [self.key(number) for number in numbers]
-
-    def content(self, key: bytes) -> bytes:
-        return page_content(self.namespace.digest, key, self.nbytes)
-
-    def put(self, client: Client, keys: Sequence[bytes]) -> list[PutOutcome]:
-        return client.put(self.namespace, keys, [self.content(key) for key in keys])
-
-    def get(self, client: Client, keys: Sequence[bytes]) -> list[bool]:
-        """Reads and compares every byte of every hit."""
-        buffers = [bytearray(self.nbytes) for _ in keys]
-        hits = client.get(self.namespace, keys, buffers)
-        for key, hit, buffer in zip(keys, hits, buffers, strict=True):
-            assert not hit or buffer == self.content(key), f"wrong bytes under {key.hex()}"
-        return hits
-
-    def flip(self, node: Node, key: bytes) -> None:
-        """A bit of the page's first byte in RAM."""
-        with Inventory(node.tier).inspected(self.namespace.digest, key) as page:
-            assert page is not None
-            node.arena.view(page.offset, 1)[0] ^= 1
 
 
 @pytest.fixture

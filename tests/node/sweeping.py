@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import Pages
 from fleet import tell as tell_all
 from fleet import view_of
+from known_pages import Pages
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig

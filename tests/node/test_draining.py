@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import Pages
 from fleet import plant
+from known_pages import Pages
 from sweeping import NUMBERS, named, of, sweep
 from sweeping import alone as alone
 from sweeping import fleet as fleet

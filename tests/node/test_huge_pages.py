@@ -12,6 +12,7 @@ import pytest
 from kvstore.wires.arena_map import ArenaMap
 from node.ram.arena import Arena, huge_nbytes
 from node.serve.metrics import metrics_text
+from node.serve.metrics_server import Asker
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 HUGE = 2 << 20
@@ -63,4 +64,4 @@ def test_status_and_metrics_tell(start_node: Any, connect: Any, monkeypatch: pyt
     node = start_node()
     monkeypatch.setattr(node.arena, "huge_nbytes", 6 << 20)
     assert connect(node).node_status().ram.huge_nbytes == 6 << 20
-    assert b"kvstore_ram_huge_bytes 6.291456e+06" in metrics_text(node.service)({}, "me").body()
+    assert b"kvstore_ram_huge_bytes 6.291456e+06" in metrics_text(node.service)({}, Asker("me", ())).body()

@@ -21,7 +21,7 @@ from kvstore import Client, ClientConfig, KVStoreError
 from kvstore.measure.node_process import NodeProcess
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
-from node.serve.metrics_server import Answer, MetricsServer
+from node.serve.metrics_server import Answer, Asker, MetricsServer
 from node.server import DESCRIPTORS_OF_SESSION, Node
 
 T = TypeVar("T")
@@ -108,13 +108,13 @@ def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatc
     made = []
     choose = node.metrics._choose
 
-    def slowly(headers: Any, peer: str) -> Answer:
+    def slowly(headers: Any, asker: Asker) -> Answer:
         def body() -> bytes:
             made.append(1)
             threading.Event().wait(0.1)
             return b"text\n"
 
-        return choose(headers, peer)._replace(body=body)
+        return choose(headers, asker)._replace(body=body)
 
     monkeypatch.setattr(node.metrics, "_choose", slowly)
     node.metrics._cached.clear()
@@ -136,7 +136,7 @@ def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkey
             raise failures.pop()
         return accept(listener)
 
-    server = Idle("127.0.0.1", 0, lambda headers, peer: Answer("text/plain", 0, lambda: b"text"))
+    server = Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"))
     waiting = dial(server.port)
     waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     monkeypatch.setattr(socket.socket, "accept", fail_once)

@@ -14,6 +14,7 @@ from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from node.peers import hand_over
 from node.serve.metrics import metrics_text
+from node.serve.metrics_server import Asker
 from node.server import Node
 
 NUMBERS = range(24)
@@ -227,7 +228,7 @@ def test_the_head_of_a_chain_is_its_newest_page_there_too(
 def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Any, pages: Any) -> None:
     pages.put(connect(pair[0], direct=True), pages.keys(*NUMBERS))
     calm(pair)
-    text = metrics_text(pair[0].service)({}, "me").body().decode()
+    text = metrics_text(pair[0].service)({}, Asker("me", ())).body().decode()
     found = dict(line.split() for line in text.splitlines() if line.startswith("kvstore_peers_"))
     told = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
     assert {

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import Pages
 from fleet import commit, counts, plant, view_of
 from fleet import tell as tell_all
+from known_pages import Pages
 from sweeping import NUMBERS, of, sweep, there
 from sweeping import alone as alone
 from sweeping import fleet as fleet

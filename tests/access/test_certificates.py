@@ -1,0 +1,94 @@
+"""Who is known by a client certificate, on every port."""
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authorities import client_context, of_client, of_node, pair
+from people import PAGE_NBYTES, People, namespace
+
+from kvstore import Client, ClientConfig, Forbidden, PutOutcome, Unauthenticated, Unavailable
+from kvstore.cli.authority import Authority
+from kvstore.identities import ALL
+from node.server import Node
+
+KEY = b"c" * 32
+PAGE = bytes(PAGE_NBYTES)
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> People:
+    people = People(tmp_path_factory.mktemp("certificates") / "identities")
+    people.join("operator", ALL, "admin")
+    people.join("engine", "team-a", "write")
+    people.say("certificate team-a tenant=team-a role=write")  # the name in the certificate of `authorities`
+    return people
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Any, crew: People, ours: Authority) -> Node:
+    return start_node(identities=str(crew.path), shm_trust="team-a", **of_node(ours))
+
+
+def client(node: Node, wire: str, **settings: Any) -> Client:
+    return Client(
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, timeout_s=20.0, connect_timeout_s=10.0, **settings)
+    )
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk"])
+def test_a_certificate_is_an_identity(node: Node, ours: Authority, wire: str) -> None:
+    with client(node, wire, **of_client(ours)) as engine:
+        assert engine.put(namespace(salt=wire), [KEY], [PAGE]) == [PutOutcome.STORED]
+        with pytest.raises(Forbidden):
+            engine.lookup(namespace("team-b"), [KEY])
+        with pytest.raises(Forbidden, match="has the role write"):
+            engine.flush()
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk"])
+def test_a_certificate_that_the_file_does_not_name_is_nobodys(node: Node, ours: Authority, wire: str) -> None:
+    settings = {**pair(ours, "node"), "tls_ca": str(ours.path)}
+    with client(node, wire, **settings) as other, pytest.raises((Unauthenticated, Unavailable), match="certificate"):
+        other.lookup(namespace(), [KEY])
+
+
+def test_a_token_comes_before_a_certificate(node: Node, ours: Authority, crew: People) -> None:
+    with client(node, "bulk", token=crew.tokens["operator"], **of_client(ours)) as operator:
+        assert operator.node_status().HasField("ram")
+
+
+def test_shared_memory_asks_for_a_token_and_who_has_none_gets_tcp(node: Node, ours: Authority, crew: People) -> None:
+    with client(node, "auto", **of_client(ours)) as engine:
+        engine.lookup(namespace(), [KEY])
+        assert engine.wire_name == "bulk"
+    with client(node, "shm", **of_client(ours)) as engine, pytest.raises(Unavailable, match="to this client"):
+        engine.lookup(namespace(), [KEY])
+    with client(node, "auto", token=crew.tokens["engine"], **of_client(ours)) as engine:
+        engine.lookup(namespace(), [KEY])
+        assert engine.wire_name == "shm"
+
+
+def test_metrics_over_https(node: Node, ours: Authority) -> None:
+    def scraped(name: str) -> str:
+        context = client_context(ours, **pair(ours, name))
+        with urllib.request.urlopen(
+            f"https://127.0.0.1:{node.metrics.port}/metrics", context=context, timeout=20
+        ) as got:
+            return str(got.read().decode())
+
+    assert "kvstore_serving" in scraped("client")
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        scraped("node")
+    assert caught.value.code == 401
+    caught.value.close()
+
+
+def test_strangers_do_not_come_as_far_as_the_gate(
+    node: Node, strangers: Authority, ours: Authority, tmp_path: Path
+) -> None:
+    settings = {**pair(strangers, "client"), "tls_ca": str(ours.path)}
+    with client(node, "bulk", **settings) as stranger, pytest.raises(Unavailable, match="tls_cert="):
+        stranger.lookup(namespace(), [KEY])
