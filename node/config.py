@@ -123,7 +123,6 @@ class NodeConfig:
                 f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
             )
         self._check_disk()
-        self._check_tls()
         if not self.hand_over_queue_nbytes:
             object.__setattr__(self, "hand_over_queue_nbytes", self.ram_nbytes // 8)
         if self.hand_over_queue_nbytes > self.ram_nbytes // 2:
@@ -138,16 +137,6 @@ class NodeConfig:
                 f"batch_keys_max={self.batch_keys_max} keys do not fit one message of {MESSAGE_NBYTES_MAX} bytes"
             )
         assert GRPC_CHUNK_NBYTES + 1024 <= MESSAGE_NBYTES_MAX
-
-    def _check_tls(self) -> None:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigError("tls_cert and tls_key are given together")
-        if (self.tls_client_ca or self.tls_ca) and not self.tls_cert:
-            raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
-        if self.cluster and self.tls_cert and not self.members_ca:
-            raise ConfigError(
-                "a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates"
-            )
 
     @property
     def members_ca(self) -> str:
