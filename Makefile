@@ -41,7 +41,7 @@ help:
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
-	@echo "make bench        nine benchmarks, of the wires, lookups, metadata and the disk; TRACE=path adds two of hit rates, DIR=path"
+	@echo "make bench        ten benchmarks, of the wires, TLS, lookups, metadata and the disk; TRACE=path adds two of hit rates, DIR=path"
 	@echo "                  puts the data on another disk; not those of locks, calls abreast, GPUs (make gpu-test) and engines"
 	@echo "                  (15 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
@@ -191,6 +191,7 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
 	$(BIN)/python benchmarks/bulk.py
 	$(BIN)/python benchmarks/grpc_stream.py
+	$(BIN)/python benchmarks/tls.py
 	$(BIN)/python benchmarks/shm.py
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/metadata.py

@@ -145,7 +145,6 @@ class NodeConfig:
             )
         self._check_access()
         self._check_disk()
-        self._check_tls()
         if not self.hand_over_queue_nbytes:
             object.__setattr__(self, "hand_over_queue_nbytes", self.ram_nbytes // 8)
         if self.hand_over_queue_nbytes > self.ram_nbytes // 2:
@@ -181,16 +180,6 @@ class NodeConfig:
             raise ConfigError(
                 f"host={self.host} lets others reach this node, which has to know them then: set "
                 "identities, tls_cert and tls_key, or say --insecure by name if strangers may do everything"
-            )
-
-    def _check_tls(self) -> None:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ConfigError("tls_cert and tls_key are given together")
-        if (self.tls_client_ca or self.tls_ca) and not self.tls_cert:
-            raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
-        if self.cluster and self.tls_cert and not self.members_ca:
-            raise ConfigError(
-                "a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates"
             )
 
     @property

@@ -36,7 +36,7 @@ from node.serve.session import Sessions
 from node.serve.shm import ShmServer
 from node.serve.socket_file import default_path
 from node.slots import SlotAllocator
-from node.tls import Certificates
+from node.tls import certificates_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Node:
         self.config = config
         self._pulse = pulse
         self._started = False
-        self.certificates = Certificates(config) if config.tls_cert else None
+        self.certificates = certificates_of(config)
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)

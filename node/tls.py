@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.certificates import PemFiles, Pems, date
+from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
@@ -90,6 +91,20 @@ class Certificates:
         if ends - time.time() < NEAR_END_S and now - self._warned_s >= WARN_AGAIN_S:
             self._warned_s = now
             log.warning("the certificate in tls_cert is valid until %s; renew it", date(ends))
+
+
+def certificates_of(config: NodeConfig) -> Certificates | None:
+    """None: this node speaks without TLS. Raises ConfigError for settings that do not go together, or files that can not
+    be used."""
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("tls_cert and tls_key are given together")
+    if not config.tls_cert:
+        if config.members_ca:
+            raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
+        return None
+    if config.cluster and not config.members_ca:
+        raise ConfigError("a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates")
+    return Certificates(config)
 
 
 def shown_by(certificate: Mapping[str, Any]) -> Shown | None:

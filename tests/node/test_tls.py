@@ -20,7 +20,7 @@ from node.config import NodeConfig
 from node.serve.bulk import BulkConnection
 from node.serve.calls import Call
 from node.server import Node
-from node.tls import Certificates, Shown, shown_to_grpc
+from node.tls import Certificates, Shown, certificates_of, shown_to_grpc
 
 WIRES = ("bulk", "grpc", "shm")
 SPACE = Namespace(model="anything", layout=opaque_layout(4096))
@@ -179,7 +179,7 @@ def test_a_certificate_near_its_end_is_warned_of(
 )
 def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        NodeConfig(**settings)
+        certificates_of(NodeConfig(**settings))
 
 
 def test_a_node_whose_files_are_no_good_does_not_start(ours: Authority, strangers: Authority) -> None:
