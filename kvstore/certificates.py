@@ -23,6 +23,7 @@ log.addFilter(LogRate())
 
 SYSTEM = "system"  # in place of a file of authorities: those that this host believes
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+PAIR_TRIES, PAIR_S = 5, 0.05
 _OTHERS = stat.S_IRWXO
 _UTC_TIME = 0x17  # DER's tag of a time with two digits of the year
 _VERSION = 0xA0  # and of a field that not every certificate has
@@ -60,6 +61,10 @@ class Pems:
         return context
 
 
+class _NoPair(ConfigError):
+    """A key of another certificate."""
+
+
 class PemFiles:
     """Of one side of a connection. `settings`: what the paths are called in its configuration. Thread-safe."""
 
@@ -84,7 +89,7 @@ class PemFiles:
             try:
                 seen = [_stamp(file) for file in self._looked_at]
                 if self._good is None or seen != self._seen:
-                    self._take(self._read())
+                    self._take(self._read() if self._good else self._read_pair())
                     self._seen = seen
             except ConfigError as error:
                 self._refuse(error)
@@ -113,9 +118,19 @@ class PemFiles:
         try:
             pems.into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         except OSError as error:
-            raise ConfigError(self._meaning(error)) from error
+            wrong = _NoPair if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH" else ConfigError
+            raise wrong(self._meaning(error)) from error
         _check_dates(self._cert, begins, ends)
         return pems
+
+    def _read_pair(self) -> Pems:
+        """Two files are replaced one after the other: who comes between looks again, a moment later."""
+        for _ in range(PAIR_TRIES - 1):
+            try:
+                return self._read()
+            except _NoPair:
+                time.sleep(PAIR_S)
+        return self._read()
 
     @property
     def _system(self) -> bool:
