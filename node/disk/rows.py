@@ -96,6 +96,29 @@ def hashes_of(pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: byt
             yield row.prefix_hash
 
 
+def format_row(extent_nbytes: int) -> bytes:
+    return f"{FORMAT_VERSION} {extent_nbytes}".encode()
+
+
+def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool) -> int:
+    """Bytes of the extents that the rows are about, by their format row; with `keep_own` other ones than are wanted
+    will do. Raises ConfigError for those that will not, and for another format."""
+    version, _, nbytes = found.decode(errors="replace").partition(" ")
+    if version != str(FORMAT_VERSION):
+        raise ConfigError(
+            f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
+            f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
+            "another directory"
+        )
+    extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else wanted_nbytes
+    if nbytes != str(extent_nbytes):
+        raise ConfigError(
+            f"data_dir was written with extents of {nbytes} bytes, this node wants {wanted_nbytes}; use the same "
+            "disk_extent_nbytes, or another directory"
+        )
+    return extent_nbytes
+
+
 def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[bytes, bytes]]:
     """Keys and values of new rows."""
     described = [(namespace_key(number), message) for number, message in namespaces.items()]
@@ -119,25 +142,14 @@ class Rows:
         options.set_keep_log_file_num(2)
         with _DiskErrors():
             self._db = Rdict(str(directory), options)
-            ours = f"{FORMAT_VERSION} {extent_nbytes}".encode()
             found = self._db.get(b"F")
             if found is None:
-                found = self._db[b"F"] = ours
-        version, _, nbytes = found.decode(errors="replace").partition(" ")
-        self.extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else extent_nbytes
-        if version != str(FORMAT_VERSION):
+                found = self._db[b"F"] = format_row(extent_nbytes)
+        try:
+            self.extent_nbytes = stored_extents(found, extent_nbytes, keep_own)
+        except ConfigError:
             self._db.close()
-            raise ConfigError(
-                f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
-                f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
-                "another directory"
-            )
-        if nbytes != str(self.extent_nbytes):
-            self._db.close()
-            raise ConfigError(
-                f"data_dir was written with extents of {nbytes} bytes, this node wants {extent_nbytes}; use the same "
-                "disk_extent_nbytes, or another directory"
-            )
+            raise
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
         """All or nothing: new namespaces, new pages, keys that are gone."""

@@ -1,0 +1,3 @@
+"""Inputs that were found once, and are refused now: (target, input, what came of it)."""
+
+FOUND: list[tuple[str, bytes, str]] = []
