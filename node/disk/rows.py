@@ -10,6 +10,7 @@ A page counts as stored only when its row is there. Rows of one batch appear tog
 keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
 """
 
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
 from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
+from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.shortage import code_in
 
 FORMAT_VERSION = 5
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
+_EXTENT = re.compile("[1-9][0-9]{3,14}")
 
 
 class PageRow(NamedTuple):
@@ -110,7 +113,8 @@ def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool) -> int:
             f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
             "another directory"
         )
-    extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else wanted_nbytes
+    own = int(nbytes) if keep_own and _EXTENT.fullmatch(nbytes) else 0
+    extent_nbytes = own if own and own % SLOT_ALIGN_NBYTES == 0 else wanted_nbytes
     if nbytes != str(extent_nbytes):
         raise ConfigError(
             f"data_dir was written with extents of {nbytes} bytes, this node wants {wanted_nbytes}; use the same "
@@ -201,8 +205,8 @@ class Rows:
 
 
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(number, Namespace message) of rows of namespaces."""
-    return ((int.from_bytes(key[1:], "big"), value) for key, value in rows)
+    """(number, Namespace message) of rows of namespaces. A key of another length nobody wrote."""
+    return ((int.from_bytes(key[1:], "big"), value) for key, value in rows if len(key) == len(namespace_key(0)))
 
 
 class _DiskErrors:

@@ -32,8 +32,9 @@ PARSERS = ("kvstore", "node")  # what is guided by
 class Run:
     """Counts, and ends the process by itself when all inputs have been."""
 
-    def __init__(self, target: Any, watch: Any, inputs: int, folder: Path) -> None:
-        self._target, self._watch, self._inputs, self._folder = target, watch, inputs, folder
+    def __init__(self, name: str, target: Any, watch: Any, inputs: int, folder: Path) -> None:
+        self._name, self._target, self._watch = name, target, watch
+        self._inputs, self._folder = inputs, folder
         self._count = 0
         self._found: dict[str, Any] = {}
         self._began = time.monotonic()
@@ -51,10 +52,10 @@ class Run:
         if found is None or f"{found.kind} {found.where}" in self._found:
             return
         self._found[f"{found.kind} {found.where}"] = found
-        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{self._target.name} {found.kind} {found.where}")
+        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{self._name} {found.kind} {found.where}")
         (self._folder / "found").mkdir(parents=True, exist_ok=True)
         (self._folder / "found" / name).write_bytes(found.data)
-        print(f"{found.kind} of {self._target.name}: {found.where}\n{found.data[:400]!r}\n{found.told}", flush=True)
+        print(f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.told}", flush=True)
 
     def _tell(self) -> None:
         kinds = [found.kind for found in self._found.values()]
@@ -65,17 +66,17 @@ class Run:
             "peak_nbytes": self._watch.peak_nbytes,
             "slowest_s": self._watch.slowest_s,
         }
-        (self._folder / f"{_file(self._target.name)}.json").write_text(json.dumps(told))
+        (self._folder / f"{_file(self._name)}.json").write_text(json.dumps(told))
 
 
 def run_one(name: str, inputs: int, seed: int, folder: Path) -> None:
     import atheris
 
     with atheris.instrument_imports(include=list(PARSERS)):
-        from registered import targets
+        from registered import TARGETS
     from watched import Watch
 
-    target = targets()[name]
+    target = TARGETS[name]()
     corpus = folder / _file(name)
     corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(target.seeds()):
@@ -83,7 +84,7 @@ def run_one(name: str, inputs: int, seed: int, folder: Path) -> None:
     allowed = _address_nbytes() + MORE_NBYTES
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     with Watch() as watch:
-        run = Run(target, watch, inputs, folder)
+        run = Run(name, target, watch, inputs, folder)
         options = [f"-max_len={target.nbytes_max}", "-len_control=0", f"-seed={seed}", "-timeout=30", "-rss_limit_mb=0"]
         atheris.Setup([sys.argv[0], *options, "-print_final_stats=0", "-verbosity=0", str(corpus)], run.once)
         atheris.Fuzz()
@@ -104,7 +105,8 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
     """Whether nothing was found."""
     share = -(-inputs // len(names))
     print(f"{share:,} inputs for each of {len(names)} targets, KVSTORE_SEED={seed}, corpus and findings in {folder}")
-    print(f"{'':18} {'inputs':>9} {'per s':>8} {'crashes':>8} {'hangs':>6} {'memory':>7} {'state':>6} {'peak MiB':>9} {'slowest ms':>11}")
+    columns = f"{'inputs':>9} {'per s':>8} {'crashes':>8} {'hangs':>6} {'memory':>7} {'state':>6} {'peak MiB':>9}"
+    print(f"{'':18} {columns} {'slowest ms':>11}")
     good, total, began = True, 0, time.monotonic()
     for name in names:
         told = _run_in_process(name, share, seed, folder)
@@ -126,7 +128,9 @@ def _run_in_process(name: str, inputs: int, seed: int, folder: Path) -> Any:
     report = folder / f"{_file(name)}.json"
     report.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--one", name, "--inputs", str(inputs), "--corpus", str(folder)]
-    said = subprocess.run([*command, "--seed", str(seed)], capture_output=True, text=True, errors="replace", check=False)
+    said = subprocess.run(
+        [*command, "--seed", str(seed)], capture_output=True, text=True, errors="replace", check=False
+    )
     for line in said.stdout.splitlines():
         print(f"    {line}")
     if report.exists():
@@ -154,17 +158,20 @@ def main() -> int:
     try:
         import atheris  # noqa: F401
     except ImportError:
-        print("atheris is not installed here: it has wheels for Linux on x86-64, Python 3.11 to 3.13; the short run of "
-              "`make test` needs none", file=sys.stderr)
+        print(
+            "atheris is not installed here: it has wheels for Linux on x86-64, Python 3.11 to 3.13; the short run of "
+            "`make test` needs none",
+            file=sys.stderr,
+        )
         return 2
     folder = asked.corpus.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if asked.one:
         run_one(asked.one, asked.inputs, asked.seed, folder)
         return 0
-    from registered import targets
+    from registered import TARGETS
 
-    names = list(targets())
+    names = list(TARGETS)
     if asked.list:
         print(*names, sep="\n")
     elif asked.target and asked.target not in names:
@@ -176,6 +183,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # nodes of targets that were only listed have threads
+    sys.exit(main())

@@ -44,7 +44,9 @@ def answers() -> Target:
         try:
             if op == "get":
                 hits, _ = wire.get(get, [memoryview(buffer) for buffer in buffers], seeds, Deadline(5.0))
-                assert all(page == PAGE for page, hit in zip(buffers, hits, strict=True) if hit), "a wrong page is a hit"
+                assert all(page == PAGE for page, hit in zip(buffers, hits, strict=True) if hit), (
+                    "a wrong page is a hit"
+                )
             elif op == "put":
                 wire.put(put(ASKED), [memoryview(PAGE)] * 2, Deadline(5.0))
             else:
@@ -52,7 +54,7 @@ def answers() -> Target:
         finally:
             wire.close()
 
-    return Target("answers", once, _scripts)
+    return Target(once, _scripts)
 
 
 def _scripts() -> list[bytes]:
@@ -73,4 +75,4 @@ def _scripts() -> list[bytes]:
     return [bytes((OPS.index("get"),)) + whole, *(bytes((OPS.index(op),)) + hello + talk for op, talk in talks.items())]
 
 
-TARGETS = [answers]
+TARGETS = {"answers": answers}

@@ -4,6 +4,7 @@ import json
 import struct
 
 from google.protobuf.message import DecodeError
+from inside import KEYS, SPACE
 from scripted import Bites
 from watched import Target
 
@@ -11,7 +12,6 @@ from kvstore.cluster.view import Member, State, View, parse_view, static_view, v
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.messages import namespace_message, parse_namespace
 from kvstore.pb import kvstore_pb2 as pb
-from inside import KEYS, SPACE
 from node.peers.etcd import Change, Entry, Reading
 from node.peers.roster import Registered, Roster, Settings
 
@@ -40,7 +40,7 @@ def views() -> Target:
         made = [View(FLEET, 7, MEMBERS, 2), View("one", 1, MEMBERS[:1]), View("none", 1, ())]
         return [view_message(view).SerializeToString() for view in made]
 
-    return Target("views", once, seeds, (DecodeError,))
+    return Target(once, seeds, (DecodeError,))
 
 
 def lists() -> Target:
@@ -50,7 +50,7 @@ def lists() -> Target:
         use(static_view(data.decode(errors="surrogateescape")))
 
     made = [b"static:fleet/n1=a:1,n2=b:2@rack*2.5", b"static:f/n1=[::1]:7440", b"static:f/n1=h*1e-320,n2=g*nan"]
-    return Target("member lists", once, lambda: made, nbytes_max=512)
+    return Target(once, lambda: made, nbytes_max=512)
 
 
 def roster() -> Target:
@@ -72,16 +72,14 @@ def roster() -> Target:
 
     def seeds() -> list[bytes]:
         config = _entry("config", Settings(2, 10).value())
-        members = [
-            _entry(f"members/{m.id}", Registered(m, 4, "0011", "aabb").value()) for m in MEMBERS
-        ]
+        members = [_entry(f"members/{m.id}", Registered(m, 4, "0011", "aabb").value()) for m in MEMBERS]
         removed = _entry(f"removed/{SPACE.digest.hex()}", json.dumps({"removal": "00ff", "by": "n1"}).encode())
         values = [Registered(m, 4, "0011", "aabb").value() for m in MEMBERS]
         odd = _entry("members/n4", values[0].replace(b"10.0.0.1", rb"\u00e4\u0000"))
         apart = _entry("members/n5", values[1].replace(b": 4,", b": 99,"))
         return [config + b"".join(members) + removed, b"".join(members) + config, removed * 2 + config + odd + apart]
 
-    return Target("etcd", once, seeds, (ConfigError,))
+    return Target(once, seeds, (ConfigError,))
 
 
 def _entry(key: str, value: bytes) -> bytes:
@@ -96,7 +94,7 @@ def _look(known: Roster) -> None:
     finally:
         pb.PeersStatus(apart=known.apart)
     if view is not None:
-        use(view)
+        assert parse_view(view.message) == view
 
 
 def descriptions() -> Target:
@@ -108,7 +106,7 @@ def descriptions() -> Target:
         assert again == value
         assert again.digest == value.digest
 
-    return Target("descriptions", once, lambda: [namespace_message(SPACE).SerializeToString()], (InvalidRequest,))
+    return Target(once, lambda: [namespace_message(SPACE).SerializeToString()], (InvalidRequest,))
 
 
-TARGETS = [views, lists, roster, descriptions]
+TARGETS = {"views": views, "member lists": lists, "etcd": roster, "descriptions": descriptions}

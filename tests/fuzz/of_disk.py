@@ -5,18 +5,15 @@ The checksums of rows are not keyed, so whoever has the disk writes rows that lo
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from inside import KEYS, PAGE_NBYTES, SPACE
-from scripted import Bites
+from scripted import Bites, scratch
 from watched import Target
 
 from kvstore import Namespace, opaque_layout
 from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
-from kvstore.errors import ConfigError
 from kvstore.messages import namespace_message
 from node.disk.extent_files import ExtentFiles
 from node.disk.rows import PageRow, format_row, namespace_key, numbered, page_at, parse_page_row, stored_extents
@@ -86,12 +83,14 @@ class Planted:
 def rows() -> Target:
     """A start on rows that somebody wrote, then all that may be asked about pages on disk."""
     arena = memoryview(bytearray(EXTENT_NBYTES))
+    first = _rows_of_a_life()[0]
 
     def once(data: bytes) -> None:
         disk = DiskTier(Planted(planted(data)), lambda offset, nbytes: arena[offset : offset + nbytes], 1 << 20, _clock)
         spaces = Namespaces(16, EXTENT_NBYTES)
         disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         assert disk.check() == []
+        assert data != first or disk.records.count == 3
         for index in spaces.all():
             hashes = list(disk.list_hashes(index.digest, b"", b""))[:8]
             disk.present(index.digest, hashes)
@@ -105,7 +104,7 @@ def rows() -> Target:
         assert disk.check() == []
         assert not disk.poisoned, disk.poisoned
 
-    return Target("disk rows", once, _rows_of_a_life)
+    return Target(once, _rows_of_a_life)
 
 
 def _clock() -> int:
@@ -122,7 +121,8 @@ def planted(data: bytes) -> dict[bytes, bytes]:
             body = numbers + bites.take(CHECKSUM_NBYTES).ljust(CHECKSUM_NBYTES, b"\0") + bites.sized(1)
             found[key] = body + row_checksum(key + body)
         elif step == SPACE_ROW:
-            found[b"N" + bites.sized(1)] = bites.sized(2)
+            key = b"N" + bites.sized(1)
+            found[key] = bites.sized(2)
         else:
             key = bites.sized(1)
             found[key] = bites.sized(1)
@@ -170,7 +170,7 @@ def row() -> Target:
         made = PageRow(7, KEYS[0], 4096, 4096, 1, 2, 3, bytes(16), bytes(24))
         return [bytes((len(made.key),)) + made.key + made.value(), b"\3P\0\1" + bytes(60)]
 
-    return Target("page rows", once, seeds, nbytes_max=512)
+    return Target(once, seeds, nbytes_max=512)
 
 
 # ---- files -----------------------------------------------------------------------------------
@@ -182,12 +182,12 @@ def form() -> Target:
     def once(data: bytes) -> None:
         assert stored_extents(data[1:], EXTENT_NBYTES, keep_own=bool(data[:1] > b"\x7f")) > 0
 
-    return Target("format rows", once, lambda: [b"\0" + format_row(EXTENT_NBYTES), b"\xff5 4096", b"\xff4 65536"])
+    return Target(once, lambda: [b"\0" + format_row(EXTENT_NBYTES), b"\xff5 4096", b"\xff4 65536"])
 
 
 def extents() -> Target:
     """Names of files beside the extents."""
-    directory = Path(tempfile.mkdtemp(prefix="kvstore-fuzz-"))
+    directory = scratch()
 
     def once(data: bytes) -> None:
         name = data.decode(errors="surrogateescape")[:200]
@@ -203,13 +203,12 @@ def extents() -> Target:
         finally:
             beside.unlink(missing_ok=True)
 
-    return Target("extents' names", once, lambda: [b"000000", b"000007", b"trial", b"lost+found"], nbytes_max=64)
+    return Target(once, lambda: [b"000000", b"000007", b"trial", b"lost+found", "²".encode()], nbytes_max=64)
 
 
 def identity() -> Target:
     """Who the node is: `member.json`."""
-    directory = Path(tempfile.mkdtemp(prefix="kvstore-fuzz-"))
-    allowed = (ConfigError,)
+    directory = scratch()
 
     def once(data: bytes) -> None:
         (directory / FILE_NAME).write_bytes(data)
@@ -219,9 +218,14 @@ def identity() -> Target:
 
     def seeds() -> list[bytes]:
         known: dict[str, Any] = {"cluster": "fleet", "member": "n1", "token": "0011223344556677", "applied": 12}
-        return [json.dumps(known).encode(), json.dumps(known | {"applied": 1 << 70}).encode(), b'{"cluster": "other"}']
+        return [
+            json.dumps(known).encode(),
+            json.dumps(known | {"applied": 1 << 70}).encode(),
+            b'{"cluster": "other"}',
+            b"[" * 3000,
+        ]
 
-    return Target("member.json", once, seeds, allowed, nbytes_max=1024)
+    return Target(once, seeds, nbytes_max=4096)
 
 
-TARGETS = [rows, row, form, extents, identity]
+TARGETS = {"disk rows": rows, "page rows": row, "format rows": form, "extent names": extents, "member.json": identity}

@@ -72,7 +72,7 @@ def bulk() -> Target:
         raw = [RAW + stream(FRAMES + talk) for talk in conversations()[::4]]
         return [FRAMES + talk for talk in conversations()] + raw
 
-    return Target("bulk", once, seeds, (ConnectionError,), house.check)
+    return Target(once, seeds, (ConnectionError,), house.check, house.close)
 
 
 def _socket(scripted: ScriptedSocket) -> Any:
@@ -114,7 +114,7 @@ def shm() -> Target:
         in_place = request(put=puts()[0]) + request(commit=commit(2)) + request(get=gets()[0])
         return [*talks, b"\0" + FRAMES + in_place, *(bytes([choice]) + talks[0][1:] for choice in (1, 2, 3))]
 
-    return Target("shm", once, seeds, (ConnectionError,), house.check)
+    return Target(once, seeds, (ConnectionError,), house.check, house.close)
 
 
 # ---- parts of them ---------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def fixed() -> Target:
         assert 0 <= header_nbytes <= MESSAGE_NBYTES_MAX
         assert 0 <= payload_nbytes < 1 << 64
 
-    return Target("frame heads", once, lambda: [pack_fixed(5, 0), pack_fixed(1 << 20, 1 << 40, 3)], nbytes_max=32)
+    return Target(once, lambda: [pack_fixed(5, 0), pack_fixed(1 << 20, 1 << 40, 3)], nbytes_max=32)
 
 
 def large() -> Target:
@@ -161,7 +161,7 @@ def large() -> Target:
         nested = struct.pack("<BHB", 2, 60000, len(range_)) + range_
         return [nested + _open_header(range_, 60000), *(b"\0\0\0\0" + header for header in made)]
 
-    return Target("large requests", once, seeds, check=house.check)
+    return Target(once, seeds, check=house.check, close=house.close)
 
 
 def _open_header(unit: bytes, times: int) -> bytes:
@@ -171,4 +171,4 @@ def _open_header(unit: bytes, times: int) -> bytes:
     return whole[: len(whole) - nbytes]
 
 
-TARGETS = [bulk, shm, fixed, large]
+TARGETS = {"bulk": bulk, "shm": shm, "frame heads": fixed, "large requests": large}

@@ -63,16 +63,18 @@ def calls() -> Target:
                 data = bites.sized(2)
                 yield read(data) if read else data
 
+    def close() -> None:
+        loop.close()
+        house.close()
+
     def once(data: bytes) -> None:
         bites = Bites(data)
         name = METHODS[bites.number(1) % len(METHODS)]
         handlers = house.node.grpc._servicer.handlers()
         handler = next(filter(None, (some.service(Details(name)) for some in handlers)))
-        loop.run_until_complete(
-            handler.stream_stream(messages(bites, handler.request_deserializer), Context())
-        )
+        loop.run_until_complete(handler.stream_stream(messages(bites, handler.request_deserializer), Context()))
 
-    return Target("gRPC calls", once, _conversations, (DecodeError,), house.check)
+    return Target(once, _conversations, (DecodeError,), house.check, close)
 
 
 def _conversations() -> list[bytes]:
@@ -117,7 +119,7 @@ def chunks() -> Target:
         made = [pb.PutFrame(chunk=pb.PageChunk(data=bytes(n))).SerializeToString() for n in (0, 1, 127, 128, 300)]
         return [*made, b"\x12\x84\x80\x80\x80\x00\x0a\x82\x80\x80\x00ab", b"\x12\x03\x0a\x01", made[1] + made[1]]
 
-    return Target("page chunks", once, seeds, (DecodeError,), nbytes_max=512)
+    return Target(once, seeds, (DecodeError,), nbytes_max=512)
 
 
-TARGETS = [calls, chunks]
+TARGETS = {"gRPC calls": calls, "page chunks": chunks}

@@ -1,13 +1,11 @@
 """What people and their programs write: settings, addresses, traces, heads of HTTP."""
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from inside import Inside
-from scripted import Bites, ScriptedSocket
+from scripted import Bites, ScriptedSocket, scratch
 from watched import Target
 
 from kvstore.cli.selection import parse_duration, parse_tokens
@@ -24,7 +22,7 @@ CLIENT_FIELDS = dataclasses.fields(ClientConfig)
 
 
 def settings() -> Target:
-    """The first byte says which setting it is, of a node or a client; the rest is its text, as the environment has it."""
+    """The first byte says which setting, of a node or a client; the rest is its text, as the environment has it."""
 
     def once(data: bytes) -> None:
         number, text = (data[0] if data else 0), data[1:].decode(errors="surrogateescape")
@@ -38,7 +36,7 @@ def settings() -> Target:
         made = [(i * 2, f) for i, f in enumerate(NODE_FIELDS)] + [(i * 2 + 1, f) for i, f in enumerate(CLIENT_FIELDS)]
         return [bytes((number,)) + _text(field).encode() for number, field in made]
 
-    return Target("settings", once, seeds, nbytes_max=256)
+    return Target(once, seeds, nbytes_max=256)
 
 
 def _text(field: Any) -> str:
@@ -67,11 +65,11 @@ def words() -> Target:
     def seeds() -> list[bytes]:
         return [bytes((number,)) + text for number, (_, texts) in enumerate(PARSERS) for text in texts]
 
-    return Target("sizes, addresses", once, seeds, nbytes_max=256)
+    return Target(once, seeds, nbytes_max=256)
 
 
 def traces() -> Target:
-    path = Path(tempfile.mkdtemp(prefix="kvstore-fuzz-")) / "trace.jsonl"
+    path = scratch() / "trace.jsonl"
 
     def once(data: bytes) -> None:
         path.write_bytes(data)
@@ -84,7 +82,7 @@ def traces() -> Target:
         made = [line % (r.timestamp_ms, str(list(r.hash_ids)).encode()) for r in conversations(4)]
         return [b"".join(made), b"\n\n" + made[0], made[1].replace(b"6955", b"Infinity")]
 
-    return Target("traces", once, seeds)
+    return Target(once, seeds)
 
 
 def heads() -> Target:
@@ -119,10 +117,19 @@ def heads() -> Target:
 
     def seeds() -> list[bytes]:
         accept = b"Accept: application/openmetrics-text; version=1.0.0; escaping=allow-utf-8\r\n"
-        made = [b"GET /metrics HTTP/1.1\r\nHost: a\r\n" + accept, b"HEAD / HTTP/1.0\r\n", b"POST / HTTP/1.1\r\n", b"\x16\x03"]
+        made = [
+            b"GET /metrics HTTP/1.1\r\nHost: a\r\n" + accept,
+            b"HEAD / HTTP/1.0\r\n",
+            b"POST / HTTP/1.1\r\n",
+            b"\x16\x03",
+        ]
         return [b"\xff" + head + b"\r\n" for head in made] + [b"\0" + made[0] + b"\r\n"]
 
-    return Target("HTTP heads", once, seeds, nbytes_max=12 << 10)
+    def close() -> None:
+        server.stop()
+        house.close()
+
+    return Target(once, seeds, nbytes_max=12 << 10, close=close)
 
 
-TARGETS = [settings, words, traces, heads]
+TARGETS = {"settings": settings, "sizes, addresses": words, "traces": traces, "HTTP heads": heads}

@@ -1,4 +1,6 @@
-"""All targets. A module `of_*.py` of this folder has some in TARGETS, and is named here."""
+"""All targets, by name. A module `of_*.py` of this folder has some in TARGETS, and is named here."""
+
+from collections.abc import Callable
 
 import of_client
 import of_cluster
@@ -9,8 +11,4 @@ import of_text
 from watched import Target
 
 MODULES = (of_frames, of_grpc, of_client, of_disk, of_cluster, of_text)
-MADE = [make for module in MODULES for make in module.TARGETS]
-
-
-def targets() -> dict[str, Target]:
-    return {target.name: target for target in (make() for make in MADE)}
+TARGETS: dict[str, Callable[[], Target]] = {name: make for module in MODULES for name, make in module.TARGETS.items()}

@@ -10,7 +10,9 @@ import array
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvstore.pb import kvstore_pb2 as pb
@@ -18,6 +20,7 @@ from kvstore.wires.frames import pack_fixed
 
 REQUEST, PAYLOAD, FIXED = 1, 2, 3
 PAYLOAD_NBYTES_MAX = 3 * 4096
+_SCRATCH: list["tempfile.TemporaryDirectory[str]"] = []
 
 
 class Bites:
@@ -43,6 +46,15 @@ class Bites:
     def sized(self, nbytes: int) -> bytes:
         """Bytes behind their count, a number of `nbytes`."""
         return self.take(self.number(nbytes))
+
+
+def scratch() -> Path:
+    """A directory for files that are parsed, in memory where there is one; gone with the process."""
+    found = tempfile.TemporaryDirectory(
+        prefix="kvstore-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    )
+    _SCRATCH.append(found)
+    return Path(found.name)
 
 
 def stream(data: bytes) -> bytes:

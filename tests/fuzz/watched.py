@@ -31,14 +31,14 @@ def nothing_wrong() -> list[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """`once` takes one input and says whether it was taken, or raises; `seeds` are inputs that are. `check` is asked
+    """`once` takes one input, or raises; `seeds` are inputs that it takes, the first one at least. `check` is asked
     after each batch what does not hold any more, and begins anew."""
 
-    name: str
     once: Callable[[bytes], None]
     seeds: Callable[[], Sequence[bytes]]
     allowed: tuple[type[Exception], ...] = ()
     check: Callable[[], list[str]] = nothing_wrong
+    close: Callable[[], None] = lambda: None
     nbytes_max: int = 4096
     batch: int = 2000
 
@@ -94,8 +94,7 @@ class Watch(logging.Handler):
         except MemoryError as error:
             return _found("memory", error, data)
         except Exception as error:  # noqa: BLE001 -- what is not allowed is what is looked for
-            allowed = isinstance(error, (KVStoreError, *target.allowed)) and type(error) is not KVStoreError
-            if not allowed and not self._heard:
+            if not isinstance(error, (KVStoreError, *target.allowed)) and not self._heard:
                 return _found("crash", error, data)
         if self._heard:
             heard, self._heard = self._heard[0], []
