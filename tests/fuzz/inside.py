@@ -8,12 +8,14 @@ from kvstore import Namespace, opaque_layout
 from kvstore.checksum import leaves
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import THE_NODE
 from node.config import NodeConfig
-from node.serve.service import THE_NODE
 from node.server import Node
 
 PAGE_NBYTES = 4096
 SPACE = Namespace("fuzz", opaque_layout(PAGE_NBYTES))
+OTHERS = Namespace("others", opaque_layout(PAGE_NBYTES), tenant="team-b")  # of another tenant, with pages of SECRET
+SECRET = b"\x5a" * PAGE_NBYTES
 KEYS = [bytes([number]) * 32 for number in range(8)]
 STORED = 4  # of them
 FRESH = KEYS[STORED:]
@@ -32,24 +34,30 @@ SETTINGS: dict[str, Any] = {
 
 
 class Inside:
-    """`node` has pages under the first of KEYS, until `check` begins anew."""
+    """`node` has pages under the first of KEYS, in two namespaces, until `check` begins anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        self._settings = {**SETTINGS, **settings}
         self._begin()
 
     def _begin(self) -> None:
-        self.node = Node(NodeConfig(**SETTINGS))
-        service = self.node.service
+        self.node = Node(NodeConfig(**self._settings))
+        self._store(SPACE, bytes(PAGE_NBYTES))
+        self._store(OTHERS, SECRET)
+
+    def _store(self, space: Namespace, page: bytes) -> None:
+        service, asked = self.node.service, put(KEYS[:STORED])
+        asked.namespace = space.digest
         service.call(
             "open_namespace",
-            pb.OpenNamespaceRequest(namespace=namespace_message(SPACE), digest=SPACE.digest),
+            pb.OpenNamespaceRequest(namespace=namespace_message(space), digest=space.digest),
             THE_NODE,
         )
-        with service.sessions.open("fuzz") as session:
-            _, views = service.begin_put(session, put(KEYS[:STORED]))
+        with service.sessions.open(THE_NODE) as session:
+            _, views = service.begin_put(session, asked)
             for view in views:
-                view[:] = bytes(PAGE_NBYTES)
-            service.commit_put(session, commit(len(views)))
+                view[:] = page
+            service.commit_put(session, commit(len(views), page))
 
     def check(self) -> list[str]:
         """What a connection that has ended left behind; then a new node."""

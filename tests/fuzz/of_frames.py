@@ -15,10 +15,10 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
 from kvstore.wires.unix_sockets import DescriptorSocket
+from node.access.caller import Caller
 from node.serve.bulk import BulkConnection
 from node.serve.limits import REQUEST_NBYTES_FREE
 from node.serve.requests import inside
-from node.serve.service import Caller
 from node.serve.shm import ShmConnection
 
 CALLER = Caller("fuzz")
@@ -37,6 +37,8 @@ class Server:
 
     def done(self, connection: Any) -> bool:
         return True
+
+    def change_share(self, connection: Any) -> None: ...
 
     def wait_gone(self, connection: Any, process_fd: int, pages: int) -> bool:
         return True  # the client's process ends with its script
@@ -63,10 +65,7 @@ def bulk() -> Target:
     house = Inside()
 
     def once(data: bytes) -> None:
-        connection = BulkConnection(
-            FrameSocket(_socket(ScriptedSocket(stream(data)))), "fuzz", CALLER, house.node.service, 1.0
-        )
-        _serve(connection, Server())
+        bulk_connection(house, ScriptedSocket(stream(data)))
 
     def seeds() -> list[bytes]:
         raw = [RAW + stream(FRAMES + talk) for talk in conversations()[::4]]
@@ -75,11 +74,16 @@ def bulk() -> Target:
     return Target(once, seeds, (ConnectionError,), house.check, house.close)
 
 
+def bulk_connection(house: Inside, scripted: ScriptedSocket) -> None:
+    """Served to its end."""
+    serve(BulkConnection(FrameSocket(_socket(scripted)), "fuzz", CALLER, house.node.service, 1.0), Server())
+
+
 def _socket(scripted: ScriptedSocket) -> Any:
     return scripted
 
 
-def _serve(connection: Any, server: Any) -> None:
+def serve(connection: Any, server: Any) -> None:
     try:
         with contextlib.suppress(ConnectionResetError):  # the script's end; a broken rule is ConnectionAbortedError
             connection.serve(server)
@@ -107,7 +111,7 @@ def shm() -> Target:
         scripted = ScriptedSocket(stream(data[1:]), brought[choice](), stranger if choice == 3 else peer)
         server: Any = Server(house.node.arena.fd)
         frames = DescriptorSocket(_socket(scripted))
-        _serve(ShmConnection(frames, CALLER, house.node.service, 1.0, server), server)
+        serve(ShmConnection(frames, CALLER, house.node.service, 1.0, server), server)
 
     def seeds() -> list[bytes]:
         talks = [b"\0" + FRAMES + talk for talk in conversations()]

@@ -28,8 +28,7 @@ class Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
-    def auth_context(self) -> dict[str, Any]:
-        return {}
+    def peer_identities(self) -> None: ...
 
     def set_code(self, code: Any) -> None: ...
 

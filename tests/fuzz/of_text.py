@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from inside import Inside
+from of_access import TOKEN, guarded
 from scripted import Bites, ScriptedSocket, scratch
 from watched import Target
 
@@ -86,10 +86,12 @@ def traces() -> Target:
 
 
 def heads() -> Target:
-    """The metrics server, head by head; the input's first byte is how many bytes come at a time."""
-    house = Inside()
+    """The metrics of a node that asks who you are; the input's first byte is how many bytes come at a time."""
+    house = guarded()
     choose = metrics_text(house.node.service)
-    server = MetricsServer("127.0.0.1", 0, lambda accept: (choose(accept)[0], lambda: b"metrics\n"))
+    server = MetricsServer(
+        "127.0.0.1", 0, lambda headers, peer: choose(headers, peer)._replace(body=lambda: b"metrics\n")
+    )
 
     class Poll:
         def modify(self, *_: object) -> None: ...
@@ -107,18 +109,21 @@ def heads() -> Target:
         step = 1 + bites.number(1) * 64
         sock: Any = Slow(bites.take(bites.left))
         sock.step = step
-        scrape, poll = _Scrape(sock), Poll()
+        scrape, poll = _Scrape(sock, "fuzz"), Poll()
         turns = 0
         while not scrape.over:
             server._step(scrape, poll)  # type: ignore[arg-type]
             turns += 1
             assert turns < 10_000, "a head that never ends"
+        assert b"200 OK" not in sock.sent or TOKEN.encode() in data, "told to a stranger"
         scrape.close()
 
     def seeds() -> list[bytes]:
+        bearer = f"Authorization: Bearer {TOKEN}\r\n".encode()
         accept = b"Accept: application/openmetrics-text; version=1.0.0; escaping=allow-utf-8\r\n"
         made = [
-            b"GET /metrics HTTP/1.1\r\nHost: a\r\n" + accept,
+            b"GET /metrics HTTP/1.1\r\nHost: a\r\n" + bearer + accept,
+            b"GET / HTTP/1.1\r\n" + accept,
             b"HEAD / HTTP/1.0\r\n",
             b"POST / HTTP/1.1\r\n",
             b"\x16\x03",

@@ -1,4 +1,4 @@
-"""A socket without a kernel: what a peer sends is known beforehand, and what it is sent is dropped.
+"""A socket without a kernel: what a peer sends is known beforehand, and what it is sent is kept.
 
 An input is a script. Its first byte says how it is read: even, the rest are the bytes of the stream as they are;
 odd, the rest are frames, so that a changed byte does not break the framing of all that follows:
@@ -102,6 +102,7 @@ class ScriptedSocket:
         self._left = memoryview(data)
         self._fds = list(fds)
         self._peer = peer
+        self.sent = bytearray()
 
     def setblocking(self, blocking: bool) -> None: ...
 
@@ -134,10 +135,11 @@ class ScriptedSocket:
         return part
 
     def send(self, view: memoryview, flags: int = 0) -> int:
+        self.sent += view
         return memoryview(view).nbytes
 
     def sendmsg(self, views: Sequence[memoryview], *_: object) -> int:
-        return sum(memoryview(view).nbytes for view in views)
+        return sum(self.send(view) for view in views)
 
     def shutdown(self, how: int) -> None: ...
 
