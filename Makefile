@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 CYCLES ?= 300
 RUNS ?= 50
 LIVES ?= 300
+INPUTS ?= 1000000
 # Bytecode is kept, whatever the environment says: a test run starts hundreds of processes of the same few files.
 export PYTHONDONTWRITEBYTECODE :=
 # A file's tests stay together in one worker: they share their node. Half of the time they wait, for deadlines and
@@ -15,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-cluster test-races test-crash test-power test-protobuf test-clients dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo demo-cluster test test-etcd test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -26,6 +27,10 @@ help:
 	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (1-2 minutes); LIVES=60 for less"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
+	@echo "make fuzz         $(INPUTS) inputs, guided by coverage, for all parsers of bytes from outside (some 10 minutes; atheris);"
+	@echo "                  INPUTS=10000 for fewer, TARGET=bulk for one of them"
+	@echo "make audit        what the node's image installs, its licences, dist/sbom.json, and what is known against it (network;"
+	@echo "                  status 3: nobody could be asked)"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
@@ -99,6 +104,19 @@ test-protobuf: $(READY)
 		PYTHONPATH=.venv-protobuf/$$version $(BIN)/python -m pytest tests/node/test_service_surface.py tests/node/test_bad_requests.py \
 			tests/node/test_grpc_abuse.py tests/node/test_limits_grpc.py tests/core/test_client.py tests/core/test_messages.py tests/cli/test_commands.py || exit 1; \
 	done
+
+# Guided by coverage. The same targets have a short run in `make test`, which needs no atheris.
+fuzz: $(READY)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --constraint constraints.txt atheris || { echo "needs atheris, which has wheels for Linux on x86-64 and Python 3.11 to 3.14; 'make test' has a short run without it"; exit 1; }
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/fuzz/guided.py --inputs $(INPUTS) $(if $(TARGET),--target "$(TARGET)") $(ARGS)
+
+# What the image gets, in an environment of its own, and the tools that look at it in another.
+audit: dist
+	@$(PYTHON) -m venv --clear --without-pip .venv-image && $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip-audit cyclonedx-bom
+	$(BIN)/python -m pip --python .venv-image/bin/python install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[node,cli]"
+	@rm -f .venv-image/lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json  # where it was built is no part of it
+	.venv-audit/bin/python docker/audit.py .venv-image/bin/python dist/sbom.json constraints.txt
 
 test-clients: $(READY)
 	@command -v npm >/dev/null || { echo "needs Node.js 18 or newer with npm"; exit 1; }

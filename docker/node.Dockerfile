@@ -32,18 +32,21 @@ RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,targ
     && python3 -m venv --without-pip /opt/kvstore \
     && python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
         install --constraint constraints.txt '.[node,cli]'
-
-FROM ${BASE}
+COPY docker/health.py /opt/kvstore/health.py
+COPY docker/runtime.py ./
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
 # owner and mode of its directory from here; a bind mount must be given to this user by hand. Others may look
 # into /run/kvstore, or they would be told that there is no socket; the socket itself lets nobody else in.
-RUN install -d -o 10001 -g 10001 -m 0750 /data \
-    && install -d -o 10001 -g 10001 -m 0755 /run/kvstore
-COPY --from=build /opt/kvstore /opt/kvstore
-COPY docker/health.py /opt/kvstore/health.py
+RUN python3 runtime.py /opt/kvstore /runtime \
+    && install -d -o 10001 -g 10001 -m 0750 /runtime/data \
+    && install -d -o 10001 -g 10001 -m 0755 /runtime/run/kvstore
+
+# Python and the node: no shell, no package manager, no pip. `docker exec NODE kvstore status` needs none.
+FROM scratch
+COPY --from=build /runtime /
 # The root may be read-only: the node writes nothing outside /data and the socket's volume, and Python
 # no byte code.
-ENV PATH=/opt/kvstore/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/kvstore/bin PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /data
 VOLUME /data

@@ -146,11 +146,20 @@ print(functools.reduce(lambda value, name: value[name], sys.argv[1:], json.load(
 disk() { in_node kvstore status --json | pick disk "$1"; }
 
 check_confinement() {
-    [[ $(in_node id -u) == 10001 ]] || fail "the node runs as user $(in_node id -u)"
-    if "$DOCKER" exec --user 0 "$NODE" touch /probe 2>/dev/null; then fail "the root file system can be written"; fi
-    in_node touch /data/probe || fail "/data can not be written"
-    in_node rm /data/probe
-    step "user 10001, root file system read-only, /data writable"
+    local user tool
+    user=$(in_node python -c 'import os; print(os.getuid())')
+    [[ $user == 10001 ]] || fail "the node runs as user $user"
+    if "$DOCKER" exec --user 0 "$NODE" python -c 'open("/probe", "w")' 2>/dev/null; then
+        fail "the root file system can be written"
+    fi
+    in_node python -c 'import os; open("/data/probe", "w"); os.remove("/data/probe")' || fail "/data can not be written"
+    for tool in sh bash busybox apt dpkg perl gcc pip curl; do
+        if "$DOCKER" exec "$NODE" "$tool" --version >/dev/null 2>&1; then fail "the image has $tool"; fi
+        in_node python -c 'import os, sys; sys.exit(any(os.path.exists(f"{folder}/{sys.argv[1]}")
+for folder in ("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin")))' "$tool" || fail "the image has $tool"
+    done
+    in_node python -c 'import ssl; ssl.create_default_context()' || fail "the image has no TLS"
+    step "user 10001, root file system read-only, /data writable; no shell, no package manager, no pip"
 }
 
 check_published() {

@@ -102,12 +102,12 @@ def parse_nbytes(text: str) -> int:
     number = text.strip().lower().removesuffix("ib")
     suffix = number[-1:] if number[-1:].isalpha() else ""
     try:
-        value = float(number[: len(number) - len(suffix)])
+        value = float(number[: len(number) - len(suffix)]) * units.get(suffix, math.nan)
     except ValueError:
         value = math.nan
-    if suffix not in units or not math.isfinite(value):
+    if not math.isfinite(value):
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 4GiB")
-    return int(value * units[suffix])
+    return int(value)
 
 
 def check_settings(config: Any) -> None:

@@ -66,8 +66,9 @@ def revoke(path: Path, name: str) -> int:
 
 
 def _text(path: Path) -> str:
+    """As a node reads it: only a line feed ends a line, so what a comment hides stays hidden."""
     try:
-        return path.read_text(errors="replace")
+        return path.read_bytes().decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"{path} can not be read: {error.strerror}") from error
 
@@ -82,7 +83,9 @@ def _replaced(path: Path) -> Iterator[list[str]]:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         there = path.exists()
-        before = _text(path).splitlines() if there else []
+        before = _text(path).split("\n") if there else []
+        if before and not before[-1]:  # what stands behind the last line's end
+            before.pop()
         lines = list(before)
         yield lines
         if lines != before:

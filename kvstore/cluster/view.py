@@ -52,6 +52,8 @@ class Member:
                 f"the address of {self.id} is not host:port: it has {len(self.address)} characters, at most "
                 f"{ADDRESS_NBYTES_MAX}"
             )
+        if not self.address.isprintable():
+            raise ConfigError(f"the address of {self.id} is not host:port: {self.address!r}")
         split_address(self.address)
         if not 0 < self.weight <= WEIGHT_MAX:
             raise ConfigError(f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}")

@@ -9,6 +9,7 @@ before it* (one parent per id), so ids are prefix hashes already, only shorter o
 import hashlib
 import itertools
 import json
+import math
 import random
 import struct
 from collections.abc import Iterator
@@ -113,8 +114,9 @@ def _parse(line: bytes) -> TraceRequest:
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     for name in _NUMBERS:
-        if isinstance(fields[name], bool) or not isinstance(fields[name], (int, float)) or not fields[name] >= 0:
-            raise ValueError(f"{name} is {fields[name]!r}, not a number >= 0")
+        number = fields[name]
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            raise ValueError(f"{name} is {number!r}, not a number >= 0")
     return TraceRequest(
         fields["timestamp"], int(fields["input_length"]), int(fields["output_length"]), _hash_ids(fields["hash_ids"])
     )

@@ -145,7 +145,7 @@ class ExtentFiles:
     def _drop_from(self, count: int) -> None:
         """Gives the files of extents from number `count` on back: an earlier run may have had more."""
         for path in self._directory.iterdir():
-            if path.name.isdigit() and int(path.name) >= count:
+            if path.name.isascii() and path.name.isdigit() and int(path.name) >= count:
                 path.unlink()
 
     def write_all(self, slots: Sequence[Slot]) -> None:

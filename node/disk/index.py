@@ -92,9 +92,9 @@ class DiskIndex:
         """What is wrong with it, if anything is; then its pages are dropped."""
         try:
             value = parse_namespace(message)
-            if self.spaces.restore(value, number):
+            if number and self.spaces.restore(value, number):
                 return ""
-            problem = f"it is the second one of namespace {value.digest.hex()}"
+            problem = f"it is the second one of namespace {value.digest.hex()}" if number else "0 is no number"
         except InvalidRequest as error:
             problem = str(error)
         self.counters.rows_damaged += 1

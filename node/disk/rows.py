@@ -10,6 +10,7 @@ A page counts as stored only when its row is there. Rows of one batch appear tog
 keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
 """
 
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
 from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
+from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.shortage import code_in
 
 FORMAT_VERSION = 5
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
+_EXTENT = re.compile("[1-9][0-9]{3,14}")
 
 
 class PageRow(NamedTuple):
@@ -96,6 +99,30 @@ def hashes_of(pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: byt
             yield row.prefix_hash
 
 
+def format_row(extent_nbytes: int) -> bytes:
+    return f"{FORMAT_VERSION} {extent_nbytes}".encode()
+
+
+def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool) -> int:
+    """Bytes of the extents that the rows are about, by their format row; with `keep_own` other ones than are wanted
+    will do. Raises ConfigError for those that will not, and for another format."""
+    version, _, nbytes = found.decode(errors="replace").partition(" ")
+    if version != str(FORMAT_VERSION):
+        raise ConfigError(
+            f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
+            f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
+            "another directory"
+        )
+    own = int(nbytes) if keep_own and _EXTENT.fullmatch(nbytes) else 0
+    extent_nbytes = own if own and own % SLOT_ALIGN_NBYTES == 0 else wanted_nbytes
+    if nbytes != str(extent_nbytes):
+        raise ConfigError(
+            f"data_dir was written with extents of {nbytes} bytes, this node wants {wanted_nbytes}; use the same "
+            "disk_extent_nbytes, or another directory"
+        )
+    return extent_nbytes
+
+
 def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[bytes, bytes]]:
     """Keys and values of new rows."""
     described = [(namespace_key(number), message) for number, message in namespaces.items()]
@@ -119,25 +146,14 @@ class Rows:
         options.set_keep_log_file_num(2)
         with _DiskErrors():
             self._db = Rdict(str(directory), options)
-            ours = f"{FORMAT_VERSION} {extent_nbytes}".encode()
             found = self._db.get(b"F")
             if found is None:
-                found = self._db[b"F"] = ours
-        version, _, nbytes = found.decode(errors="replace").partition(" ")
-        self.extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else extent_nbytes
-        if version != str(FORMAT_VERSION):
+                found = self._db[b"F"] = format_row(extent_nbytes)
+        try:
+            self.extent_nbytes = stored_extents(found, extent_nbytes, keep_own)
+        except ConfigError:
             self._db.close()
-            raise ConfigError(
-                f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
-                f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
-                "another directory"
-            )
-        if nbytes != str(self.extent_nbytes):
-            self._db.close()
-            raise ConfigError(
-                f"data_dir was written with extents of {nbytes} bytes, this node wants {extent_nbytes}; use the same "
-                "disk_extent_nbytes, or another directory"
-            )
+            raise
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
         """All or nothing: new namespaces, new pages, keys that are gone."""
@@ -189,8 +205,8 @@ class Rows:
 
 
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(number, Namespace message) of rows of namespaces."""
-    return ((int.from_bytes(key[1:], "big"), value) for key, value in rows)
+    """(number, Namespace message) of rows of namespaces. A key of another length nobody wrote."""
+    return ((int.from_bytes(key[1:], "big"), value) for key, value in rows if len(key) == len(namespace_key(0)))
 
 
 class _DiskErrors:

@@ -48,7 +48,7 @@ class Identity:
             age_s = time.time() - self._path.stat().st_mtime
             if not isinstance(known, dict) or not isinstance(known.get("applied", 0), int):
                 raise ValueError("it is not what a node writes")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self._path} can not be read: {error}; remove it, and name the node's id") from error
         if known.get("cluster") != cluster:
             raise ConfigError(

@@ -97,7 +97,7 @@ def inside(header: bytes) -> tuple[str, memoryview]:
     """(op, its request) of a BulkRequest, which is one field and nothing else. Raises InvalidRequest."""
     data = memoryview(header)
     number, nbytes, start = _field(data, 0)
-    if number not in _OPS or start + nbytes != data.nbytes:
+    if number not in _OPS or header[0] & 7 != _DELIMITED or start + nbytes != data.nbytes:
         raise InvalidRequest("a large request is one operation and nothing else")
     return _OPS[number], data[start:]
 

@@ -137,6 +137,19 @@ def test_no_field_makes_another_line(field: str) -> None:
         token_line("a", new_token("x"), tenant=field, role="read")
 
 
+@pytest.mark.parametrize("mark", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
+def test_what_a_comment_hides_stays_hidden_when_a_line_is_added(tmp_path: Path, mark: str) -> None:
+    """Such a mark ends a line for Python, and none for a node."""
+    path = tmp_path / "identities"
+    hidden = token_line("old", new_token(ALL), tenant=ALL, role="admin")
+    path.write_text(f"# until spring:{mark}{hidden}\n", newline="")
+    assert not read(path).tokens
+    add(path, token_line("ci", new_token("x"), tenant="x", role="read"))
+    assert [principal.name for principal in read(path).tokens.values()] == ["ci"]
+    assert revoke(path, "ci") == 1
+    assert path.read_bytes().decode() == f"# until spring:{mark}{hidden}\n"
+
+
 def test_a_file_that_can_not_be_had_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         add(tmp_path / "nowhere" / "identities", certificate_line("a", tenant="x", role="read"))

@@ -1,0 +1,112 @@
+"""`make audit`: what the node's image installs, under which licences, and what is known against it.
+
+    python docker/audit.py PYTHON SBOM CONSTRAINTS
+
+PYTHON is an environment into which was installed what the image gets. SBOM is written, CycloneDX JSON, the same bytes
+for the same packages. The vulnerability service is asked by pip-audit about these and the pins of CONSTRAINTS.
+
+Status 0: all of them were looked up, and nothing is known. 1: something is. 3: the service was not asked about all of
+them, as where it can not be reached; nothing is known then, which is not the same as that all is well.
+"""
+
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+NOT_ASKED, VULNERABLE, WELL = 3, 1, 0
+OURS = "kvstore-llm"
+LINES_MAX = 3
+
+
+def tool(*command: str) -> subprocess.CompletedProcess[str]:
+    """One of those beside this interpreter."""
+    found = str(Path(sysconfig.get_path("scripts")) / command[0])
+    return subprocess.run([found, *command[1:]], capture_output=True, text=True, check=False)
+
+
+# ---- what is installed -----------------------------------------------------------------------
+
+
+def write_sbom(python: str, path: Path) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = ("--output-reproducible", "--of", "JSON", "--pyproject", "pyproject.toml", "-o", str(path))
+    done = tool("cyclonedx-py", "environment", *options, python)
+    if done.returncode:
+        sys.exit(f"cyclonedx-py ended with status {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(path.read_text())
+
+
+def licences(sbom: Any) -> list[str]:
+    """A line for each package."""
+    lines = []
+    for component in sorted(sbom["components"], key=lambda some: some["name"].lower()):
+        named = [_licence(some) for some in component.get("licenses", [])]
+        lines.append(
+            f"{component['name']:26} {component['version']:12} {', '.join(dict.fromkeys(named)) or 'NOT SAID'}"
+        )
+    return lines
+
+
+def _licence(said: Any) -> str:
+    inner = said.get("license", {})
+    return str(said.get("expression") or inner.get("id") or inner.get("name"))
+
+
+# ---- what is known against it ----------------------------------------------------------------
+
+
+def ask(*what: str) -> str:
+    """What pip-audit says, as JSON; empty if it could not ask."""
+    done = tool("pip-audit", "--format", "json", "--progress-spinner", "off", "--timeout", "15", *what)
+    return done.stdout
+
+
+def verdict(said: str) -> tuple[int, list[str]]:
+    """(status, lines to tell) of one answer of pip-audit."""
+    try:
+        dependencies = [some for some in json.loads(said)["dependencies"] if some["name"] != OURS]
+    except (ValueError, KeyError, TypeError):
+        return NOT_ASKED, ["the vulnerability service can not be reached from here: NOTHING IS KNOWN"]
+    known = [(some, flaw) for some in dependencies for flaw in some.get("vulns", [])]
+    skipped = [some for some in dependencies if "vulns" not in some]
+    lines = [f"VULNERABLE  {some['name']} {some['version']}: {flaw['id']}, {_mended(flaw)}" for some, flaw in known]
+    if skipped or not dependencies:
+        lines.append(f"NOT LOOKED UP: {len(skipped)} of {len(dependencies)}")
+        lines += [f"    {some['name']}: {some.get('skip_reason', 'no reason given')}" for some in skipped[:LINES_MAX]]
+        lines += [f"    and {len(skipped) - LINES_MAX} more"] if len(skipped) > LINES_MAX else []
+    return (VULNERABLE if known else NOT_ASKED if skipped or not dependencies else WELL), lines
+
+
+def _mended(flaw: Any) -> str:
+    return f"mended in {', '.join(flaw['fix_versions'])}" if flaw.get("fix_versions") else "not mended yet"
+
+
+def main(python: str, sbom: str, constraints: str) -> int:
+    made = write_sbom(python, Path(sbom))
+    print(f"{len(made['components'])} packages in the image beside ours; {sbom} has them all\n")
+    print(*licences(made), "", sep="\n")
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    questions = {
+        "installed in the image": ("--path", site.stdout.strip()),
+        f"pinned in {constraints}": ("--requirement", constraints, "--no-deps", "--disable-pip"),
+    }
+    statuses = []
+    for name, what in questions.items():
+        status, lines = verdict(ask(*what))
+        statuses.append(status)
+        print(f"{name}: {'nothing is known against any of them' if status == WELL else ''}", *lines, sep="\n    ")
+    return VULNERABLE if VULNERABLE in statuses else max(statuses)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit((__doc__ or "").strip())
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""A node in this process that no thread serves: its connections are scripted, and a batch ends with a new one."""
+
+import contextlib
+import os
+from typing import Any
+
+from kvstore import Namespace, opaque_layout
+from kvstore.checksum import leaves
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import THE_NODE
+from node.config import NodeConfig
+from node.server import Node
+
+PAGE_NBYTES = 4096
+SPACE = Namespace("fuzz", opaque_layout(PAGE_NBYTES))
+OTHERS = Namespace("others", opaque_layout(PAGE_NBYTES), tenant="team-b")  # of another tenant, with pages of SECRET
+SECRET = b"\x5a" * PAGE_NBYTES
+KEYS = [bytes([number]) * 32 for number in range(8)]
+STORED = 4  # of them
+FRESH = KEYS[STORED:]
+SETTINGS: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "bulk_port": 0,
+    "metrics_port": 0,
+    "shm_socket": "none",
+    "ram_nbytes": 2 << 20,
+    "extent_nbytes": 256 << 10,
+    "namespaces_max": 16,
+    "drain_s": 0.0,
+    "stall_s": 1.0,
+}
+
+
+class Inside:
+    """`node` has pages under the first of KEYS, in two namespaces, until `check` begins anew."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = {**SETTINGS, **settings}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.node = Node(NodeConfig(**self._settings))
+        self._store(SPACE, bytes(PAGE_NBYTES))
+        self._store(OTHERS, SECRET)
+
+    def _store(self, space: Namespace, page: bytes) -> None:
+        service, asked = self.node.service, put(KEYS[:STORED])
+        asked.namespace = space.digest
+        service.call(
+            "open_namespace",
+            pb.OpenNamespaceRequest(namespace=namespace_message(space), digest=space.digest),
+            THE_NODE,
+        )
+        with service.sessions.open(THE_NODE) as session:
+            _, views = service.begin_put(session, asked)
+            for view in views:
+                view[:] = page
+            service.commit_put(session, commit(len(views), page))
+
+    def check(self) -> list[str]:
+        """What a connection that has ended left behind; then a new node."""
+        node, service = self.node, self.node.service
+        wrong = node.check()
+        left = {
+            "sessions": node.sessions.count,
+            "pages being written": node.tier.writing_count,
+            "pages being read": node.tier.held_count,
+            "bytes of requests": service.requests.used,
+            "bytes reserved": node.sessions.reserved.used,
+            "bytes held": node.sessions.held.used,
+            "long calls": sum(budget.used for budget in service._long_calls.values()),
+            "descriptors that clients sent": len(sent_descriptors()),
+        }
+        wrong += [f"{count} {what} are left" for what, count in left.items() if count]
+        self.close()
+        self._begin()
+        return wrong
+
+    def close(self) -> None:
+        self.node._end()
+
+
+def sent_descriptors() -> list[str]:
+    """Open ones of the kinds that scripts bring along, and nobody else has."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that looked
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [link for link in links if link in ("anon_inode:[pidfd]", "/dev/zero")]
+
+
+# ---- what is asked of it ---------------------------------------------------------------------
+
+
+def put(keys: list[bytes], **more: Any) -> pb.PutRequest:
+    return pb.PutRequest(namespace=SPACE.digest, prefix_hashes=keys, page_nbytes=PAGE_NBYTES, **more)
+
+
+def commit(count: int, page: bytes = bytes(PAGE_NBYTES)) -> pb.CommitRequest:
+    return pb.CommitRequest(leaves=[leaves(page)] * count)
+
+
+def opening(model: str) -> pb.OpenNamespaceRequest:
+    value = Namespace(model, opaque_layout(PAGE_NBYTES))
+    return pb.OpenNamespaceRequest(namespace=namespace_message(value), digest=value.digest)
+
+
+def unary() -> dict[str, Any]:
+    """A request of each kind that is answered at once, as BulkRequest names them."""
+    some = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
+    return {
+        "hello": pb.HelloRequest(protocol_version=4),
+        "open_namespace": opening("other"),
+        "list_namespaces": pb.ListNamespacesRequest(),
+        "lookup": pb.LookupRequest(**some, touch=True, near=True, wait_ms=9),
+        "verify": pb.VerifyRequest(**some),
+        "remove": pb.RemoveRequest(namespace=SPACE.digest, prefix_hashes=KEYS[3:5]),
+        "pin": pb.PinRequest(**some, ttl_ms=1000),
+        "unpin": pb.UnpinRequest(**some),
+        "list": pb.ListRequest(namespace=SPACE.digest, key_prefix=b"\1", page_token=KEYS[0], limit=3),
+        "stat": pb.StatRequest(**some),
+        "node_status": pb.NodeStatusRequest(),
+        "remove_namespace": pb.RemoveNamespaceRequest(namespace=opening("other").digest, removal=bytes(16)),
+        "flush": pb.FlushRequest(),
+        "scrub": pb.ScrubRequest(),
+        "recover": pb.RecoverRequest(),
+        "drain": pb.DrainRequest(),
+        "sweep": pb.SweepRequest(dry=True),
+    }
+
+
+def gets() -> list[pb.GetRequest]:
+    whole = pb.GetRequest(namespace=SPACE.digest, prefix_hashes=KEYS, prefix_only=True, near=True, wait_ms=9)
+    ranges = [pb.ByteRange(offset=0, nbytes=16), pb.ByteRange(offset=4000, nbytes=96)]
+    return [whole, pb.GetRequest(namespace=SPACE.digest, prefix_hashes=KEYS, ranges=ranges)]
+
+
+def puts() -> list[pb.PutRequest]:
+    return [
+        put(FRESH[:2], ttl_ms=5000),
+        put(KEYS[2:5], durable=True, wait_ms=9),
+        put(FRESH[2:3], ack_all=True),
+        put(FRESH[3:], forwarded_by="n1"),
+    ]

@@ -1,0 +1,178 @@
+"""Bulk and shared-memory connections: every byte that a client sends, answered by a real service."""
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from inside import PAGE_NBYTES, Inside, commit, gets, puts, unary
+from scripted import Bites, ScriptedSocket, payload, request, stream
+from watched import Target
+
+from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
+from kvstore.wires.unix_sockets import DescriptorSocket
+from node.access.caller import Caller
+from node.serve.bulk import BulkConnection
+from node.serve.limits import REQUEST_NBYTES_FREE
+from node.serve.requests import inside
+from node.serve.shm import ShmConnection
+
+CALLER = Caller("fuzz")
+FRAMES, RAW = b"\1", b"\0"
+_UCRED = struct.Struct("@iII")
+
+
+class Server:
+    """What connections ask of the server that accepted them."""
+
+    def __init__(self, arena_fd: int = -1) -> None:
+        self.arena_fd = arena_fd
+
+    def begin(self, connection: Any) -> bool:
+        return True
+
+    def done(self, connection: Any) -> bool:
+        return True
+
+    def change_share(self, connection: Any) -> None: ...
+
+    def wait_gone(self, connection: Any, process_fd: int, pages: int) -> bool:
+        return True  # the client's process ends with its script
+
+
+def conversations() -> list[bytes]:
+    """Steps of scripts: all requests, puts with their bytes, and what has no place there."""
+    hello = request(hello=pb.HelloRequest(protocol_version=4))
+    talks = [hello + request(**{op: message}) for op, message in unary().items()]
+    talks += [hello + request(get=get) + request(release=pb.ReleaseRequest()) for get in gets()]
+    talks += [
+        hello + request(put=put) + payload(n * PAGE_NBYTES) + request(commit=commit(n, b"\7" * PAGE_NBYTES))
+        for put in puts()
+        for n in (1, 2)
+    ]
+    talks += [hello + request(put=puts()[0]) + request(commit=commit(2)), hello + b"\3" + b"\xff" * 12]
+    return talks
+
+
+# ---- bulk ------------------------------------------------------------------------------------
+
+
+def bulk() -> Target:
+    house = Inside()
+
+    def once(data: bytes) -> None:
+        bulk_connection(house, ScriptedSocket(stream(data)))
+
+    def seeds() -> list[bytes]:
+        raw = [RAW + stream(FRAMES + talk) for talk in conversations()[::4]]
+        return [FRAMES + talk for talk in conversations()] + raw
+
+    return Target(once, seeds, (ConnectionError,), house.check, house.close)
+
+
+def bulk_connection(house: Inside, scripted: ScriptedSocket) -> None:
+    """Served to its end."""
+    serve(BulkConnection(FrameSocket(_socket(scripted)), "fuzz", CALLER, house.node.service, 1.0), Server())
+
+
+def _socket(scripted: ScriptedSocket) -> Any:
+    return scripted
+
+
+def serve(connection: Any, server: Any) -> None:
+    try:
+        with contextlib.suppress(ConnectionResetError):  # the script's end; a broken rule is ConnectionAbortedError
+            connection.serve(server)
+    finally:
+        connection.close()
+
+
+# ---- shared memory ---------------------------------------------------------------------------
+
+
+def shm() -> Target:
+    """The first byte says which descriptor comes with the first frame."""
+    house = Inside()
+    peer = _UCRED.pack(os.getpid(), os.geteuid(), 0)
+    stranger = _UCRED.pack(os.getpid(), os.geteuid() + 7 or 1, 0)
+    brought: list[Callable[[], list[int]]] = [
+        lambda: [os.pidfd_open(os.getpid())],
+        lambda: [os.open("/dev/zero", os.O_RDONLY)],
+        lambda: [],
+        lambda: [os.pidfd_open(os.getpid())],
+    ]
+
+    def once(data: bytes) -> None:
+        choice = data[0] % len(brought) if data else 0
+        scripted = ScriptedSocket(stream(data[1:]), brought[choice](), stranger if choice == 3 else peer)
+        server: Any = Server(house.node.arena.fd)
+        frames = DescriptorSocket(_socket(scripted))
+        serve(ShmConnection(frames, CALLER, house.node.service, 1.0, server), server)
+
+    def seeds() -> list[bytes]:
+        talks = [b"\0" + FRAMES + talk for talk in conversations()]
+        in_place = request(put=puts()[0]) + request(commit=commit(2)) + request(get=gets()[0])
+        return [*talks, b"\0" + FRAMES + in_place, *(bytes([choice]) + talks[0][1:] for choice in (1, 2, 3))]
+
+    return Target(once, seeds, (ConnectionError,), house.check, house.close)
+
+
+# ---- parts of them ---------------------------------------------------------------------------
+
+
+def fixed() -> Target:
+    """The head of a frame; what is taken is within its limits."""
+
+    def once(data: bytes) -> None:
+        header_nbytes, payload_nbytes = unpack_fixed(data[:FIXED_NBYTES].ljust(FIXED_NBYTES, b"\0"), MESSAGE_NBYTES_MAX)
+        assert 0 <= header_nbytes <= MESSAGE_NBYTES_MAX
+        assert 0 <= payload_nbytes < 1 << 64
+
+    return Target(once, lambda: [pack_fixed(5, 0), pack_fixed(1 << 20, 1 << 40, 3)], nbytes_max=32)
+
+
+def large() -> Target:
+    """Large requests, gone through by hand before protobuf sees them: both must find the same operation in them."""
+    house = Inside()
+
+    def once(data: bytes) -> None:
+        bites = Bites(data)
+        shape, times = bites.number(1), bites.number(2)
+        unit = bites.sized(1)
+        header = bites.take(bites.left) + unit * min(times, (REQUEST_NBYTES_FREE << shape % 4) // max(1, len(unit)))
+        op, inner = inside(header)
+        message = pb.BulkRequest()
+        try:
+            message.MergeFromString(header)
+        except DecodeError:
+            return
+        assert message.WhichOneof("op") == op, f"{message.WhichOneof('op')} is not {op}"
+        taken: list[int] = []
+        try:
+            parsed = house.node.service.forms.parsed(op, inner, "fuzz", taken.append)
+        finally:
+            house.node.service.requests.give("fuzz", sum(taken))
+        assert parsed == getattr(message, op)
+
+    def seeds() -> list[bytes]:
+        made = [pb.BulkRequest(get=get).SerializeToString() for get in gets()]
+        made += [pb.BulkRequest(**{op: message}).SerializeToString() for op, message in unary().items()]
+        range_ = pb.GetRequest(ranges=[pb.ByteRange(offset=9, nbytes=300)]).SerializeToString()
+        nested = struct.pack("<BHB", 2, 60000, len(range_)) + range_
+        return [nested + _open_header(range_, 60000), *(b"\0\0\0\0" + header for header in made)]
+
+    return Target(once, seeds, check=house.check, close=house.close)
+
+
+def _open_header(unit: bytes, times: int) -> bytes:
+    """The tag and the length of a get of so many of those."""
+    nbytes = len(unit) * min(times, (REQUEST_NBYTES_FREE << 2) // len(unit))
+    whole = pb.BulkRequest(get=pb.GetRequest(namespace=bytes(nbytes - 4))).SerializeToString()
+    return whole[: len(whole) - nbytes]
+
+
+TARGETS = {"bulk": bulk, "shm": shm, "frame heads": fixed, "large requests": large}

@@ -1,0 +1,124 @@
+"""gRPC calls, as gRPC hands them to the servicer: messages in their wire form, a stream of them for each call."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha import reflection_pb2
+from inside import PAGE_NBYTES, Inside, commit, gets, puts, unary
+from scripted import Bites
+from watched import Target
+
+from kvstore.messages import chunk_of
+from kvstore.pb import kvstore_pb2 as pb
+
+MESSAGES_MAX = 16
+OURS, REFLECTION = "kvstore.KVStore", "grpc.reflection.v1alpha.ServerReflection"
+ENDLESS = ("Follow", "Watch")  # their requests are for gRPC to read, and they wait
+
+
+class Context:
+    """What a call asks of gRPC."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:7"
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer_identities(self) -> None: ...
+
+    def set_code(self, code: Any) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    async def write(self, message: Any) -> None:
+        if not isinstance(message, bytes):
+            message.SerializeToString()
+
+
+class Details:
+    """The name of a method, which is how gRPC asks for its handler."""
+
+    invocation_metadata: tuple[()] = ()
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+
+METHODS = sorted(f"/{OURS}/{method.name}" for method in pb.DESCRIPTOR.services_by_name["KVStore"].methods)
+METHODS = [name for name in METHODS if not name.endswith(ENDLESS)] + [f"/{REFLECTION}/ServerReflectionInfo"]
+
+
+def calls() -> Target:
+    """The first byte says which method; the rest are messages behind their length, u16."""
+    house, loop = Inside(), asyncio.new_event_loop()
+
+    async def messages(bites: Bites, read: Any) -> AsyncIterator[Any]:
+        for _ in range(MESSAGES_MAX):
+            if bites.left:
+                data = bites.sized(2)
+                yield read(data) if read else data
+
+    def close() -> None:
+        loop.close()
+        house.close()
+
+    def once(data: bytes) -> None:
+        bites = Bites(data)
+        name = METHODS[bites.number(1) % len(METHODS)]
+        handlers = house.node.grpc._servicer.handlers()
+        handler = next(filter(None, (some.service(Details(name)) for some in handlers)))
+        loop.run_until_complete(handler.stream_stream(messages(bites, handler.request_deserializer), Context()))
+
+    return Target(once, _conversations, (DecodeError,), house.check, close)
+
+
+def _conversations() -> list[bytes]:
+    talks = [_call(method.name, unary()[op]) for op, method in _unary_methods().items()]
+    talks += [_call("Get", get) for get in gets()]
+    page = bytes(PAGE_NBYTES)
+    for put in puts():
+        frames = [pb.PutFrame(begin=put), *(pb.PutFrame(chunk=pb.PageChunk(data=page[:n])) for n in (4096, 4000, 96))]
+        talks.append(_call("Put", *frames, pb.PutFrame(commit=commit(2))))
+        talks.append(_call("Put", *frames[:2], pb.PutFrame(commit=commit(1))))
+    asked = reflection_pb2.ServerReflectionRequest
+    names = [asked(list_services="*"), asked(file_containing_symbol=OURS), asked(file_by_filename="kvstore.proto")]
+    extension = reflection_pb2.ExtensionRequest(containing_type=f"{OURS}.x", extension_number=1)
+    return [*talks, _call("ServerReflectionInfo", *names, asked(file_containing_extension=extension))]
+
+
+def _unary_methods() -> dict[str, Any]:
+    kinds = {type(message).DESCRIPTOR.full_name: op for op, message in unary().items()}
+    methods = pb.DESCRIPTOR.services_by_name["KVStore"].methods
+    return {kinds[m.input_type.full_name]: m for m in methods if m.input_type.full_name in kinds}
+
+
+def _call(method: str, *messages: Any) -> bytes:
+    number = next(n for n, name in enumerate(METHODS) if name.endswith(f"/{method}"))
+    wire = [message.SerializeToString() for message in messages]
+    return bytes((number,)) + b"".join(struct.pack("<H", len(data)) + data for data in wire)
+
+
+def chunks() -> Target:
+    """Frames that are read without protobuf: what is found in them is what protobuf finds."""
+
+    def once(data: bytes) -> None:
+        found = chunk_of(data)
+        if found is None:
+            return
+        for kind in (pb.PutFrame, pb.GetFrame):
+            message = kind.FromString(data)
+            assert message.WhichOneof("frame") == "chunk", "a chunk that protobuf does not see"
+            assert message.chunk.data == found, "other bytes than protobuf finds"
+
+    def seeds() -> list[bytes]:
+        made = [pb.PutFrame(chunk=pb.PageChunk(data=bytes(n))).SerializeToString() for n in (0, 1, 127, 128, 300)]
+        return [*made, b"\x12\x84\x80\x80\x80\x00\x0a\x82\x80\x80\x00ab", b"\x12\x03\x0a\x01", made[1] + made[1]]
+
+    return Target(once, seeds, (DecodeError,), nbytes_max=512)
+
+
+TARGETS = {"gRPC calls": calls, "page chunks": chunks}

@@ -1,0 +1,148 @@
+"""A socket without a kernel: what a peer sends is known beforehand, and what it is sent is kept.
+
+An input is a script. Its first byte says how it is read: even, the rest are the bytes of the stream as they are;
+odd, the rest are frames, so that a changed byte does not break the framing of all that follows:
+
+    1 request u16 header      2 payload u16 fill u8      3 fixed u32 u64 rest       else  bytes u8
+"""
+
+import array
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import pack_fixed
+
+REQUEST, PAYLOAD, FIXED = 1, 2, 3
+PAYLOAD_NBYTES_MAX = 3 * 4096
+_SCRATCH: list["tempfile.TemporaryDirectory[str]"] = []
+
+
+class Bites:
+    """Takes an input apart; one that is too short goes on with zeros."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        return max(0, len(self._data) - self._at)
+
+    def take(self, nbytes: int) -> bytes:
+        """As many bytes as there are, at most."""
+        part = self._data[self._at : self._at + nbytes]
+        self._at += nbytes
+        return part
+
+    def number(self, nbytes: int) -> int:
+        return int.from_bytes(self.take(nbytes).ljust(nbytes, b"\0"), "little")
+
+    def sized(self, nbytes: int) -> bytes:
+        """Bytes behind their count, a number of `nbytes`."""
+        return self.take(self.number(nbytes))
+
+
+def scratch() -> Path:
+    """A directory for files that are parsed, in memory where there is one; gone with the process."""
+    found = tempfile.TemporaryDirectory(
+        prefix="kvstore-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    )
+    _SCRATCH.append(found)
+    return Path(found.name)
+
+
+def stream(data: bytes) -> bytes:
+    """What the peer of a script sends."""
+    bites = Bites(data)
+    if bites.number(1) % 2 == 0:
+        return bites.take(bites.left)
+    sent = []
+    while bites.left:
+        kind = bites.number(1)
+        if kind == REQUEST:
+            header = bites.sized(2)
+            sent.append(pack_fixed(len(header), 0) + header)
+        elif kind == PAYLOAD:
+            nbytes = bites.number(2) % (PAYLOAD_NBYTES_MAX + 1)
+            sent.append(pack_fixed(0, nbytes) + bites.take(1).ljust(1, b"\0") * nbytes)
+        elif kind == FIXED:
+            sent.append(pack_fixed(bites.number(4), bites.number(8)))
+        else:
+            sent.append(bites.sized(1))
+    return b"".join(sent)
+
+
+def request(**op: Any) -> bytes:
+    """A step of a script."""
+    header = pb.BulkRequest(**op).SerializeToString()
+    return bytes((REQUEST,)) + struct.pack("<H", len(header)) + header
+
+
+def reply(**op: Any) -> bytes:
+    header = pb.BulkReply(**op).SerializeToString()
+    return bytes((REQUEST,)) + struct.pack("<H", len(header)) + header
+
+
+def payload(nbytes: int, fill: int = 7) -> bytes:
+    return bytes((PAYLOAD,)) + struct.pack("<HB", nbytes, fill)
+
+
+class ScriptedSocket:
+    """As much of `socket.socket` as frames need. `fds` come with the first byte, `peer` is what SO_PEERCRED says."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, data: bytes, fds: Sequence[int] = (), peer: bytes = b"") -> None:
+        self._left = memoryview(data)
+        self._fds = list(fds)
+        self._peer = peer
+        self.sent = bytearray()
+
+    def setblocking(self, blocking: bool) -> None: ...
+
+    def setsockopt(self, *_: object) -> None: ...
+
+    def getsockopt(self, *_: object) -> bytes:
+        return self._peer
+
+    def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        part = self._left[: nbytes or view.nbytes]
+        view[: part.nbytes] = part
+        self._left = self._left[part.nbytes :]
+        return part.nbytes
+
+    def recvmsg_into(self, views: Sequence[memoryview], *_: object) -> tuple[int, list[Any], int, None]:
+        return sum(self.recv_into(view) for view in views if self._left.nbytes), [], 0, None
+
+    def recvmsg(self, nbytes: int, *_: object) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+        part, self._left = bytes(self._left[:nbytes]), self._left[nbytes:]
+        fds, self._fds = (self._fds, []) if part else ([], self._fds)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+        return part, rights, 0, None
+
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
+        if not self._left.nbytes and flags & socket.MSG_DONTWAIT:
+            raise BlockingIOError
+        part = bytes(self._left[:nbytes])
+        if not flags & socket.MSG_PEEK:
+            self._left = self._left[nbytes:]
+        return part
+
+    def send(self, view: memoryview, flags: int = 0) -> int:
+        self.sent += view
+        return memoryview(view).nbytes
+
+    def sendmsg(self, views: Sequence[memoryview], *_: object) -> int:
+        return sum(self.send(view) for view in views)
+
+    def shutdown(self, how: int) -> None: ...
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)

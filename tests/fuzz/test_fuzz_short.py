@@ -1,0 +1,53 @@
+"""A few hundred inputs for every parser, and those that were once found. Many more: `make fuzz`."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from found import FOUND
+from mutations import inputs
+from registered import TARGETS
+from watched import Target, Watch
+
+INPUTS = 400
+Make = Callable[[str], Target]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Target] = []
+
+    def make(name: str) -> Target:
+        made.append(TARGETS[name]())
+        return made[-1]
+
+    yield make
+    for target in made:
+        target.close()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_input_is_more_than_refused(make: Make, seed: int, name: str) -> None:
+    target, chance = make(name), random.Random(seed)
+    data = b""
+    with Watch() as watch:
+        for _, data in zip(range(INPUTS), inputs(chance, target.seeds(), target.nbytes_max), strict=False):
+            found = watch.run(target, data)
+            assert found is None, f"{found.kind} of {name} by {data!r}: {found.told}"
+        assert watch.check(target, data) is None
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_first_seed_is_taken(make: Make, name: str) -> None:
+    """Else what is made of it would all end at the door."""
+    target = make(name)
+    target.once(target.seeds()[0])
+    assert target.check() == []
+
+
+@pytest.mark.parametrize(("name", "data", "was"), FOUND, ids=[was for _, _, was in FOUND])
+def test_what_was_found_once_is_refused(make: Make, name: str, data: bytes, was: str) -> None:
+    target = make(name)
+    with Watch() as watch:
+        found = watch.run(target, data) or watch.check(target, data)
+    assert found is None, found.told
