@@ -188,7 +188,7 @@ class Sweep:
         slot_nbytes = self._tier.namespace(batch[0].digest).slot_nbytes
         if self._room_below(slot_nbytes):
             return batch
-        room = zip(batch, self._inventory.room(slot_nbytes, len(batch)), strict=False)
+        room = zip(batch, self._inventory.room(batch[0].digest, len(batch)), strict=False)
         return [page for page, _ in itertools.takewhile(lambda pair: pair[0].idle_ms < pair[1], room)]
 
     def _fetch(self, pages: list[Missing]) -> int:

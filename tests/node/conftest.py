@@ -25,6 +25,7 @@ from node.ram.inventory import Inventory, PageInfo
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
 from node.ram.pinning import Pinning
+from node.ram.regroup import set_ram_quotas
 from node.ram.reservation import Reservation
 from node.ram.tier import RamTier
 from node.server import Node
@@ -272,10 +273,17 @@ class Sandbox:
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         self.arena[target : target + nbytes] = self.arena[source : source + nbytes]
 
-    def open(self, name: str, page_nbytes: int) -> Pages:
-        pages = Pages(name, page_nbytes)
+    def open(self, name: str, page_nbytes: int, **fields: Any) -> Pages:
+        pages = Pages(name, page_nbytes, **fields)
         self.tier.open_namespace(pages.namespace, pages.namespace.digest)
         return pages
+
+    def limit(self, **quotas: int) -> None:
+        """Bytes of RAM by tenant; the others have no quota."""
+        set_ram_quotas(self.tier, lambda tenant: quotas.get(tenant, 0), sum(quotas.values()))
+
+    def nbytes(self, tenant: str) -> int:
+        return self.tier.eviction.order.accounts.of(tenant).nbytes
 
     def reserve(self, pages: Pages, keys: Sequence[bytes]) -> Reservation:
         return self.tier.reserve(pages.namespace.digest, keys, pages.nbytes)
