@@ -117,3 +117,7 @@ class Quotas:
     def tenants(self) -> list[str]:
         """Those that have one."""
         return list(self._by_tenant)
+
+    def promised(self, field: str) -> int:
+        """Of all tenants together."""
+        return sum(getattr(quota, field) for quota in self._by_tenant.values())

@@ -12,14 +12,22 @@ sizes counts as what it keeps from others.
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from kvstore.errors import Exhausted
 from node.slots import SlotAllocator
 
 Pool = TypeVar("Pool")
 
 GRADES = 32  # how much of its quota a tenant has, in steps
 OVER = GRADES + 1
+
+
+class Limits(NamedTuple):
+    """Of one tenant in one tier; 0: none."""
+
+    nbytes: int = 0
+    pins: int = 0
 
 
 class _Size:
@@ -36,7 +44,18 @@ class _Size:
 class Account(Generic[Pool]):
     """Of one tenant. `pool` is where its pages that may go are; all tenants without a quota share one."""
 
-    __slots__ = ("__weakref__", "_accounts", "_sizes", "grade", "nbytes", "nbytes_max", "pins", "pool", "tenant")
+    __slots__ = (
+        "__weakref__",
+        "_accounts",
+        "_sizes",
+        "grade",
+        "nbytes",
+        "nbytes_max",
+        "pins",
+        "pins_max",
+        "pool",
+        "tenant",
+    )
 
     def __init__(self, tenant: str, accounts: "Accounts[Pool]") -> None:
         self.tenant = tenant
@@ -44,7 +63,7 @@ class Account(Generic[Pool]):
         self._sizes: dict[int, _Size] = {}
         self.nbytes = 0
         self.nbytes_max = 0  # its quota; 0: none
-        self.pins = 0
+        self.pins = self.pins_max = 0
         self.grade = -1  # of its quota in steps; -1: it has no quota or no pages
         self.pool = accounts.shared
 
@@ -99,6 +118,14 @@ class Account(Generic[Pool]):
         blocks = max(0, self.nbytes_max - self.nbytes) // size.block_nbytes
         return -size.count % size.per_block + blocks * size.per_block
 
+    def check_pins(self, more: int) -> None:
+        """Raises Exhausted if so many more pins would be too many."""
+        if self.pins_max and self.pins + more > self.pins_max:
+            raise Exhausted(
+                f"tenant {self.tenant} has {self.pins} pages pinned and wants {more} more, its quota are "
+                f"{self.pins_max}; unpin some, wait until their pins end, or ask for a larger quota"
+            )
+
     def refusal(self, slot_nbytes: int, what: str) -> str:
         """Why there is no slot of this size, if that is because of its quota; else empty."""
         if not self.full_for(slot_nbytes):
@@ -119,7 +146,7 @@ class Accounts(Generic[Pool]):
         self._slots = slots
         self._make_pool = make_pool
         self.shared: Pool = make_pool()
-        self._nbytes_max: Callable[[str], int] = lambda tenant: 0
+        self._limits: Callable[[str], Limits] = lambda tenant: Limits()
         self._by_tenant: weakref.WeakValueDictionary[str, Account[Pool]] = weakref.WeakValueDictionary()
         self._grades: list[dict[Account[Pool], None]] = [{} for _ in range(OVER + 1)]
         self._graded = 0  # bit g: there is one of grade g
@@ -148,16 +175,16 @@ class Accounts(Generic[Pool]):
 
     # ---- quotas --------------------------------------------------------------------------
 
-    def set_quotas(self, nbytes_max: Callable[[str], int], promised_nbytes: int) -> list[Account[Pool]]:
-        """`nbytes_max` of a tenant, 0: none; all of them are promised. Accounts that have got another pool: their
+    def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> list[Account[Pool]]:
+        """`limits` of each tenant; their bytes are promised, all together. Accounts that have got another pool: their
         pages are to follow."""
-        self._nbytes_max = nbytes_max
+        self._limits = limits
         self.promised_nbytes = promised_nbytes
         return [account for account in self.all() if self._limit(account)]
 
     def _limit(self, account: Account[Pool]) -> bool:
         """Whether it has got another pool."""
-        account.nbytes_max = self._nbytes_max(account.tenant)
+        account.nbytes_max, account.pins_max = self._limits(account.tenant)
         self.grade(account)
         if (account.pool is self.shared) == (not account.nbytes_max):
             return False

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from node.ram.accounts import Limits
 from node.ram.page import Page
 from node.ram.tier import RamTier
 from node.ram.walk import walk
@@ -10,12 +11,11 @@ from node.ram.walk import walk
 REGROUPED = 256  # pages under one lock
 
 
-def set_ram_quotas(tier: RamTier, nbytes_max: Callable[[str], int], promised_nbytes: int) -> None:
-    """`nbytes_max` of a tenant, 0: none; `promised_nbytes`: all of them together. What is more than a quota goes when
-    room is needed."""
+def set_ram_limits(tier: RamTier, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
+    """`limits` of each tenant, and their bytes all together. What is more than a quota goes when room is needed."""
     order = tier.eviction.order
     with tier.lock:
-        changed = order.accounts.set_quotas(nbytes_max, promised_nbytes)
+        changed = order.accounts.set_limits(limits, promised_nbytes)
     if not changed:
         return
     moving: list[tuple[int, Page]] = []

@@ -20,12 +20,13 @@ from kvstore.measure.content import page_content
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
 from node.config import NodeConfig
+from node.ram.accounts import Limits
 from node.ram.holding import hold_all
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
 from node.ram.pinning import Pinning
-from node.ram.regroup import set_ram_quotas
+from node.ram.regroup import set_ram_limits
 from node.ram.reservation import Reservation
 from node.ram.tier import RamTier
 from node.server import Node
@@ -278,9 +279,9 @@ class Sandbox:
         self.tier.open_namespace(pages.namespace, pages.namespace.digest)
         return pages
 
-    def limit(self, **quotas: int) -> None:
-        """Bytes of RAM by tenant; the others have no quota."""
-        set_ram_quotas(self.tier, lambda tenant: quotas.get(tenant, 0), sum(quotas.values()))
+    def limit(self, pins: int = 0, **quotas: int) -> None:
+        """Bytes of RAM by tenant; the others have no quota. `pins`: of each of all."""
+        set_ram_limits(self.tier, lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values()))
 
     def nbytes(self, tenant: str) -> int:
         return self.tier.eviction.order.accounts.of(tenant).nbytes
