@@ -38,6 +38,7 @@ from node.serve.service import Service
 from node.serve.session import Sessions
 from node.serve.shm import ShmServer
 from node.serve.socket_file import default_path
+from node.serve.tenants import Tenants
 from node.slots import SlotAllocator
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,9 @@ class Node:
         self._take_quotas(self.access.identities)
         self.quotas.listen(self._limit_ram)
         self.membership = Membership(config.cluster, config.member, config.replicas)
-        self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max)
-        self.disk = self._open_disk(namespaces) if config.data_dir else None
+        tenants = Tenants(self.quotas, self.tier)
+        self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max, tenants)
+        self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
         self._watch = Watch([self.access.look])

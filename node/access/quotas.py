@@ -8,12 +8,13 @@ What is absent, or 0, has no limit. `ram` and `disk` are promises, too: docs/dec
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.config import parse_nbytes
 from kvstore.errors import ConfigError
 
 COUNT_MAX = 1 << 48
-PEER_PREFIX = "tenant "  # of a caller who is known: all hosts and processes of a tenant are one peer
+PEER_PREFIX = "tenant "
 
 
 @dataclass(frozen=True)
@@ -35,54 +36,55 @@ NO_QUOTA = Quota()
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError
     return int(text)
 
 
 def _per_s(parse: Callable[[str], int]) -> Callable[[str], int]:
     def parse_rate(text: str) -> int:
         if not text.endswith("/s"):
-            raise ValueError(f"{text!r} is no rate; write for example 1000/s or 1GiB/s")
+            raise ValueError
         return parse(text.removesuffix("/s"))
 
     return parse_rate
 
 
-_FIELDS: dict[str, tuple[str, Callable[[str], int]]] = {
-    "ram": ("ram_nbytes", parse_nbytes),
-    "disk": ("disk_nbytes", parse_nbytes),
-    "pins": ("pins", _count),
-    "held": ("held_nbytes", parse_nbytes),
-    "connections": ("connections", _count),
-    "requests": ("requests_per_s", _per_s(_count)),
-    "bytes": ("nbytes_per_s", _per_s(parse_nbytes)),
+class _Field(NamedTuple):
+    name: str
+    parse: Callable[[str], int]
+    example: str
+
+
+_FIELDS = {
+    "ram": _Field("ram_nbytes", parse_nbytes, "4GiB"),
+    "disk": _Field("disk_nbytes", parse_nbytes, "40GiB"),
+    "pins": _Field("pins", _count, "1000"),
+    "held": _Field("held_nbytes", parse_nbytes, "1GiB"),
+    "connections": _Field("connections", _count, "64"),
+    "requests": _Field("requests_per_s", _per_s(_count), "1000/s"),
+    "bytes": _Field("nbytes_per_s", _per_s(parse_nbytes), "1GiB/s"),
 }
 
 
 def quota_of(fields: Mapping[str, str]) -> Quota:
-    """The quota that such fields write down. Raises ConfigError, which names the field."""
+    """The quota that such fields write down. Raises ConfigError, which names the field and does not say what stands
+    there: it may be what does not belong there, such as a token."""
     values: dict[str, int] = {}
     for name, text in fields.items():
         if name not in _FIELDS:
-            raise ConfigError(f"a quota has no field {name[:40]!r}; it has {', '.join(_FIELDS)}")
-        attribute, parse = _FIELDS[name]
+            raise ConfigError(f"a quota has the fields {', '.join(_FIELDS)}, and no others")
+        field = _FIELDS[name]
         try:
-            value = parse(text)
-        except ValueError as error:
-            raise ConfigError(f"quota {name}: {str(error)[:120]}") from error
+            values[field.name] = value = field.parse(text)
+        except ValueError:
+            value = -1
         if not 0 <= value <= COUNT_MAX:
-            raise ConfigError(f"quota {name}={text[:40]} is not in 0..{COUNT_MAX}")
-        values[attribute] = value
+            raise ConfigError(f"{name} must be a number as in {name}={field.example}, from 0 on") from None
     return Quota(**values)
 
 
-def peer_of_tenant(tenant: str) -> str:
-    """As whom the callers of a tenant count, wherever they come from."""
-    return PEER_PREFIX + tenant
-
-
-def tenant_of_peer(peer: str) -> str:
-    """Empty for a caller of whom only the address is known."""
+def tenant_of(peer: str) -> str:
+    """Of one who counts to his tenant's share (`kvstore.identities.Principal.share`); empty for an address."""
     return peer.removeprefix(PEER_PREFIX) if peer.startswith(PEER_PREFIX) else ""
 
 
@@ -110,9 +112,8 @@ class Quotas:
     def of(self, tenant: str) -> Quota:
         return self._by_tenant.get(tenant, NO_QUOTA)
 
-    def of_peer(self, peer: str) -> Quota:
-        """None of a caller of whom only the address is known."""
-        return self.of(tenant_of_peer(peer)) if self._by_tenant else NO_QUOTA
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._by_tenant
 
     def tenants(self) -> list[str]:
         """Those that have one."""

@@ -24,7 +24,7 @@ from node.disk.records import Records
 from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
 from node.disk.writer import DiskWriter
-from node.ram.accounts import Limits
+from node.ram.accounts import Limits, Use
 from node.ram.below import BelowInfo
 from node.ram.page import Page, Space, State
 
@@ -340,6 +340,11 @@ class DiskTier:
         return forgotten
 
     # ---- tell ----------------------------------------------------------------------------
+
+    def uses(self) -> dict[str, Use]:
+        """What each tenant has here."""
+        with self._lock:
+            return {account.tenant: account.use() for account in self.records.accounts.all()}
 
     def page_count(self, digest: bytes) -> int:
         return self._index.spaces.counts[self._index.spaces.known(digest)]

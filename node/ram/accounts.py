@@ -30,6 +30,18 @@ class Limits(NamedTuple):
     pins: int = 0
 
 
+class Use(NamedTuple):
+    """What a tenant has of one tier, and how often it was refused there."""
+
+    nbytes: int = 0
+    pins: int = 0
+    refused_puts: int = 0
+    refused_pins: int = 0
+
+
+NOTHING = Use()
+
+
 class _Size:
     """A tenant's pages of one slot size."""
 
@@ -54,6 +66,8 @@ class Account(Generic[Pool]):
         "pins",
         "pins_max",
         "pool",
+        "refused_pins",
+        "refused_puts",
         "tenant",
     )
 
@@ -64,6 +78,7 @@ class Account(Generic[Pool]):
         self.nbytes = 0
         self.nbytes_max = 0  # its quota; 0: none
         self.pins = self.pins_max = 0
+        self.refused_puts = self.refused_pins = 0
         self.grade = -1  # of its quota in steps; -1: it has no quota or no pages
         self.pool = accounts.shared
 
@@ -103,14 +118,12 @@ class Account(Generic[Pool]):
         if self.nbytes_max:
             self._accounts.grade(self)
 
-    def count(self, slot_nbytes: int) -> int:
-        """Slots of this size."""
-        size = self._sizes.get(slot_nbytes)
-        return size.count if size is not None else 0
-
     def counts(self) -> dict[int, int]:
         """Slots by size."""
         return {slot_nbytes: size.count for slot_nbytes, size in self._sizes.items()}
+
+    def use(self) -> Use:
+        return Use(self.nbytes, self.pins, self.refused_puts, self.refused_pins)
 
     def room(self, slot_nbytes: int) -> int:
         """How many more of this size its quota allows; it has one."""
@@ -121,15 +134,17 @@ class Account(Generic[Pool]):
     def check_pins(self, more: int) -> None:
         """Raises Exhausted if so many more pins would be too many."""
         if self.pins_max and self.pins + more > self.pins_max:
+            self.refused_pins += 1
             raise Exhausted(
                 f"tenant {self.tenant} has {self.pins} pages pinned and wants {more} more, its quota are "
                 f"{self.pins_max}; unpin some, wait until their pins end, or ask for a larger quota"
             )
 
     def refusal(self, slot_nbytes: int, what: str) -> str:
-        """Why there is no slot of this size, if that is because of its quota; else empty."""
+        """Why there is no slot of this size, if that is because of its quota, which is counted; else empty."""
         if not self.full_for(slot_nbytes):
             return ""
+        self.refused_puts += 1
         block = self._accounts.size(slot_nbytes).block_nbytes
         return (
             f"tenant {self.tenant} has {self.nbytes} of the {self.nbytes_max} bytes of its {what} quota, a page of "

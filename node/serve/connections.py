@@ -26,7 +26,7 @@ from kvstore.wires.frames import FrameSocket, pack_fixed
 from kvstore.wires.status import status_code
 from node.access.caller import Caller
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
-from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places
+from node.serve.limits import LONG_CALLS, NO_QUOTAS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Cap, Place, Places, Quoted
 from node.serve.requests import inside
 from node.serve.service import Service
 from node.serve.session import Session
@@ -249,14 +249,16 @@ class ConnectionServer(abc.ABC):
     """Accepts on a listening socket from `start` on, a thread per connection. Full means that the connection
     leaves that has been idle for longest, of the peer that comes if that has its share."""
 
-    def __init__(self, name: str, listener: socket.socket, stall_s: float, cap: Cap) -> None:
+    def __init__(
+        self, name: str, listener: socket.socket, stall_s: float, cap: Cap, quoted: Quoted = NO_QUOTAS
+    ) -> None:
         self._name = name
         self._listener = listener
         self._listener.setblocking(False)
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._connections: set[Connection] = set()
-        self._places = Places(cap)
+        self._places = Places(cap, quoted)
         self._spare = SpareDescriptor()
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -327,10 +329,8 @@ class ConnectionServer(abc.ABC):
 
     def change_share(self, connection: Connection) -> None:
         """It is known now, and counts to another share from here on. Raises Exhausted."""
-        place = self._places.enter(connection.peer, connection.socket.shutdown)
-        old, connection.place = connection.place, place
-        if old is not None:
-            old.close()
+        if connection.place is not None:
+            connection.place.change(connection.peer)
 
     def _forget(self, connection: Connection) -> None:
         if connection.place is not None:

@@ -65,6 +65,15 @@ _PEERS_COUNTERS = (
     "nbytes_fetched",
     "pages_fetch_failed",
 )
+_TENANT_GAUGES = {
+    "ram_nbytes": "RAM that a tenant keeps from others",
+    "ram_quota_nbytes": "Its quota of the RAM; 0: none",
+    "disk_nbytes": "Disk that a tenant keeps from others",
+    "disk_quota_nbytes": "Its quota of the disk; 0: none",
+    "pin_count": "Pinned pages of a tenant",
+    "held_nbytes": "Bytes that a tenant holds in shared memory",
+}
+_TENANT_REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
 _RAM = (
     "capacity_nbytes",
     "used_nbytes",
@@ -89,6 +98,7 @@ class NodeCollector:
         yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
         if status.HasField("ram"):  # who asks is told of the node itself
             yield from self._of_node(status)
+        yield from self._of_tenants(status)
         yield from self._of_namespaces(status)
 
     def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
@@ -120,6 +130,18 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
         for name in _PEERS_COUNTERS:
             yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+
+    def _of_tenants(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
+        for name, text in _TENANT_GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvstore_tenant_{_label(name)}", text, labels=["tenant"])
+            for use in status.tenants:
+                gauge.add_metric([use.tenant], getattr(use, name))
+            yield gauge
+        refused = CounterMetricFamily("kvstore_tenant_refused", "Refused for a quota", labels=["tenant", "what"])
+        for use in status.tenants:
+            for what in _TENANT_REFUSED:
+                refused.add_metric([use.tenant, what], getattr(use, f"refused_{what}"))
+        yield refused
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]
