@@ -215,3 +215,20 @@ def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int, sandbox: 
         return hits / 1500
 
     assert hit_rate(True) == pytest.approx(hit_rate(False), abs=0.01)
+
+
+def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_page(sandbox: Any) -> None:
+    mib = 1 << 20
+    box = sandbox(4 * mib, mib)
+    box.limit(quiet=2 * mib)
+    quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("large", mib, tenant="loud")
+    keys = fill(box, quiet, *range(2 * mib // PAGE))
+    kept = [page.prefix_hash for page in box.acquire(quiet, keys) if page.offset % (4 * PAGE) == 0]
+    box.tier.release(box.acquire(quiet, keys) * 2)
+    box.remove(quiet, [key for key in keys if key not in kept])
+    assert box.nbytes("quiet") == mib // 2, "one page of each block of four"
+    box.limit(quiet=mib, loud=3 * mib)
+    wanted = fill(box, loud, 1, 2, 3)
+    assert box.present(loud, wanted) == set(wanted)
+    assert box.get(quiet, kept) == [True] * len(kept)
+    assert box.tier.check() == []
