@@ -39,9 +39,11 @@ from kvstore.layout import opaque_layout
 from node.disk.kept_dir import KeptDir
 from node.disk.tier import DiskTier
 from node.disk.writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
+from node.ram.accounts import Accounts
 from node.ram.arena import Arena
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
+from node.slots import SlotAllocator
 
 PAGE_KIB = (1024, 4096)
 TURN_NBYTES = 256 << 20  # of one turn; also the arena, so that a turn's pages are all different
@@ -69,7 +71,8 @@ class Pages:
 
     def __init__(self, arena: Arena, page_nbytes: int) -> None:
         self._arena = arena
-        self._index = NamespaceIndex(Namespace(model="benchmark", layout=opaque_layout(page_nbytes)))
+        account = Accounts(SlotAllocator(arena.nbytes, arena.nbytes), list).of("default")
+        self._index = NamespaceIndex(Namespace(model="benchmark", layout=opaque_layout(page_nbytes)), account)
         self.turn_count = arena.nbytes // page_nbytes
         self.made: list[Page] = []
 

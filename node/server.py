@@ -9,9 +9,11 @@ from pathlib import Path
 
 from kvstore.cluster.view import State
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
+from kvstore.identities import Identities
 from node.access.access import Access
 from node.access.audit import Audit
 from node.access.gate import Gate
+from node.access.quotas import Quotas, quota_of
 from node.access.watch import Watch
 from node.config import NodeConfig
 from node.disk.kept_dir import KeptDir
@@ -23,8 +25,10 @@ from node.peers.membership import Membership
 from node.peers.peers import Peers
 from node.peers.registry import Registering, Registry
 from node.peers.scheme import open_registry
+from node.ram.accounts import Limits
 from node.ram.arena import Arena
 from node.ram.namespace import Namespaces
+from node.ram.regroup import set_ram_limits
 from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
@@ -35,6 +39,7 @@ from node.serve.service import Service
 from node.serve.session import Sessions
 from node.serve.shm import ShmServer
 from node.serve.socket_file import default_path
+from node.serve.tenants import Tenants
 from node.slots import SlotAllocator
 from node.tls import certificates_of
 
@@ -63,12 +68,17 @@ class Node:
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
         self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
+        self.quotas = Quotas()
+        self.access = Access(config.identities, config.trusted, quota_of)
+        self.access.on_change = self._take_quotas
+        self._take_quotas(self.access.identities)
+        self.quotas.listen(self._limit_ram)
         self.membership = Membership(config.cluster, config.member, config.replicas)
-        self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max)
-        self.disk = self._open_disk(namespaces) if config.data_dir else None
-        room_below = self.disk.has_room if self.disk is not None else lambda slot_nbytes: False
+        tenants = Tenants(self.quotas, self.tier)
+        self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max, tenants)
+        self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
+        room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
-        self.access = Access(config.identities, config.trusted)
         self.audit = Audit(config.audit_log)
         looks = [self.access.look, *([self.certificates.look] if self.certificates else [])]
         self._watch = Watch(looks)
@@ -152,6 +162,7 @@ class Node:
         )
         disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes)
         namespaces.below_count = disk.page_count
+        self.quotas.listen(partial(self._limit_disk, disk))
         started = time.monotonic()
         try:
             disk.restore(partial(namespaces.open, restored=True), self._pulse)
@@ -164,6 +175,19 @@ class Node:
         self.tier.below = disk
         self.scrubber = Scrubber(disk, config.scrub_nbytes_per_s)
         return disk
+
+    def _take_quotas(self, identities: Identities) -> None:
+        self.quotas.set({tenant: quota_of(fields) for tenant, fields in identities.quotas.items()})
+
+    def _limit_ram(self) -> None:
+        of = self.quotas.of
+        promised = self.quotas.promised("ram_nbytes")
+        set_ram_limits(self.tier, lambda tenant: Limits(of(tenant).ram_nbytes, of(tenant).pins), promised)
+
+    def _limit_disk(self, disk: DiskTier) -> None:
+        of = self.quotas.of
+        promised = self.quotas.promised("disk_nbytes")
+        disk.set_limits(lambda tenant: Limits(of(tenant).disk_nbytes, of(tenant).pins), promised)
 
     def start(self) -> None:
         """Raises ConfigError if it can not be of its cluster."""

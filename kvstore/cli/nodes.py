@@ -1,6 +1,7 @@
 """A node, its tiers and its namespaces, and why nothing hits."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.certificates import date
@@ -27,6 +28,8 @@ def show_status(run: Invocation, client: Client) -> None:
         emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
         return
     _show_node(client.config.address, reply)
+    if any(use.ram_quota_nbytes or use.disk_quota_nbytes for use in reply.tenants) or len(reply.tenants) > 1:
+        show_tenants(reply.tenants)
     if known:
         show_namespaces(known)
     for hint in found:
@@ -77,6 +80,32 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         ]
         show((">SLOT", ">BLOCKS", ">SLOTS", ">USED"), rows)
         out.print()
+
+
+REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
+
+
+def show_tenants(uses: Sequence[pb.TenantUse]) -> None:
+    """What each has beside its quota, and what it was refused."""
+
+    def beside(nbytes: int, quota_nbytes: int) -> str:
+        return f"{human_nbytes(nbytes)} of {human_nbytes(quota_nbytes)}" if quota_nbytes else human_nbytes(nbytes)
+
+    rows = []
+    for use in uses:
+        refused = [f"{getattr(use, f'refused_{what}'):,} {what}" for what in REFUSED if getattr(use, f"refused_{what}")]
+        rows.append(
+            (
+                use.tenant,
+                beside(use.ram_nbytes, use.ram_quota_nbytes),
+                beside(use.disk_nbytes, use.disk_quota_nbytes),
+                f"{use.pin_count:,} of {use.pin_quota:,}" if use.pin_quota else f"{use.pin_count:,}",
+                beside(use.held_nbytes, use.held_quota_nbytes),
+                ", ".join(refused),
+            )
+        )
+    show(("TENANT", ">RAM", ">DISK", ">PINS", ">HELD", "REFUSED"), rows)
+    console().print()
 
 
 def _shm_lines(shm: pb.ShmStatus) -> list[str]:

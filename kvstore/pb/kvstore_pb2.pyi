@@ -709,8 +709,42 @@ class PeersStatus(_message.Message):
     sweep_age_ms: int
     def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ...) -> None: ...
 
+class TenantUse(_message.Message):
+    __slots__ = ("tenant", "ram_nbytes", "ram_quota_nbytes", "disk_nbytes", "disk_quota_nbytes", "pin_count", "pin_quota", "held_nbytes", "held_quota_nbytes", "refused_puts", "refused_pins", "refused_holds", "refused_connections", "refused_requests", "refused_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RAM_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    RAM_QUOTA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_QUOTA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    PIN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PIN_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    HELD_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_QUOTA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PUTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_PINS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_HOLDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    ram_nbytes: int
+    ram_quota_nbytes: int
+    disk_nbytes: int
+    disk_quota_nbytes: int
+    pin_count: int
+    pin_quota: int
+    held_nbytes: int
+    held_quota_nbytes: int
+    refused_puts: int
+    refused_pins: int
+    refused_holds: int
+    refused_connections: int
+    refused_requests: int
+    refused_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., ram_nbytes: _Optional[int] = ..., ram_quota_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., disk_quota_nbytes: _Optional[int] = ..., pin_count: _Optional[int] = ..., pin_quota: _Optional[int] = ..., held_nbytes: _Optional[int] = ..., held_quota_nbytes: _Optional[int] = ..., refused_puts: _Optional[int] = ..., refused_pins: _Optional[int] = ..., refused_holds: _Optional[int] = ..., refused_connections: _Optional[int] = ..., refused_requests: _Optional[int] = ..., refused_bytes: _Optional[int] = ...) -> None: ...
+
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "insecure", "tls")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "tls")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -727,6 +761,7 @@ class NodeStatusReply(_message.Message):
     DISK_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     INSECURE_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
     version: str
@@ -745,9 +780,10 @@ class NodeStatusReply(_message.Message):
     disk: DiskStatus
     shm: ShmStatus
     peers: PeersStatus
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
     insecure: str
     tls: TlsStatus
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., insecure: _Optional[str] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ...) -> None: ...
 
 class TlsStatus(_message.Message):
     __slots__ = ("certificates", "client_certificates", "problem")

@@ -92,8 +92,9 @@ class Access:
         return Credential(self, token, names)
 
     def share(self, principal: Principal) -> str:
-        """Whose share it counts to where there are several tenants; empty: its address's."""
-        return principal.share if self._identities.tenant_count > 1 else ""
+        """Whose share it counts to where there are several tenants, or it has a quota; empty: its address's."""
+        is_tenants = self._identities.tenant_count > 1 or principal.tenant in self._identities.quotas
+        return principal.share if is_tenants else ""
 
     # ---- the file ------------------------------------------------------------------------
 

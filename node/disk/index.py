@@ -60,7 +60,8 @@ class DiskIndex:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self.spaces = NumberedSpaces()
+        self.spaces = NumberedSpaces(records.accounts.of)
+        records.account_of = self.spaces.accounts.__getitem__
         self.counters = DiskCounters()
         self.gone = Gone()
         self._dropped: Counter[str] = Counter()  # rows at the start, by cause
@@ -216,7 +217,7 @@ class DiskIndex:
         record = self.records.reserve(number, page.prefix_hash, size)
         if record:
             return record
-        victims = self.records.victims(size, now_s)
+        victims = self.records.victims(number, size, now_s)
         for victim in victims:
             self.forget(victim)
         self.counters.pages_evicted += len(victims)

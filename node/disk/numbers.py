@@ -2,9 +2,12 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
+from node.disk.record_pool import RecordPool
+from node.ram.accounts import Account
 
 # Numbers have 16 bits, and a salt per request makes many namespaces: beyond this many, the numbers
 # of those without pages are used again.
@@ -18,7 +21,9 @@ class NumberedSpaces:
     `counts`: pages on disk by number. `new`: descriptions that are not in the rows yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, account_of: Callable[[str], Account[RecordPool]]) -> None:
+        self._account_of = account_of
+        self.accounts: dict[int, Account[RecordPool]] = {}  # of their tenants
         self.values: dict[int, Namespace] = {}
         self.counts: Counter[int] = Counter()
         self.new: dict[int, bytes] = {}
@@ -32,6 +37,7 @@ class NumberedSpaces:
         if value.digest in self._numbers:
             return False
         self._numbers[value.digest], self.values[number] = number, value
+        self.accounts[number] = self._account_of(value.tenant)
         return True
 
     def number(self, value: Namespace) -> int:
@@ -57,6 +63,6 @@ class NumberedSpaces:
         empty = [number for number in self.values if not self.counts[number]]
         for number in empty:
             del self._numbers[self.values.pop(number).digest]
-            del self.counts[number]
+            del self.counts[number], self.accounts[number]
             self.new.pop(number, None)
         return empty

@@ -1,7 +1,7 @@
-"""What the node keeps in RAM about each page on disk: 54 to 61 bytes and its hash, in arrays instead of objects.
+"""What the node keeps in RAM about each page on disk: 56 to 63 bytes and its hash, in arrays instead of objects.
 
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
-               older u32, newer u32 (LRU of its slot size) | last use u32 s | expiry u32 s
+               older u32, newer u32 (LRU of its pool and slot size) | pool u16 | last use u32 s | expiry u32 s
     hashes:    the whole prefix hash, and a byte for its length
     table:     record numbers by mark (node/disk/record_table.py), at most 3/4 full
     slots:     the owner of each, u32
@@ -15,14 +15,16 @@ Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.hashes import BLOCK_COUNT, Hashes
 from node.disk.record_order import RecordOrder
+from node.disk.record_pool import RecordPool
 from node.disk.record_table import PLACE_MASK, PLACE_SHIFT, RecordTable
+from node.ram.accounts import Account
 from node.slots import SlotAllocator
 
 if TYPE_CHECKING:
@@ -49,7 +51,16 @@ class Records:
         self._table = RecordTable(self._mark_of)
         self._busy: dict[int, int] = {}  # records that are being read or written -> how often
         self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
-        self._order = RecordOrder(self.slots, self._offset, self._used_s, lambda record: record not in self._busy)
+        self._order = RecordOrder(
+            self.slots,
+            self._offset,
+            self._used_s,
+            lambda record: record not in self._busy,
+            lambda record: self.account_of(self._namespace[record]),
+        )
+        self.accounts = self._order.accounts
+        self._nobody = self.accounts.of("")
+        self.account_of: Callable[[int], Account[RecordPool]] = lambda namespace: self._nobody
         self.count = 0
 
     # ---- find ----------------------------------------------------------------------------
@@ -71,12 +82,16 @@ class Records:
     # ---- a record's life -----------------------------------------------------------------
 
     def reserve(self, namespace: int, prefix_hash: bytes, slot_nbytes: int) -> int:
-        """A busy record with a slot, not yet to be found; 0 if no slot is free."""
+        """A busy record with a slot, not yet to be found; 0 if no slot is free, or its tenant is at its quota."""
+        account = self.account_of(namespace)
+        if account.full_for(slot_nbytes):
+            return 0
         record = self._new(namespace, prefix_hash)
         offset = self.slots.allocate(slot_nbytes, record)
         if offset is None:
             self._free.append(record)
             return 0
+        account.take(slot_nbytes)
         self._offset[record] = offset // SLOT_ALIGN_NBYTES
         self._busy[record] = 1
         return record
@@ -143,18 +158,24 @@ class Records:
     def cancel(self, record: int) -> None:
         """Gives a reserved record back."""
         del self._busy[record]
+        self._give(record)
         self._release(record)
 
     def remove(self, record: int) -> None:
         """Forgets a published record. Its slot is free at once, or when the last use of it ends."""
         self._order.block_of(record).used_sum -= self._used_s[record]
         self._order.withdraw(record)
+        self._give(record)
         self._table.delete(record)
         self.count -= 1
         if record in self._busy:
             self._doomed.add(record)
         else:
             self._release(record)
+
+    def _give(self, record: int) -> None:
+        """To its tenant: what is being read a moment longer is nobody's, for its number may be another namespace's."""
+        self.account_of(self._namespace[record]).give(self._order.block_of(record).kind.slot_nbytes)
 
     def _release(self, record: int) -> None:
         self.slots.free(self.offset(record))
@@ -205,10 +226,23 @@ class Records:
         """Raises Exhausted if these, all published, can not be pinned too."""
         self._order.check_pins(records)
 
-    def victims(self, slot_nbytes: int, now_s: int) -> list[int]:
-        """Records whose removal helps to free a slot of this size: if none is free then, ask again. Empty
-        if nothing may go."""
-        return self._order.victims(slot_nbytes, now_s)
+    def victims(self, namespace: int, slot_nbytes: int, now_s: int) -> list[int]:
+        """Records whose removal helps to free a slot of this size for this namespace: if none is free then, ask again.
+        Empty if nothing may go."""
+        return self._order.victims(self.account_of(namespace), slot_nbytes, now_s)
+
+    # ---- quotas --------------------------------------------------------------------------
+
+    def strays(self, first: int, end: int) -> list[tuple[int, int]]:
+        """(last use, record) of those from `first` on whose tenant has got another pool; those used last first."""
+        found = (record for record in range(first, end) if record in self._table and self._order.is_stray(record))
+        return sorted(((self._used_s[record], record) for record in found), reverse=True)
+
+    def regroup(self, record: int, used_s: int) -> None:
+        """A stray goes to its pool, if it is one still. From the one used last to the one used first they keep their
+        order."""
+        if record in self._table and self._order.is_stray(record):
+            self._order.regroup(record, used_s)
 
     # ---- tell ----------------------------------------------------------------------------
 
@@ -254,7 +288,13 @@ class Records:
             total = sum(self._used_s[record] for record in block.owners if record and record not in reserved)
             if total != block.used_sum:
                 wrong.append(f"disk block {block.start}: last uses sum to {total}, recorded {block.used_sum}")
-        return wrong
+        found: dict[str, dict[int, int]] = {}
+        for record in owned:
+            if record not in self._doomed:
+                counts = found.setdefault(self.account_of(self._namespace[record]).tenant, {})
+                size = self._order.block_of(record).kind.slot_nbytes
+                counts[size] = counts.get(size, 0) + 1
+        return wrong + self.accounts.check(found)
 
 
 def _no_records(count: int) -> array[int]:

@@ -8,10 +8,12 @@ the same batch or before. An error of the disk poisons the tier: nothing is foun
 and the node says why, until `recover` or a restart.
 """
 
+import heapq
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
@@ -22,11 +24,14 @@ from node.disk.records import Records
 from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
 from node.disk.writer import DiskWriter
+from node.ram.accounts import Limits, Use
 from node.ram.below import BelowInfo
-from node.ram.page import Page, State
+from node.ram.page import Page, Space, State
 
 log = logging.getLogger(__name__)
 
+REGROUP_LOOKED_AT = 4096  # records, under one lock: a millisecond or two
+REGROUPED = 256
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
 
@@ -167,13 +172,32 @@ class DiskTier:
                 return [False] * len(prefix_hashes)
             return self._index.pin(digest, prefix_hashes, ttl_s, self._clock_s())
 
-    def has_room(self, slot_nbytes: int) -> bool:
-        """Whether a page of this size can be stored without evicting another."""
+    def has_room(self, space: Space) -> bool:
+        """Whether a page of this namespace can be stored without evicting another."""
         with self._lock:
-            return self.records.slots.free_count(slot_nbytes) > 0
+            if self.records.accounts.of(space.value.tenant).full_for(space.slot_nbytes):
+                return False
+            return self.records.slots.free_count(space.slot_nbytes) > 0
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         return self.writer.offer(pages, urgent)
+
+    def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
+        """`limits` of each tenant, and their bytes all together. What is more than a quota goes when room is needed;
+        pages of a tenant that gets one, or loses it, change their pool while others are served."""
+        with self._lock:
+            changed = self.records.accounts.set_limits(limits, promised_nbytes)
+        strays: list[list[tuple[int, int]]] = []
+        for first in range(1, self.records.number_end if changed else 0, REGROUP_LOOKED_AT):
+            with self._lock:
+                strays.append(self.records.strays(first, min(first + REGROUP_LOOKED_AT, self.records.number_end)))
+            time.sleep(0)  # else this thread would have the lock again
+        moving = heapq.merge(*strays, reverse=True)
+        while some := list(islice(moving, REGROUPED)):
+            with self._lock:
+                for used_s, record in some:
+                    self.records.regroup(record, used_s)
+            time.sleep(0)
 
     # ---- write: the writer thread only ---------------------------------------------------
 
@@ -316,6 +340,11 @@ class DiskTier:
         return forgotten
 
     # ---- tell ----------------------------------------------------------------------------
+
+    def uses(self) -> dict[str, Use]:
+        """What each tenant has here."""
+        with self._lock:
+            return {account.tenant: account.use() for account in self.records.accounts.all()}
 
     def page_count(self, digest: bytes) -> int:
         return self._index.spaces.counts[self._index.spaces.known(digest)]

@@ -4,7 +4,8 @@
        +---> later, while the disk is full ----^
 
 A page in the queue is held in RAM by the tier that offered it, so the queue's bytes are bounded;
-what does not fit stays in RAM only and is counted.
+what does not fit stays in RAM only and is counted. Where tenants have quotas, one has no more of the queue than is
+left free: however many of them flood it, another finds room.
 
 As long as the disk has free slots, a page is written at once. On a full disk each new page costs an
 old one its place, so it waits until RAM has turned over by LATER_SHARE of its size since it came:
@@ -18,13 +19,13 @@ and one whose waiters have all given up is passed over without a sync.
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from node.disk.counters import DiskCounters
 from node.disk.later import Later
-from node.ram.page import Page
+from node.ram.page import Page, Space
 from node.ram.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Store(Protocol):
     @property
     def sync_pending(self) -> bool: ...
 
-    def has_room(self, slot_nbytes: int) -> bool: ...
+    def has_room(self, space: Space) -> bool: ...
 
     def store(self, pages: Sequence[Page]) -> None: ...
 
@@ -84,6 +85,7 @@ class DiskWriter:
         self._changed = threading.Condition()
         self._queue: deque[Page | _Barrier] = deque()
         self.queue_nbytes = 0
+        self._queued: Counter[str] = Counter()  # bytes of them by tenant
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
 
@@ -101,7 +103,7 @@ class DiskWriter:
             return 0
         taken = 0
         with self._changed:
-            if pages and not urgent and not self._disk.has_room(pages[0].namespace.slot_nbytes):
+            if pages and not urgent and not self._disk.has_room(pages[0].namespace):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
                 for page in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
                     self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
@@ -109,15 +111,29 @@ class DiskWriter:
                     self._changed.notify_all()
                 return 0
             for page in pages:
-                nbytes = page.namespace.slot_nbytes
-                if self.queue_nbytes and self.queue_nbytes + nbytes > self._queue_nbytes_max:
-                    break  # one page is always taken, or a large one would never be
+                if not self._fits(page):
+                    break
                 self._queue.append(page)
-                self.queue_nbytes += nbytes
+                self._count(page, 1)
                 taken += 1
             self._changed.notify_all()
         self._disk.counters.pages_refused += 0 if urgent else len(pages) - taken
         return taken
+
+    def _fits(self, page: Page) -> bool:
+        """One page is always taken, or a large one would never be."""
+        nbytes, theirs = page.namespace.slot_nbytes, self._queued[page.namespace.value.tenant]
+        left = self._queue_nbytes_max - self.queue_nbytes - nbytes
+        if self._tier.eviction.order.accounts.any_limited:
+            return not theirs or left >= theirs
+        return not self.queue_nbytes or left >= 0
+
+    def _count(self, page: Page, more: int) -> None:
+        nbytes, tenant = more * page.namespace.slot_nbytes, page.namespace.value.tenant
+        self.queue_nbytes += nbytes
+        self._queued[tenant] += nbytes
+        if not self._queued[tenant]:
+            del self._queued[tenant]
 
     def wait_room(self, nbytes: int, timeout_s: float) -> bool:
         """Until the queue has room for so many bytes."""
@@ -220,7 +236,8 @@ class DiskWriter:
                 pages.append(self._later.pop())
         held = self._tier.hold_visible(pages) if pages else []
         with self._changed:
-            self.queue_nbytes += sum(page.namespace.slot_nbytes for page in held)
+            for page in held:
+                self._count(page, 1)
         return held
 
     def _is_due(self) -> bool:
@@ -229,7 +246,8 @@ class DiskWriter:
     def _done(self, pages: list[Page], barrier: _Barrier | None) -> None:
         self._tier.release(pages)
         with self._changed:
-            self.queue_nbytes -= sum(page.namespace.slot_nbytes for page in pages)
+            for page in pages:
+                self._count(page, -1)
             self._changed.notify_all()
         if barrier:
             barrier.done.set()

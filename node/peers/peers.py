@@ -15,13 +15,14 @@ from node.peers.links import CONNECTIONS_MAX, PeerLinks
 from node.peers.membership import Membership
 from node.peers.sweep import TOGETHER_MAX, Sweep
 from node.peers.sweeper import Sweeper
+from node.ram.page import Space
 from node.ram.tier import RamTier
 
 log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Costs a node that is alone nothing. `view(offset, nbytes)` is the arena's memory, `room_below(slot_nbytes)`
+    """Costs a node that is alone nothing. `view(offset, nbytes)` is the arena's memory, `room_below(namespace)`
     whether the tier below takes a page without losing another."""
 
     def __init__(
@@ -30,7 +31,7 @@ class Peers:
         membership: Membership,
         tier: RamTier,
         view: Callable[[int, int], memoryview],
-        room_below: Callable[[int], bool],
+        room_below: Callable[[Space], bool],
     ) -> None:
         self.membership = membership
         self._tier = tier

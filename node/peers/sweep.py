@@ -25,7 +25,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import Arrived, BulkWire
 from node.peers.links import PeerLinks
 from node.ram.inventory import Inventory
-from node.ram.page import Page
+from node.ram.page import Page, Space
 from node.ram.pinning import Pinning
 from node.ram.reservation import Verdict
 from node.ram.tier import RamTier
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
 
 class Sweep:
-    """`view(offset, nbytes)` is the arena's memory, `room_below(slot_nbytes)` whether the tier below takes a page
+    """`view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below takes a page
     without losing another, `pause(nbytes)` waits as long as so many bytes are to take; False ends
     the sweep. `together` makes calls at the same time, and returns what each returned or raised."""
 
@@ -80,7 +80,7 @@ class Sweep:
         links: PeerLinks,
         tier: RamTier,
         view: Callable[[int, int], memoryview],
-        room_below: Callable[[int], bool],
+        room_below: Callable[[Space], bool],
         pause: Callable[[int], bool],
         together: Together,
     ) -> None:
@@ -185,10 +185,9 @@ class Sweep:
 
     def _worth_room(self, batch: list[Missing]) -> list[Missing]:
         """Of a batch, the newest first, those for which nothing goes that was used later."""
-        slot_nbytes = self._tier.namespace(batch[0].digest).slot_nbytes
-        if self._room_below(slot_nbytes):
+        if self._room_below(self._tier.namespace(batch[0].digest)):
             return batch
-        room = zip(batch, self._inventory.room(slot_nbytes, len(batch)), strict=False)
+        room = zip(batch, self._inventory.room(batch[0].digest, len(batch)), strict=False)
         return [page for page, _ in itertools.takewhile(lambda pair: pair[0].idle_ms < pair[1], room)]
 
     def _fetch(self, pages: list[Missing]) -> int:

@@ -1,4 +1,5 @@
-"""Who gives up a slot: exact LRU over all pages of one size, and across sizes by whole blocks.
+"""Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who have no quota,
+exact LRU within one size, and across sizes by whole blocks.
 
     same size      the oldest page that nobody holds goes; exactly as many as are needed
     other sizes    if the oldest page of another slot size is older than ours, or none of ours may be
@@ -9,21 +10,24 @@
                    where they have their share
 
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
-than any cleverer policy (docs/decisions/0005). Pinned pages are in no list; those in a place that is
-cleared move to another slot. Not thread-safe: the tier's lock guards it.
+than any cleverer policy (docs/decisions/0005). Pinned pages, and those of tenants whose turn it is not, that lie in a
+place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
 """
 
 from collections.abc import Callable, Iterator
 
+from node.ram.accounts import Account
 from node.ram.clearing import Clearing
 from node.ram.order import UseOrder
-from node.ram.page import Page
+from node.ram.page import Page, Space
 from node.ram.pins import Pins
+from node.ram.pool import Pool
 from node.ram.sizes import rank_ms
 from node.ram.turn import Turn, Work
 from node.slots import SlotAllocator
 
 SIZES_TRIED = 4  # other sizes that are asked for room
+SPARSE_SIZES_TRIED = 64  # whose blocks could lie closer together
 AREAS_TRIED = 4  # places of one size, the coldest first
 PAGES_LOOKED_AT = 16  # in search of them
 
@@ -39,10 +43,12 @@ class Eviction:
         self._forget = forget
         self.turn = Turn()
         self.order = UseOrder(slots, self.turn)
-        self._clearing = Clearing(slots, self.order, self.turn, forget, hold, self._make_place)
+        self._accounts = self.order.accounts
+        self._clearing = Clearing(slots, self.turn, forget, hold, self._make_place)
         self.watchers = self._clearing.watchers
         self.copy_count = self.copy_nbytes = 0  # that have a slot
         self.copy_nbytes_max = slots.region_nbytes
+        self._sizes_tried = 0
         self.placed_nbytes = 0  # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
 
     @property
@@ -75,104 +81,138 @@ class Eviction:
 
     def lend(self, page: Page) -> bool:
         """The same for a page that is given back when it is read: RAM does not turn over by it."""
-        size = page.namespace.slot_nbytes
+        size, account = page.namespace.slot_nbytes, page.namespace.account
+        if account.nbytes_max and account.full_for(size):
+            return not account.is_over and self._succeed_oldest(page, size, account.pool)
         offset = self._slots.allocate(size, page)
         if offset is not None:
             page.offset = offset
             self._slots.block_of(offset).used_sum += page.used_ms
+            account.take(size)
             return True
-        return self._succeed_oldest(page, size)
+        return self._succeed_oldest(page, size, self._accounts.first(account))
 
     def release(self, page: Page, successor: Page | None = None) -> None:
         """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
         offset, page.offset = page.offset, -1
         if page.is_copy:
             self._count_copy(page, -1)
+        account, size = page.namespace.account, page.namespace.slot_nbytes
         if successor is None:
+            account.give(size)
             self._slots.free(offset).used_sum -= page.used_ms
         else:
+            if successor.namespace.account is not account:
+                account.give(size)
+                successor.namespace.account.take(size)
             successor.offset = offset
             self._slots.hand_over(offset, successor).used_sum += successor.used_ms - page.used_ms
 
-    def _succeed_oldest(self, page: Page, size: int) -> bool:
-        ours = self.order.oldest(size)
+    def _succeed_oldest(self, page: Page, size: int, pool: Pool) -> bool:
+        ours = pool.oldest(size)
         if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
             return False
-        if self._slots.block_of(ours.offset).closed or self.order.older_sizes(rank_ms(ours), but=size, count=1):
+        if self._slots.block_of(ours.offset).closed or pool.older_sizes(rank_ms(ours), but=size, count=1):
             return False
         self.turn.left -= 1
         self._forget(ours, "evicted", page)
         return True
 
-    def make_room(self, size: int, now_ms: int, for_copy: bool = False) -> Work[bool]:
-        """Frees a slot of this size if that can be, in turns. False: nothing may go. After True another
+    def make_room(self, space: Space, now_ms: int, for_copy: bool = False) -> Work[bool]:
+        """Frees a slot for a page of this namespace if that can be, in turns. False: nothing may go. After True another
         may have been quicker, so place the page or ask again."""
         if self.turn.over:
             yield None
+        size, account = space.slot_nbytes, space.account
         if for_copy and self.copies_full(size):
-            return (yield from self._drop_copy(size))
+            return (yield from self._drop_copy(size, account))
+        if account.full_for(size):
+            return (yield from self._shrink(size, account, now_ms))
         for area in self._loose_areas(size):
-            if (yield from self._clearing.clear(area, may_evict=False)):
+            if (yield from self._clearing.clear(area, self._accounts.first(account), may_evict=False)):
                 return True
-        ours = yield from self._oldest(size)
-        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size)):
-            for area in self._areas(other, size):
-                if (yield from self._clearing.clear(area)):
-                    return True
-        ours = yield from self._oldest(size)
-        if ours is not None:
-            self.turn.left -= 1
-            self._forget(ours, "evicted", None)
-            return True
+        for pool in self._accounts.victims(account):
+            if (yield from self._evict(size, pool)):
+                return True
         if self.order.expire_pins(now_ms):
             return True
-        for area in self._slots.areas(self._slots.level(size)):  # the last resort, in turns like all the rest
-            if (yield from self._clearing.clear(area)):
+        for pool in dict.fromkeys((self._accounts.shared, account.pool)):
+            for area in self._slots.areas(self._slots.level(size)):  # the last resort, in turns like all the rest
+                if (yield from self._clearing.clear(area, pool)):
+                    return True
+        return False
+
+    def _evict(self, size: int, pool: Pool) -> Work[bool]:
+        """A page of this size goes, or what lies in the place of a block where older ones of other sizes are."""
+        ours = yield from self._oldest(size, pool)
+        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, pool)):
+            for area in self._areas(other, size, pool):
+                if (yield from self._clearing.clear(area, pool)):
+                    return True
+        ours = yield from self._oldest(size, pool)
+        if ours is None:
+            return False
+        self.turn.left -= 1
+        self._forget(ours, "evicted", None)
+        return True
+
+    def _shrink(self, size: int, account: Account[Pool], now_ms: int) -> Work[bool]:
+        """A tenant at its quota gives up its oldest page, of whatever size."""
+        ours = yield from self._oldest(size, account.pool)
+        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)):
+            if (older := (yield from self._oldest(other, account.pool))) is not None:
+                ours = older
+                break
+        if ours is None:
+            return self.order.expire_pins(now_ms) > 0
+        if ours.order is not None and not ours.holds:  # as it was before others had their turn
+            self.turn.left -= 1
+            self._forget(ours, "evicted", None)
+        return True
+
+    def _drop_copy(self, size: int, account: Account[Pool]) -> Work[bool]:
+        """The oldest copy goes: of this size, or else of the one that has the oldest. False: all are in use."""
+        for pool in self._accounts.with_copies(account):
+            copy = yield from self._oldest_copy(size, pool)
+            if copy is None:
+                for other in (yield from self._older_sizes(0, size, pool)):
+                    if (copy := (yield from self._oldest_copy(other, pool))) is not None:
+                        break
+            if copy is not None:
+                self.turn.left -= 1
+                self._forget(copy, "evicted", None)
                 return True
         return False
 
-    def _drop_copy(self, size: int) -> Work[bool]:
-        """The oldest copy goes: of this size, or else of the one that has the oldest. False: all are in use."""
-        copy = yield from self._oldest_copy(size)
-        if copy is None:
-            for other in (yield from self._older_sizes(0, size)):
-                if (copy := (yield from self._oldest_copy(other))) is not None:
-                    break
-        if copy is None:
-            return False
-        self.turn.left -= 1
-        self._forget(copy, "evicted", None)
-        return True
-
-    def _oldest_copy(self, size: int) -> Work[Page | None]:
-        while (copy := self.order.oldest_copy(size)) is None and self.turn.over:
+    def _oldest_copy(self, size: int, pool: Pool) -> Work[Page | None]:
+        while (copy := pool.oldest_copy(size)) is None and self.turn.over:
             yield None
         return copy
 
-    def _oldest(self, size: int) -> Work[Page | None]:
+    def _oldest(self, size: int, pool: Pool) -> Work[Page | None]:
         """Of this size, however many are held."""
-        while (page := self.order.oldest(size)) is None and self.turn.over:
+        while (page := pool.oldest(size)) is None and self.turn.over:
             yield None
         return page
 
-    def _older_sizes(self, than_ms: int | None, but: int) -> Work[list[int]]:
-        while not (sizes := self.order.older_sizes(than_ms, but, SIZES_TRIED)) and self.turn.over:
+    def _older_sizes(self, than_ms: int | None, but: int, pool: Pool) -> Work[list[int]]:
+        while not (sizes := pool.older_sizes(than_ms, but, SIZES_TRIED)) and self.turn.over:
             yield None
         return sizes
 
-    def _make_place(self, size: int) -> Work[bool]:
-        """For a pinned page that has to move: only what costs no pinned page its place."""
-        for other in (yield from self._older_sizes(None, size)):
-            for area in self._areas(other, size):
-                if (yield from self._clearing.clear(area, may_move=False)):
+    def _make_place(self, size: int, pool: Pool) -> Work[bool]:
+        """For a page that has to move: only what costs no such page its place."""
+        for other in (yield from self._older_sizes(None, size, pool)):
+            for area in self._areas(other, size, pool):
+                if (yield from self._clearing.clear(area, pool, may_move=False)):
                     return True
         return False
 
-    def _areas(self, other: int, size: int) -> list[range]:
+    def _areas(self, other: int, size: int, pool: Pool) -> list[range]:
         """Places for a block of our size where the oldest pages of another size lie, the coldest first."""
         level = self._slots.level(size)
         areas: dict[int, range] = {}
-        for page in self.order.eldest(other, PAGES_LOOKED_AT):
+        for page in pool.eldest(other, PAGES_LOOKED_AT):
             area = self._slots.area(page.offset, level)
             areas.setdefault(area.start, area)
             if len(areas) == AREAS_TRIED:
@@ -180,15 +220,29 @@ class Eviction:
         return sorted(areas.values(), key=self._slots.mean_use)
 
     def _loose_areas(self, size: int) -> Iterator[range]:
-        """Places that hold nothing but a few pinned pages, perhaps: these can lie closer together, which
+        """Places that hold nothing but a few pages that move, perhaps: these can lie closer together, which
         costs nobody anything."""
-        if not self.order.pins.nbytes:
+        if not (self.order.pins.nbytes or self._accounts.any_limited):
             return
         level = self._slots.level(size)
         yield from self._slots.loose_areas(level, AREAS_TRIED)
-        for other in self.order.pins.some_sizes(SIZES_TRIED):
+        sizes = self.order.pins.some_sizes(SIZES_TRIED)
+        if self._accounts.any_limited:
+            kinds = self._slots.kinds()
+            start = self._sizes_tried % len(kinds) if kinds else 0
+            sizes += [kind.slot_nbytes for kind in (kinds[start:] + kinds[:start])[:SPARSE_SIZES_TRIED]]
+            self._sizes_tried = start + SPARSE_SIZES_TRIED
+        for other in sizes:
             if other != size and (offset := self._slots.sparse(other)) is not None:
                 yield self._slots.area(offset, level)
+
+    def refusal(self, space: Space, held_count: int, writing_count: int) -> str:
+        """Why `make_room` found nothing, to one whose namespace this is."""
+        return space.account.refusal(space.slot_nbytes, "ram") or (
+            f"no slot of {space.slot_nbytes} bytes can be freed: all pages are pinned or in use "
+            f"({len(self.order.pins)} pinned, {held_count} being read, {writing_count} being written)"
+            + (", or kept for tenants within their quotas" if self._accounts.any_limited else "")
+        )
 
     # ---- check ---------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def hold_all(
                     page, is_full = tier.loads.begin_fetch(index, prefix_hash, is_copy, acquired, aside=is_written)
                 if not is_full:
                     break
-                if not (yield from tier.eviction.make_room(space.slot_nbytes, tier.clock_ms(), is_copy)):
+                if not (yield from tier.eviction.make_room(space, tier.clock_ms(), is_copy)):
                     break
             if page is not None:
                 tier.hold_page(page)

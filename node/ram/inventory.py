@@ -122,13 +122,18 @@ class Inventory:
         rest_after = chosen[limit - 1] if len(chosen) > limit else b""
         return [info for info in self.stat(digest, chosen[:limit]) if info.present], rest_after
 
-    def room(self, slot_nbytes: int, count: int) -> list[float]:
+    def room(self, digest: bytes, count: int) -> list[float]:
         """Of the slots that so many new pages would take one after the other: for how many ms what is there has not
         been used, infinity for a free one. Fewer, if no more may go."""
         tier = self._tier
         with tier.lock:
+            index = tier.namespaces.find(digest)
+            slot_nbytes, account = index.slot_nbytes, index.account
             free_count = min(count, tier.slots.free_count(slot_nbytes))
-            loose = (page for page in tier.eviction.order.oldest_first(slot_nbytes) if not page.holds)
+            if account.nbytes_max:
+                free_count = min(free_count, account.room(slot_nbytes))
+            pool = account.pool if account.full_for(slot_nbytes) else tier.eviction.order.accounts.first(account)
+            loose = (page for page in pool.oldest_first(slot_nbytes) if not page.holds)
             now_ms = tier.clock_ms()
             return [math.inf] * free_count + [now_ms - page.used_ms for page in islice(loose, count - free_count)]
 

@@ -29,6 +29,14 @@ class LruList:
         newest.newer = root.older = page
         self.count += 1
 
+    def push_oldest(self, page: Page) -> None:
+        assert page.newer is None
+        root, oldest = self._root, self._root.newer
+        assert oldest is not None
+        page.older, page.newer = root, oldest
+        oldest.older = root.newer = page
+        self.count += 1
+
     def unlink(self, page: Page) -> None:
         older, newer = page.older, page.newer
         if newer is None:

@@ -1,12 +1,14 @@
 """Namespaces of a node: who may share which pages, and what became of each lookup."""
 
 from collections.abc import Callable
+from typing import Any
 
 from kvstore.checksum import key_seed
 from kvstore.errors import Exhausted, InvalidRequest, LayoutMismatch
 from kvstore.keys import Namespace, shown, unknown
 from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
+from node.ram.accounts import Account
 from node.ram.counters import Counters
 from node.ram.ghosts import Ghosts
 from node.ram.page import Page
@@ -21,8 +23,9 @@ PAGES_SMALL = 512  # not worth it, until it is empty
 class NamespaceIndex:
     """The pages of one namespace by prefix hash, WRITING ones included, DOOMED ones not."""
 
-    def __init__(self, value: Namespace, peer: str = "") -> None:
+    def __init__(self, value: Namespace, account: Account[Any], peer: str = "") -> None:
         self.value = value
+        self.account = account
         self.peer = peer  # who opened it: it counts to its share; nobody's if it was restored from disk
         self.digest = value.digest
         self.page_nbytes = value.layout.page_nbytes
@@ -71,6 +74,7 @@ class Namespaces:
         self._count_max = count_max
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
+        self.account_of: Callable[[str], Account[Any]]  # of a tenant, in the RAM tier that these are of
         self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
 
@@ -96,7 +100,7 @@ class Namespaces:
                 f"a page of this layout has {value.layout.page_nbytes} bytes, this node takes at most "
                 f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
             )
-        index = NamespaceIndex(value, peer)
+        index = NamespaceIndex(value, self.account_of(value.tenant), peer)
         if peer:
             own = [other for other in self._by_digest.values() if other.peer == peer]
             self._make_room(index, own, -(-self._count_max // 2), DESCRIPTIONS_NBYTES_MAX // 2, f"of {peer} ")

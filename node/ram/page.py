@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstore.keys import Namespace
+from node.ram.accounts import Account
 from node.ram.counters import Counters
 
 
@@ -16,12 +17,35 @@ class Space(Protocol):
     digest: bytes
     page_nbytes: int
     slot_nbytes: int
+    account: Account[Any]  # of its tenant; its pool is a `node.ram.pool.Pool`
     pages: dict[bytes, Page]
     counters: Counters
 
     def seed(self, prefix_hash: bytes) -> int: ...
 
     def drop(self, page: Page) -> None: ...
+
+
+class Waiting(Protocol):
+    """Where pages wait for their turn to go (`node.ram.pool.Pool`)."""
+
+    def admit(self, page: Page) -> None: ...
+
+    def used(self, page: Page) -> None: ...
+
+    def withdraw(self, page: Page) -> None: ...
+
+    def give_back(self, page: Page) -> None: ...
+
+    def __contains__(self, page: Page) -> bool: ...
+
+
+class Order(Protocol):
+    """In which it has a place there (`node.ram.sizes.SizeOrder`)."""
+
+    pool: Waiting
+
+    def move_newest(self, page: Page) -> None: ...
 
 
 class State(enum.IntEnum):
@@ -56,6 +80,7 @@ class Page:
         "newer",
         "offset",
         "older",
+        "order",
         "prefix_hash",
         "state",
         "stored_ms",
@@ -73,5 +98,6 @@ class Page:
         self.holds = 0
         self.is_copy = False  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
+        self.order: Order | None = None  # among those that may go
         self.older: Page | None = None
         self.newer: Page | None = None

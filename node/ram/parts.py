@@ -28,6 +28,7 @@ class Parts:
     def __init__(self, space: Space, ranges: Sequence[Range]) -> None:
         self.value = space.value
         self.digest = space.digest
+        self.account = space.account
         self.page_nbytes = space.page_nbytes
         self.counters: Counters = space.counters
         self.pages: dict[bytes, Page] = {}

@@ -22,6 +22,7 @@ class Pinning:
             self._order.expire_pins(now_ms)
             pages = [tier.live(index, prefix_hash) for prefix_hash in prefix_hashes]
             self._order.pins.check_room([page for page in pages if page is not None])
+            index.account.check_pins(sum(page is not None and page not in self._order.pins for page in pages))
             below = tier.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))  # may be exhausted too
             for page in pages:
                 if page is not None:

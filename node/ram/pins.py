@@ -77,17 +77,19 @@ class Pins:
     def add(self, page: Page, expiry_ms: int) -> None:
         """A new pin replaces the old one."""
         if page not in self._ends:
-            self._count(page.namespace.slot_nbytes, 1)
+            self._count(page, 1)
         self._ends.put(page, expiry_ms)
 
     def discard(self, page: Page) -> bool:
         """False if it was not pinned."""
         if not self._ends.discard(page):
             return False
-        self._count(page.namespace.slot_nbytes, -1)
+        self._count(page, -1)
         return True
 
-    def _count(self, slot_nbytes: int, more_count: int) -> None:
+    def _count(self, page: Page, more_count: int) -> None:
+        slot_nbytes = page.namespace.slot_nbytes
+        page.namespace.account.pins += more_count
         self.nbytes = self._nbytes_with(slot_nbytes, more_count)
         size = self._sizes.get(slot_nbytes)
         if size is None:
@@ -100,7 +102,7 @@ class Pins:
         """Pages whose pin is over by now, not pinned any more. So many are looked at; another call goes on."""
         pages = self._ends.take(now_ms, entries_max)
         for page in pages:
-            self._count(page.namespace.slot_nbytes, -1)
+            self._count(page, -1)
         return pages
 
     @property

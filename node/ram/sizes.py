@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from node.ram.lru import LruList
-from node.ram.page import Page
+from node.ram.page import Page, Waiting
 from node.ram.turn import Turn
 
 COPIES_FIRST_MS = 1 << 62  # so much older a copy counts than it is
@@ -15,11 +15,12 @@ def rank_ms(page: Page) -> int:
 
 
 class SizeOrder:
-    """As one `LruList`. Not thread-safe."""
+    """As one `LruList`, of the pages of a `pool`. Not thread-safe."""
 
-    __slots__ = ("_copies", "_own", "is_known")
+    __slots__ = ("_copies", "_own", "is_known", "pool")
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Waiting) -> None:
+        self.pool = pool
         self._copies = LruList()
         self._own = LruList()
         self.is_known = False  # to those who compare sizes
@@ -33,6 +34,9 @@ class SizeOrder:
 
     def push_newest(self, page: Page) -> None:
         self._list(page).push_newest(page)
+
+    def push_oldest(self, page: Page) -> None:
+        self._list(page).push_oldest(page)
 
     def unlink(self, page: Page) -> None:
         self._list(page).unlink(page)

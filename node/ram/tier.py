@@ -55,6 +55,7 @@ class RamTier:
         self.eviction = Eviction(slots, self._forget, self.hold_page)
         self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
+        namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
         self.writing_count = 0
         self.held_count = 0
@@ -173,7 +174,7 @@ class RamTier:
                 while page is None and new is None and not (is_below or full):
                     new = self._place(index, prefix_hash, now_ms, is_copy)
                     if new is None:
-                        full = not (yield from self.eviction.make_room(index.slot_nbytes, now_ms, is_copy))
+                        full = not (yield from self.eviction.make_room(index, now_ms, is_copy))
                         page = index.pages.get(prefix_hash)  # others had their turn
                 if new is not None:
                     result.write(new)
@@ -183,10 +184,7 @@ class RamTier:
             if not result.pages:
                 self.below.touch(digest, prefix_hashes)
             if result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
-                raise Exhausted(
-                    f"no slot of {index.slot_nbytes} bytes can be freed: all pages are pinned or in use "
-                    f"({self.pinned_count} pinned, {self.held_count} being read, {self.writing_count} being written)"
-                )
+                raise Exhausted(self.eviction.refusal(index, self.held_count, self.writing_count))
             return result
         except BaseException:  # a caller who is never told of them can not give them back
             self._take_back(result)

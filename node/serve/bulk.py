@@ -38,7 +38,7 @@ class BulkServer(ConnectionServer):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         what = cap("bulk connections", connections_max, "use fewer per client, or raise sessions_max")
-        super().__init__("bulk", listener, stall_s, what)
+        super().__init__("bulk", listener, stall_s, what, service.tenants.quoted("connections", "connections"))
         self.port: int = listener.getsockname()[1]
         self._service = service
         self._certificates = certificates

@@ -17,7 +17,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
 from node.serve.connections import Connection, message_of
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor, few_left
-from node.serve.limits import Cap, Places
+from node.serve.limits import NO_QUOTAS, Cap, Places, Quoted
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,16 @@ class ConnectionServer(abc.ABC):
     """Accepts on a listening socket from `start` on, a thread per connection. Full means that the connection
     leaves that has been idle for longest, of the peer that comes if that has its share."""
 
-    def __init__(self, name: str, listener: socket.socket, stall_s: float, cap: Cap) -> None:
+    def __init__(
+        self, name: str, listener: socket.socket, stall_s: float, cap: Cap, quoted: Quoted = NO_QUOTAS
+    ) -> None:
         self._name = name
         self._listener = listener
         self._listener.setblocking(False)
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._connections: set[Connection] = set()
-        self._places = Places(cap)
+        self._places = Places(cap, quoted)
         self._spare = SpareDescriptor()
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -117,10 +119,8 @@ class ConnectionServer(abc.ABC):
 
     def change_share(self, connection: Connection) -> None:
         """It is known now, and counts to another share from here on. Raises Exhausted."""
-        place = self._places.enter(connection.peer, connection.socket.shutdown)
-        old, connection.place = connection.place, place
-        if old is not None:
-            old.close()
+        if connection.place is not None:
+            connection.place.change(connection.peer)
 
     def _forget(self, connection: Connection) -> None:
         if connection.place is not None:

@@ -178,7 +178,8 @@ class Servicer:
         self._views = views
         self._stall_s = stall_s
         remedy = "make fewer at a time"
-        self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
+        quoted = service.tenants.quoted("connections", "connections")
+        self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"), quoted)
         self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
         self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))

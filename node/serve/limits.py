@@ -1,5 +1,6 @@
 """What nobody may have too much of: connections, calls, bytes on their way. Each has a cap in all and a
-share for one peer, half of it, so that no peer takes the last of anything (docs/operations.md, "Limits").
+share for one peer, half of it, so that no peer takes the last of anything (docs/operations.md, "Limits"). A tenant is
+one peer, wherever its callers are, and its quota may be less than that share.
 
     Budget   amounts: taken at once or refused at once, by name
     Places   a connection or a call each: full means that whoever has been idle for longest leaves
@@ -11,8 +12,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import Exhausted
+from node.access.quotas import tenant_of
 
 # A transfer must be over after its bytes at this rate and `stall_s`, however steadily it trickles.
 TRANSFER_NBYTES_PER_S_MIN = 1 << 20
@@ -80,7 +83,14 @@ class Cap:
     per_peer: int
     remedy: str
 
-    def refusal(self, peer: str, used: int, used_by_peer: int) -> Exhausted:
+    def refusal(self, peer: str, used: int, used_by_peer: int, most: int = 0) -> Exhausted:
+        """`most`: for this peer. A tenant is told of itself only."""
+        if tenant_of(peer):
+            whose = "for one tenant" if most == self.per_peer else "by its quota"
+            return Exhausted(
+                f"{self.what}: {used_by_peer} of {peer}; allowed are {most} {whose}, less while others need them; "
+                f"{self.remedy}"
+            )
         return Exhausted(
             f"{self.what}: {used_by_peer} of {peer} and {used} in all; allowed are {self.per_peer} for one peer "
             f"and {self.total} in all; {self.remedy}"
@@ -90,6 +100,21 @@ class Cap:
 def cap(what: str, total: int, remedy: str, per_peer: int = 0) -> Cap:
     """One peer gets half, unless told otherwise."""
     return Cap(what, total, per_peer or max(1, -(-total // 2)), remedy)
+
+
+class Quoted(NamedTuple):
+    """What quotas say of a budget or of places: at most so many for a tenant, 0: no limit; and who counts refusals."""
+
+    most: Callable[[str], int] = lambda tenant: 0
+    refused: Callable[[str], None] = lambda tenant: None
+
+    def of(self, peer: str, cap: Cap) -> int:
+        """At most for this peer."""
+        tenant = tenant_of(peer)
+        return min(self.most(tenant) or cap.per_peer, cap.per_peer) if tenant else cap.per_peer
+
+
+NO_QUOTAS = Quoted()
 
 
 class Turns:
@@ -135,8 +160,9 @@ class Turns:
 class Budget:
     """So much of something. Thread-safe; remembers only peers that have some."""
 
-    def __init__(self, cap: Cap) -> None:
+    def __init__(self, cap: Cap, quoted: Quoted = NO_QUOTAS) -> None:
         self.cap = cap
+        self._quoted = quoted
         self._lock = threading.Lock()
         self._by_peer: dict[str, int] = {}
         self.used = 0
@@ -147,8 +173,10 @@ class Budget:
             return
         with self._lock:
             used_by_peer = self._by_peer.get(peer, 0)
-            if self.used + amount > self.cap.total or used_by_peer + amount > self.cap.per_peer:
-                raise self.cap.refusal(peer, self.used, used_by_peer)
+            most = self._quoted.of(peer, self.cap)
+            if self.used + amount > self.cap.total or used_by_peer + amount > most:
+                self._quoted.refused(tenant_of(peer))
+                raise self.cap.refusal(peer, self.used, used_by_peer, most)
             self.used += amount
             self._by_peer[peer] = used_by_peer + amount
 
@@ -193,6 +221,11 @@ class Place:
         """From now on it stays. False: it had to leave meanwhile."""
         return self._places.set_busy(self)
 
+    def change(self, peer: str) -> None:
+        """It counts to another peer from here on. Raises Exhausted, and stays where it is, if that has its share of
+        busy ones."""
+        self._places.change(self, peer)
+
     def close(self) -> None:
         self._places.remove(self)
 
@@ -200,8 +233,9 @@ class Place:
 class Places:
     """At most so many in all and of one peer. Thread-safe; everything but a full house is O(1)."""
 
-    def __init__(self, cap: Cap) -> None:
+    def __init__(self, cap: Cap, quoted: Quoted = NO_QUOTAS) -> None:
         self.cap = cap
+        self._quoted = quoted
         self._lock = threading.Lock()
         self._count = 0
         self._counts: dict[str, int] = {}
@@ -217,18 +251,40 @@ class Places:
         """A busy place. Raises Exhausted if it is full of busy ones."""
         with self._lock:
             goes = None
-            if self._counts.get(peer, 0) >= self.cap.per_peer:
+            most = self._quoted.of(peer, self.cap)
+            if self._counts.get(peer, 0) >= most:
                 goes = self._longest_idle(peer)
             elif self._count >= self.cap.total:
                 goes = self._longest_idle(self._greediest())
             else:
                 return self._add(peer, leave)
             if goes is None:
-                raise self.cap.refusal(peer, self._count, self._counts.get(peer, 0))
+                self._quoted.refused(tenant_of(peer))
+                raise self.cap.refusal(peer, self._count, self._counts.get(peer, 0), most)
             self._take_away(goes)
             place = self._add(peer, leave)
         goes.leave()
         return place
+
+    def change(self, place: Place, peer: str) -> None:
+        goes = None
+        with self._lock:
+            if place.taken_away or place.peer == peer:
+                return
+            most, count = self._quoted.of(peer, self.cap), self._counts.get(peer, 0)
+            if count >= most:
+                goes = self._longest_idle(peer)
+                if goes is None:
+                    self._quoted.refused(tenant_of(peer))
+                    raise self.cap.refusal(peer, self._count, count, most)
+                self._take_away(goes)
+            self._not_idle(place)
+            self._subtract(place.peer)
+            place.peer = peer
+            self._count += 1
+            self._counts[peer] = self._counts.get(peer, 0) + 1
+        if goes is not None:
+            goes.leave()
 
     def drop_idle(self) -> bool:
         """Makes one leave, as if the house were full; False if nobody is idle."""

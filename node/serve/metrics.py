@@ -65,6 +65,15 @@ _PEERS_COUNTERS = (
     "nbytes_fetched",
     "pages_fetch_failed",
 )
+_TENANT_GAUGES = {
+    "ram_nbytes": "RAM that a tenant keeps from others",
+    "ram_quota_nbytes": "Its quota of the RAM; 0: none",
+    "disk_nbytes": "Disk that a tenant keeps from others",
+    "disk_quota_nbytes": "Its quota of the disk; 0: none",
+    "pin_count": "Pinned pages of a tenant",
+    "held_nbytes": "Bytes that a tenant holds in shared memory",
+}
+_TENANT_REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
 _RAM = (
     "capacity_nbytes",
     "used_nbytes",
@@ -89,6 +98,7 @@ class NodeCollector:
         yield GaugeMetricFamily("kvstore_serving", "1 while the node takes new pages", status.state != "DRAINING")
         if status.HasField("ram"):  # who asks is told of the node itself
             yield from self._of_node(status)
+        yield from self._of_tenants(status)
         yield from self._of_namespaces(status)
 
     def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
@@ -131,6 +141,18 @@ class NodeCollector:
         for certificate in status.tls.certificates:
             expiry.add_metric([certificate.setting], certificate.ends_unix_s)
         yield expiry
+
+    def _of_tenants(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
+        for name, text in _TENANT_GAUGES.items():
+            gauge = GaugeMetricFamily(f"kvstore_tenant_{_label(name)}", text, labels=["tenant"])
+            for use in status.tenants:
+                gauge.add_metric([use.tenant], getattr(use, name))
+            yield gauge
+        refused = CounterMetricFamily("kvstore_tenant_refused", "Refused for a quota", labels=["tenant", "what"])
+        for use in status.tenants:
+            for what in _TENANT_REFUSED:
+                refused.add_metric([use.tenant, what], getattr(use, f"refused_{what}"))
+        yield refused
 
     def _of_namespaces(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         labels = ["namespace", "model"]

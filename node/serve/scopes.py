@@ -8,9 +8,9 @@ from kvstore.pb import kvstore_pb2 as pb
 _SAID = ("version", "instance_id", "state", "uptime_ms", "limits", "bulk_port", "metrics_port")
 
 
-def scoped(status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo]) -> pb.NodeStatusReply:
+def scoped(status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo], tenant: str) -> pb.NodeStatusReply:
     """Without tiers, connections and other members, which tell of what others do. `namespaces`: his."""
-    own = pb.NodeStatusReply(namespaces=namespaces)
+    own = pb.NodeStatusReply(namespaces=namespaces, tenants=[use for use in status.tenants if use.tenant == tenant])
     for name in _SAID:
         if status.DESCRIPTOR.fields_by_name[name].message_type:
             getattr(own, name).CopyFrom(getattr(status, name))

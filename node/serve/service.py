@@ -76,6 +76,7 @@ class Service:
         self.content = Content(arena, tier)
         self._pinning = Pinning(tier)
         self.sessions = sessions
+        self.tenants = sessions.tenants
         self.instance_id = os.urandom(8)
         self.bulk_port = 0
         self.metrics_port = 0
@@ -135,7 +136,9 @@ class Service:
         return _guarded(op, self._call, op, request, caller)
 
     def _call(self, op: str, request: Any, caller: Caller) -> Any:
-        self.gate.admit(op, request, caller)
+        principal = self.gate.admit(op, request, caller)
+        if op != "hello":
+            self.tenants.begin(principal)
         budget = self._long_calls.get(op)
         if budget is None or caller is THE_NODE:
             return self._unary[op](request, caller)
@@ -156,7 +159,8 @@ class Service:
             raise
 
     def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
-        self.gate.admit("put", request, session.caller)
+        principal = self.gate.admit("put", request, session.caller)
+        self.tenants.begin(principal)
         if self.draining:
             raise Unavailable("this node is draining and takes no new pages")
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -165,6 +169,7 @@ class Service:
         copies = self._near.copies(request)
         result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes, copies)
         self.promises.begin(session, request, result)
+        self.tenants.moves(principal, len(result.pages) * request.page_nbytes)
         if session.maps_arena:
             offsets = [page.offset for page in result.pages]
             return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
@@ -201,7 +206,8 @@ class Service:
             raise
 
     def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
-        self.gate.admit("get", request, session.caller)
+        principal = self.gate.admit("get", request, session.caller)
+        self.tenants.begin(principal)
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
         hashes = list(request.prefix_hashes)
         space = self._tier.namespace(request.namespace)
@@ -217,6 +223,7 @@ class Service:
             self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
         parts = parts_wanted(space, ranges)
         fetching = self._near.fetching(request, hashes) if request.near else None
+        session.tenant = principal.tenant
         pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
         there = [page for page in pages if page is not None]
         check = partial(self._check_there, session)
@@ -225,6 +232,7 @@ class Service:
         reply = pb.GetReply(hits=[page in sums for page in pages], checksums=[sums[page] for page in found])
         reply.ttls_ms.extend(ttls_ms(found, self._tier.clock_s()))
         wanted = ranges or [(0, page_nbytes)]
+        self.tenants.moves(principal, len(found) * wanted_nbytes)
         if session.maps_arena:
             reply.offsets.extend([place for page in found for place in places(page, wanted)])
             return 0, reply, iter(())
@@ -352,9 +360,14 @@ class Service:
             shm=self.shm_status() if self.shm_status else None,
             peers=self._peers.status(),
             tls=self.tls_status() if self.tls_status else None,
+            tenants=self.tenants.uses(),
         )
         principal = self.gate.who(caller)
-        return status if principal.of_all else scoped(status, self.gate.of_his(principal, status.namespaces))
+        return (
+            status
+            if principal.of_all
+            else scoped(status, self.gate.of_his(principal, status.namespaces), principal.tenant)
+        )
 
     def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
         removed = self._tier.remove_namespace(request.namespace)

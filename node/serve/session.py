@@ -20,6 +20,7 @@ from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
 from node.serve.limits import Budget, cap
 from node.serve.near import Fetching
+from node.serve.tenants import Tenants
 
 # How long a reader waits for pages that other sessions are loading, all of them together; how often it looks
 # whether that is of any use still.
@@ -49,6 +50,7 @@ class Session:
         self._held: list[Page] = []
         self._reserved_nbytes = 0  # taken from the budgets
         self._held_nbytes = 0
+        self.tenant = ""  # of who holds them
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
         self.wait = Wait(0.0, caller.gone)  # for that
@@ -129,7 +131,7 @@ class Session:
         holds too much: where clients map the arena, a hold has no limit of time."""
         if self.maps_arena:
             nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
-            self._sessions.held.take(self.peer, nbytes)
+            self._sessions.hold(self, nbytes)
             self._held_nbytes = nbytes
         elsewhere = fetching.copies if fetching else NOWHERE
         acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
@@ -201,7 +203,8 @@ class Session:
         held, self._held = self._held, []
         self._tier.release(held)
         nbytes, self._held_nbytes = self._held_nbytes, 0
-        self._sessions.held.give(self.peer, nbytes)
+        if nbytes:
+            self._sessions.let_go(self, nbytes)
 
     def close(self) -> None:
         self.abort()
@@ -219,8 +222,9 @@ class Sessions:
     """The live sessions, and what all of them together may have. Their number is bounded by that of the
     connections and transfers. Thread-safe."""
 
-    def __init__(self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int) -> None:
+    def __init__(self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int, tenants: Tenants) -> None:
         self._tier = tier
+        self.tenants = tenants
         self._lock = threading.Lock()
         self._live: set[Session] = set()
         ram_nbytes = tier.slots.region_nbytes
@@ -252,6 +256,19 @@ class Sessions:
         with self._lock:
             self._live.add(session)
         return session
+
+    def hold(self, session: Session, nbytes: int) -> None:
+        """For its process and its tenant. Raises Exhausted."""
+        self.held.take(session.peer, nbytes)
+        try:
+            self.tenants.hold(session.tenant, nbytes)
+        except Exhausted:
+            self.held.give(session.peer, nbytes)
+            raise
+
+    def let_go(self, session: Session, nbytes: int) -> None:
+        self.held.give(session.peer, nbytes)
+        self.tenants.let_go(session.tenant, nbytes)
 
     def closed(self, session: Session) -> None:
         with self._lock:

@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_g
     client = nodes.connect(node)
     for start in range(0, 256, 64):
         pages.put(client, pages.keys(*range(start, start + 64)), durable=True)
-    assert not node.disk.has_room(pages.nbytes)
+    assert not node.disk.has_room(node.tier.namespace(pages.namespace.digest))
     layer.writing.clear()
     for start in range(1000, 3000, 50):
         pages.put(client, pages.keys(*range(start, start + 50)))

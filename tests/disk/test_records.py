@@ -108,7 +108,7 @@ class Play:
         size = SIZES[key[0] - 1]
         record = self.records.reserve(*key, size)
         while not record:
-            victims = self.records.victims(size, self.now_s)
+            victims = self.records.victims(key[0], size, self.now_s)
             self.model.end_pins(self.now_s)
             if not victims:
                 assert not self.model.oldest(size, self.now_s)
@@ -224,13 +224,13 @@ def test_pinned_and_busy_records_are_no_victims() -> None:
         records.publish(record, bytes(16), 5)
     records.pin(stored[0], 100)
     records.begin_use(stored[1])
-    assert records.victims(4096, 50) == [stored[2]]
+    assert records.victims(1, 4096, 50) == [stored[2]]
     records.pin(stored[2], 200)
-    assert records.victims(4096, 50) == []
-    assert records.victims(12288, 50) == [], "a place with a pinned page does not change its size"
-    assert records.victims(4096, 100) == [stored[0]], "its pin is over"
+    assert records.victims(1, 4096, 50) == []
+    assert records.victims(1, 12288, 50) == [], "a place with a pinned page does not change its size"
+    assert records.victims(1, 4096, 100) == [stored[0]], "its pin is over"
     records.end_use(stored[1])
-    assert records.victims(4096, 100) == [stored[1]], "it is older"
+    assert records.victims(1, 4096, 100) == [stored[1]], "it is older"
     assert records.check() == []
 
 
@@ -238,7 +238,7 @@ def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
     records = Records(4 * 8192, 8192)
     for i in range(8):
         records.publish(records.reserve(1, bytes([i]) * 16, 4096), bytes(16), 10 + i)
-    victims = records.victims(8192, 50)
+    victims = records.victims(1, 8192, 50)
     assert [records.used_s(record) for record in victims] == [10, 11]
     for record in victims:
         records.remove(record)
@@ -325,8 +325,8 @@ def test_what_was_restored_of_two_sizes_leaves_the_colder_one_first() -> None:
                 restored_row(1, bytes([number, slot]) * 8, size, number * 8192 + slot * size, used_s)
             )
     records.restored()
-    assert [records.used_s(record) for record in records.victims(12288 - 4096, 200)][:1] == [14]
-    assert {records.used_s(record) for record in records.victims(4096, 200)} == {14}
+    assert [records.used_s(record) for record in records.victims(1, 12288 - 4096, 200)][:1] == [14]
+    assert {records.used_s(record) for record in records.victims(1, 4096, 200)} == {14}
     assert records.check() == []
 
 
@@ -374,7 +374,7 @@ def test_records_come_and_go_without_growth() -> None:
         records.publish(stored[-1], bytes(16), i)
     table_count = len(records._table.segments)
     for _ in range(16_000):
-        victim = records.victims(4096, 1 << 20)
+        victim = records.victims(1, 4096, 1 << 20)
         records.remove(victim[0])
         records.publish(records.reserve(1, os.urandom(16), 4096), bytes(16), 5000)
     assert len(records._table.segments) <= 2 * table_count
@@ -389,5 +389,5 @@ def test_the_one_place_on_disk_that_can_be_cleared_is_found_wherever_it_is() -> 
         records.publish(record, bytes(16), number)
     for record in stored[0 : 63 * 16 : 16]:
         records.pin(record, 1 << 30)
-    found = next(victims for _ in range(64) if (victims := records.victims(EXTENT_NBYTES, 5000)))
+    found = next(victims for _ in range(64) if (victims := records.victims(1, EXTENT_NBYTES, 5000)))
     assert sorted(found) == sorted(stored[63 * 16 :])

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.errors import Exhausted
 from node.disk.numbers import NumberedSpaces
+from node.disk.records import Records
 
 
 def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
@@ -64,7 +65,7 @@ def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_t
 
 
 def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Any) -> None:
-    spaces = NumberedSpaces()
+    spaces = NumberedSpaces(Records(4096, 4096).accounts.of)
     assert spaces.restore(pages.namespace, 1)
     assert not spaces.restore(pages.namespace, 2)
     assert (spaces.known(pages.digest), list(spaces.values)) == (1, [1])

@@ -293,7 +293,7 @@ def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Any, pages: Any) -> N
     client.remove(pages.namespace, keys[32:64])
     assert node.disk.records._order.pinned_nbytes == 0
     assert all(client.pin(pages.namespace, keys[64:], 0.001))
-    assert node.disk.records.victims(8192, node.disk._clock_s() + 2)
+    assert node.disk.records.victims(1, 8192, node.disk._clock_s() + 2)
     assert node.disk.records._order.pinned_nbytes == 0, "their pins are over"
 
 

@@ -19,11 +19,13 @@ from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
 from node.config import NodeConfig
+from node.ram.accounts import Limits
 from node.ram.holding import hold_all
 from node.ram.inventory import Inventory, PageInfo
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
 from node.ram.pinning import Pinning
+from node.ram.regroup import set_ram_limits
 from node.ram.reservation import Reservation
 from node.ram.tier import RamTier
 from node.server import Node
@@ -238,10 +240,17 @@ class Sandbox:
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         self.arena[target : target + nbytes] = self.arena[source : source + nbytes]
 
-    def open(self, name: str, page_nbytes: int) -> Pages:
-        pages = Pages(name, page_nbytes)
+    def open(self, name: str, page_nbytes: int, **fields: Any) -> Pages:
+        pages = Pages(name, page_nbytes, **fields)
         self.tier.open_namespace(pages.namespace, pages.namespace.digest)
         return pages
+
+    def limit(self, pins: int = 0, **quotas: int) -> None:
+        """Bytes of RAM by tenant; the others have no quota. `pins`: of each of all."""
+        set_ram_limits(self.tier, lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values()))
+
+    def nbytes(self, tenant: str) -> int:
+        return self.tier.eviction.order.accounts.of(tenant).nbytes
 
     def reserve(self, pages: Pages, keys: Sequence[bytes]) -> Reservation:
         return self.tier.reserve(pages.namespace.digest, keys, pages.nbytes)

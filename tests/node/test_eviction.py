@@ -260,9 +260,9 @@ DAMAGES = {
     "page without a slot": lambda tier, page: tier.slots.free(page.offset),
     "page moved": lambda tier, page: setattr(page, "offset", page.offset + PAGE),
     "use not recorded": lambda tier, page: setattr(page, "used_ms", 77),
-    "page out of the list": lambda tier, page: tier.eviction.order._unlink(page),
+    "page out of the list": lambda tier, page: page.order.pool.withdraw(page),
     "pinned and in the list": lambda tier, page: tier.eviction.pins.add(page, 5),
-    "list counts wrongly": lambda tier, page: setattr(tier.eviction.order._lists[PAGE]._own, "count", 9),
+    "list counts wrongly": lambda tier, page: setattr(page.namespace.account.pool._lists[PAGE]._own, "count", 9),
     "forgotten, keeps its slot": lambda tier, page: page.namespace.pages.pop(page.prefix_hash),
     "state": lambda tier, page: setattr(page, "state", State.DOOMED),
 }

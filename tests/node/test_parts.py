@@ -5,14 +5,17 @@ import random
 import pytest
 
 from kvstore import Namespace, checksum, opaque_layout
+from node.ram.accounts import Accounts
 from node.ram.namespace import NamespaceIndex
 from node.ram.parts import SHARE_MAX, Parts, parts_wanted
+from node.slots import SlotAllocator
 
 ALIGN = 4096
 
 
 def space_of(page_nbytes: int) -> NamespaceIndex:
-    return NamespaceIndex(Namespace(model="m", layout=opaque_layout(page_nbytes)))
+    account = Accounts(SlotAllocator(ALIGN, ALIGN), list).of("default")
+    return NamespaceIndex(Namespace(model="m", layout=opaque_layout(page_nbytes)), account)
 
 
 @pytest.mark.parametrize("leaf_nbytes", [256, 4096, 10_000])

@@ -1,7 +1,8 @@
 """The RAM tier in a seeded simulation, beside a model that knows what must be visible, held and pinned.
 
 The model does not know whom eviction chooses; it knows whom it must not choose, and that nobody is
-chosen unless space was asked for. KVSTORE_MODEL_STEPS=20000 makes for longer lives.
+chosen unless space was asked for: with quotas, nobody who is within his own, by another.
+KVSTORE_MODEL_STEPS=20000 makes for longer lives.
 """
 
 import os
@@ -20,6 +21,8 @@ from node.ram.reservation import Reservation, Verdict
 EXTENT = 64 << 10
 EXTENTS = 8
 PAGE_SIZES = {"tiny": 100, "small": 4096, "middle": 8192, "odd": 20_000, "large": 65_536}
+TENANTS = {"tiny": "one", "small": "free", "middle": "two", "odd": "one", "large": "two"}
+QUOTAS = {"one": EXTENT * 3, "two": EXTENT * 4}  # the last extent is for who has none
 KEYS = 40  # of each namespace
 STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 1000)
 Key = tuple[str, bytes]
@@ -46,10 +49,13 @@ class Model:
 class Simulation:
     """One random operation a step; `compare` after each."""
 
-    def __init__(self, rng: random.Random, sandbox: Any) -> None:
+    def __init__(self, rng: random.Random, sandbox: Any, limited: bool) -> None:
         self.rng = rng
         self.box = sandbox(EXTENT * EXTENTS, EXTENT)
-        self.spaces = {name: self.box.open(name, nbytes) for name, nbytes in PAGE_SIZES.items()}
+        self.spaces = {name: self.box.open(name, nbytes, tenant=TENANTS[name]) for name, nbytes in PAGE_SIZES.items()}
+        self.limited = limited
+        self.quotas: dict[str, int] = {}
+        self.asking = ""  # the tenant for whom room is made
         self.model = Model()
         self.reservations: list[tuple[str, Reservation]] = []
         self.tickets: Iterator[int] = iter(range(1 << 30))
@@ -62,17 +68,41 @@ class Simulation:
 
     def step(self) -> None:
         self.box.now_ms += self.rng.choice((0, 0, 1, 7, 50))
+        if self.limited and self.rng.random() < 0.02:
+            self.change_quotas()
         operation = self.rng.choices(
             (self.reserve, self.commit, self.abort, self.acquire, self.release, self.remove, self.pin, self.unpin),
             (8, 8, 2, 6, 6, 1, 2, 1),
         )[0]
         before = set(self.model.visible)
+        within = {name for name in self.spaces if self.is_within(TENANTS[name])}
         operation()
+        lost = {name for name, _ in before - self.present()} & within
+        if operation == self.reserve:
+            assert {TENANTS[name] for name in lost} <= {self.asking}, "who is within his quota lost a page to another"
         self.done[operation.__name__] = self.done.get(operation.__name__, 0) + 1
         self.compare(before, may_evict=operation == self.reserve)
 
+    def change_quotas(self) -> None:
+        self.quotas = {t: nbytes for t, nbytes in QUOTAS.items() if self.rng.random() < 0.8}
+        if self.rng.random() < 0.3:
+            self.quotas = {t: nbytes // 4 for t, nbytes in self.quotas.items()}
+        self.box.limit(**self.quotas)
+        self.done["quotas"] = self.done.get("quotas", 0) + 1
+
+    def is_within(self, tenant: str) -> bool:
+        return tenant in self.quotas and self.box.nbytes(tenant) <= self.quotas[tenant]
+
+    def present(self) -> set[Key]:
+        return {
+            (name, key)
+            for name, pages in self.spaces.items()
+            for key in self.box.present(pages, pages.keys(*range(KEYS)))
+        }
+
     def reserve(self) -> None:
         name, keys = self.batch()
+        self.asking = TENANTS[name]
         wanted = [(name, key) for key in keys]
         absent = [key for key in wanted if key not in self.model.visible | self.model.writing]
         try:
@@ -171,9 +201,7 @@ class Simulation:
     def compare(self, before: set[Key], may_evict: bool) -> None:
         self.expire()
         box, model = self.box, self.model
-        present = {
-            (name, key) for name, pages in self.spaces.items() for key in box.present(pages, pages.keys(*range(KEYS)))
-        }
+        present = self.present()
         assert not present - model.visible, "a page is visible that was never committed, or was removed"
         evicted = model.visible - present
         assert not evicted or may_evict, "a page vanished though no space was asked for"
@@ -211,9 +239,9 @@ class Simulation:
         assert self.box.slots.extent_free_count == EXTENTS
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_a_random_life_agrees_with_the_model(seed: int, part: int, sandbox: Any) -> None:
-    simulation = Simulation(random.Random(f"{seed}/{part}"), sandbox)
+@pytest.mark.parametrize(("part", "limited"), [(0, False), (1, False), (2, True), (3, True)])
+def test_a_random_life_agrees_with_the_model(seed: int, part: int, limited: bool, sandbox: Any) -> None:
+    simulation = Simulation(random.Random(f"{seed}/{part}"), sandbox, limited)
     for _ in range(STEPS):
         simulation.step()
     simulation.finish()

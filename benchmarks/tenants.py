@@ -1,0 +1,242 @@
+"""A tenant that behaves, alone and beside one that does not: its hit rate and how long its calls take.
+
+The node has two tenants with half of the RAM and of the disk each. The one that behaves replays a trace of chains by
+popularity: a lookup, a get of what is there, a put of what is not. The other's processes attack without end, at the
+lowest priority, since they share the cores with the node and with who measures: on a machine of few cores they take
+time from both all the same. Attacks take turns with being alone; each turn begins with an empty node, and its first
+third is not measured. Aim: a hit rate within 0.01 and a p99 within 2 times of being alone.
+
+    python benchmarks/tenants.py [--rounds 3] [--attacks flood,pins] [--limits none,quotas,rates] [--json]
+"""
+
+import contextlib
+import dataclasses
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import Report, parser, percentile, progress, timed
+
+from kvstore import Client, Exhausted, KVStoreError, Namespace, client_config, opaque_layout
+from kvstore.identity_file import new_token, token_line
+from kvstore.measure.node_process import NodeProcess
+from kvstore.results import LookupResult
+
+PAGE_NBYTES = 64 << 10
+CHAIN_PAGES = 8
+CHAINS = 400  # 200 MiB; the quota holds 128
+STEPS = 900
+WARMUP_STEPS = 300
+QUIET = Namespace("m", opaque_layout(PAGE_NBYTES), "quiet")
+LOUD = Namespace("m", opaque_layout(PAGE_NBYTES), "loud")
+QUOTA = "ram=128MiB disk=512MiB"
+LIMITS = {
+    "none": [],
+    "quotas": [f"tenant quiet {QUOTA}", f"tenant loud {QUOTA} pins=1000 connections=32"],
+    "rates": [f"tenant quiet {QUOTA}", f"tenant loud {QUOTA} pins=1000 connections=32 requests=200/s bytes=64MiB/s"],
+}
+NODE_FLAGS = ("--ram-bytes", "256MiB", "--extent-bytes", "4MiB", "--disk-bytes", "1GiB", "--log-level", "ERROR")
+ATTACKERS = 2  # processes, of THREADS each
+THREADS = 4
+
+
+# ---- who attacks -------------------------------------------------------------------------
+
+
+def keys_of(rng: random.Random, count: int) -> list[bytes]:
+    return [rng.randbytes(32) for _ in range(count)]
+
+
+def flood(client: Client, rng: random.Random) -> None:
+    some = keys_of(rng, 16)
+    client.put(LOUD, some, [bytes(PAGE_NBYTES)] * 16)
+    client.get(LOUD, some, [bytearray(PAGE_NBYTES) for _ in some])
+
+
+def pins(client: Client, rng: random.Random) -> None:
+    some = keys_of(rng, 16)
+    client.put(LOUD, some, [bytes(PAGE_NBYTES)] * 16)
+    client.pin(LOUD, some, 3600.0)
+
+
+def sizes(client: Client, rng: random.Random) -> None:
+    nbytes = rng.randrange(1, 200) * 2500
+    client.put(dataclasses.replace(LOUD, layout=opaque_layout(nbytes)), keys_of(rng, 4), [bytes(nbytes)] * 4)
+
+
+def descriptions(client: Client, rng: random.Random) -> None:
+    space = dataclasses.replace(LOUD, salt=rng.randbytes(450).hex(), revision="r" * 1000)
+    client.put(space, keys_of(rng, 1), [bytes(PAGE_NBYTES)])
+
+
+def scrubs(client: Client, rng: random.Random) -> None:
+    with contextlib.suppress(KVStoreError):
+        client.scrub()
+    client.lookup(LOUD, keys_of(rng, 2000))
+    client.stat(LOUD, keys_of(rng, 500))
+
+
+def silence(client: Client, rng: random.Random) -> None:
+    """Connections that say half of a frame."""
+    host, _, port = client.config.address.partition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(32):
+            sock = stack.enter_context(socket.create_connection((host, int(port)), 5.0))
+            sock.sendall(rng.randbytes(9))
+        threading.Event().wait(0.2)
+
+
+ATTACKS = {each.__name__: each for each in (flood, pins, sizes, descriptions, scrubs, silence)}
+
+
+def attack(name: str, address: str, token: str) -> None:
+    """Until it is killed."""
+    os.nice(19)
+
+    def run(number: int) -> None:
+        rng = random.Random()
+        wire = "grpc" if number % 4 == 3 else "bulk"
+        with Client(client_config(address=address, wire=wire, token=token, backoff_s_max=0.1)) as client:
+            while True:
+                with contextlib.suppress(Exhausted, KVStoreError, OSError):
+                    ATTACKS[name](client, rng)
+
+    for number in range(THREADS):
+        threading.Thread(target=run, args=(number,)).start()
+
+
+@contextlib.contextmanager
+def attacked(name: str, address: str, token: str) -> Iterator[None]:
+    """By processes, for as long as the context lasts; "alone": by none."""
+    command = [sys.executable, __file__, "--attack", name, "--address", address]
+    environment = {**os.environ, "KVSTORE_TOKEN": token}
+    count = 0 if name == "alone" else ATTACKERS
+    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        threading.Event().wait(1.0 if count else 0.0)
+        yield
+        assert all(process.poll() is None for process in processes), "an attacker gave up"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# ---- who behaves -------------------------------------------------------------------------
+
+
+def turn(client: Client) -> dict[str, Any]:
+    """Hits, pages asked for, and seconds of each call, by operation."""
+    rng = random.Random(7)
+    chains = [keys_of(rng, CHAIN_PAGES) for _ in range(CHAINS)]
+    buffers = [bytearray(PAGE_NBYTES) for _ in range(CHAIN_PAGES)]
+    pages = [bytes(PAGE_NBYTES)] * CHAIN_PAGES
+    seconds: dict[str, list[float]] = {"lookup": [], "get": []}
+    hits = 0
+    for step in range(STEPS):
+        chain = chains[min(rng.randrange(CHAINS), rng.randrange(CHAINS), rng.randrange(CHAINS))]
+        found: list[LookupResult] = []
+        lookup_s = timed(lambda chain=chain, found=found: found.append(client.lookup(QUIET, chain)))  # type: ignore[misc]
+        there = found[0].prefix_pages
+        get_s = timed(lambda chain=chain, n=there: client.get(QUIET, chain[:n], buffers[:n])) if there else None  # type: ignore[misc]
+        if there < CHAIN_PAGES:
+            client.put(QUIET, chain[there:], pages[there:])
+        if step >= WARMUP_STEPS:
+            hits += there
+            seconds["lookup"].append(lookup_s)
+            if get_s is not None:
+                seconds["get"].append(get_s)
+    return {"hit rate": hits / (STEPS - WARMUP_STEPS) / CHAIN_PAGES, **seconds}
+
+
+def cleared(operator: Client) -> None:
+    for space, _ in operator.namespaces():
+        operator.remove_namespace(space)
+
+
+# ---- the table ---------------------------------------------------------------------------
+
+
+def row(limits: str, name: str, alone: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds, of the ratios with their range."""
+    worst = max(abs(a["hit rate"] - b["hit rate"]) for a, b in zip(alone, beside, strict=True))
+    found: dict[str, Any] = {
+        "limits": limits,
+        "attack": name,
+        "hit rate alone": round(statistics.median(one["hit rate"] for one in alone), 3),
+        "beside": round(statistics.median(one["hit rate"] for one in beside), 3),
+        "apart at most": round(worst, 3),
+    }
+    for op in ("lookup", "get"):
+        for percent in (50, 99):
+            before = [percentile(one[op], percent) * 1e3 for one in alone]
+            after = [percentile(one[op], percent) * 1e3 if one[op] else float("nan") for one in beside]
+            ratios = sorted(b / a for a, b in zip(before, after, strict=True))
+            what = f"{op} p{percent}"
+            found[f"{what} ms"] = f"{statistics.median(before):.2f} / {statistics.median(after):.2f}"
+            found[f"{what} x"] = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})"
+    return found
+
+
+def measured(limits: str, attacks: Sequence[str], count: int, tick: Any) -> list[dict[str, Any]]:
+    tokens = {name: new_token(name) for name in ("quiet", "loud")} | {"operator": new_token("all")}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lines = [token_line(name, tokens[name], tenant=name, role="write") for name in ("quiet", "loud")]
+        lines.append(token_line("operator", tokens["operator"], tenant="*", role="admin"))
+        (folder / "identities").write_text("\n".join([*lines, *LIMITS[limits]]) + "\n")
+        flags = (*NODE_FLAGS, "--identities", str(folder / "identities"), "--data-dir", str(folder / "data"))
+        node = stack.enter_context(NodeProcess(*flags))
+        clients = {
+            name: stack.enter_context(Client(client_config(address=node.address, wire="bulk", token=token)))
+            for name, token in tokens.items()
+        }
+        found: list[dict[str, Any]] = []
+        for name in attacks:
+            alone, beside = [], []
+            for number in range(count):
+                order = ["alone", name] if number % 2 else [name, "alone"]
+                for who in order:
+                    cleared(clients["operator"])
+                    with attacked(who, node.address, tokens["loud"]):
+                        (alone if who == "alone" else beside).append(turn(clients["quiet"]))
+                    tick()
+            found.append(row(limits, name, alone, beside))
+        return found
+
+
+def main(argv: list[str]) -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=3, help="turns alone and beside each attack (%(default)s)")
+    options.add_argument("--attacks", default=",".join(ATTACKS), help="%(default)s")
+    options.add_argument(
+        "--limits", default="none,quotas,rates", help="what the node has for its tenants (%(default)s)"
+    )
+    options.add_argument("--attack", help="one attack, without end, at --address: what this does to itself")
+    options.add_argument("--address", default="")
+    args = options.parse_args(argv)
+    if args.attack:
+        attack(args.attack, args.address, os.environ["KVSTORE_TOKEN"])
+        return
+    report = Report("A tenant beside another that attacks", " ".join(["python benchmarks/tenants.py", *argv]))
+    limits, attacks = args.limits.split(","), args.attacks.split(",")
+    with progress(2 * len(limits) * len(attacks) * args.rounds) as tick:
+        for each in limits:
+            report.rows += measured(each, attacks, args.rounds, tick)
+    report.notes.append(
+        f"{ATTACKERS} processes of {THREADS} threads attack at the lowest priority; two values: alone / beside; "
+        "ratios: median (least-greatest) of the rounds"
+    )
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

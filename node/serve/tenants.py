@@ -1,0 +1,116 @@
+"""What each tenant has of a node beside its quota, what it was refused, and its rates."""
+
+import threading
+from collections import Counter
+from functools import partial
+
+from kvstore.errors import Exhausted
+from kvstore.identities import ALL, Principal
+from kvstore.pb import kvstore_pb2 as pb
+from node.access.quotas import Quotas
+from node.disk.tier import DiskTier
+from node.ram.accounts import NOTHING, Use
+from node.ram.tier import RamTier
+from node.serve.limits import Quoted
+from node.serve.rates import Rates
+from node.serve.replies import in_range
+
+TOLD_MAX = 256  # tenants in a status: those with a quota first, then those with most in RAM
+
+
+class Tenants:
+    """Thread-safe."""
+
+    def __init__(self, quotas: Quotas, tier: RamTier) -> None:
+        self.quotas = quotas
+        self._tier = tier
+        self.disk: DiskTier | None = None
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()  # bytes
+        self._refused: dict[str, Counter[str]] = {}
+        self.rates = Rates(quotas, self.refused)
+        quotas.listen(self._forget)
+
+    def _forget(self) -> None:
+        """Counts of tenants that have no quota any more."""
+        with self._lock:
+            self._refused = {tenant: counts for tenant, counts in self._refused.items() if tenant in self.quotas}
+
+    def refused(self, tenant: str, what: str) -> None:
+        """Something was, because of its quota or its share; only those with a quota are remembered."""
+        if tenant in self.quotas:
+            with self._lock:
+                self._refused.setdefault(tenant, Counter())[what] += 1
+
+    def quoted(self, what: str, field: str) -> Quoted:
+        """What quotas say of connections, or of what is held: `field` of `Quota`."""
+        return Quoted(lambda tenant: int(getattr(self.quotas.of(tenant), field)), partial(self.refused, what=what))
+
+    # ---- rates ---------------------------------------------------------------------------
+
+    def begin(self, principal: Principal) -> None:
+        """A request of his is to be worked on. Raises Exhausted."""
+        if principal.tenant != ALL:
+            self.rates.take(principal.tenant)
+
+    def moves(self, principal: Principal, nbytes: int) -> None:
+        """It moves so many page bytes."""
+        if principal.tenant != ALL:
+            self.rates.moves(principal.tenant, nbytes)
+
+    # ---- what is held in shared memory ---------------------------------------------------
+
+    def hold(self, tenant: str, nbytes: int) -> None:
+        """Raises Exhausted, and counts nothing, if that would be more than its quota."""
+        most = self.quotas.of(tenant).held_nbytes
+        with self._lock:
+            held = self._held[tenant]
+            if not most or held + nbytes <= most:
+                self._held[tenant] = held + nbytes
+                return
+        self.refused(tenant, "held")
+        raise Exhausted(
+            f"tenant {tenant} holds {held} bytes in shared memory and asks for {nbytes} more, its quota are {most}; "
+            "release what was read, read smaller batches, or ask for a larger quota"
+        )
+
+    def let_go(self, tenant: str, nbytes: int) -> None:
+        with self._lock:
+            self._held[tenant] -= nbytes
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+    # ---- tell ----------------------------------------------------------------------------
+
+    def uses(self) -> list[pb.TenantUse]:
+        """Of tenants that have a quota or pages: of so many."""
+        with self._tier.lock:
+            accounts = self._tier.eviction.order.accounts.all()
+            ram = {account.tenant: account.use() for account in accounts}
+        disk = self.disk.uses() if self.disk is not None else {}
+        known = sorted({*ram, *disk} - {""}, key=lambda tenant: -ram.get(tenant, NOTHING).nbytes)
+        chosen = [*dict.fromkeys([*sorted(self.quotas.tenants()), *known])][:TOLD_MAX]
+        return [self._use(tenant, ram.get(tenant, NOTHING), disk.get(tenant, NOTHING)) for tenant in chosen]
+
+    def _use(self, tenant: str, ram: Use, disk: Use) -> pb.TenantUse:
+        quota = self.quotas.of(tenant)
+        with self._lock:
+            refused, held_nbytes = Counter(self._refused.get(tenant, {})), self._held[tenant]
+        return in_range(
+            pb.TenantUse,
+            tenant=tenant,
+            ram_nbytes=ram.nbytes,
+            ram_quota_nbytes=quota.ram_nbytes,
+            disk_nbytes=disk.nbytes,
+            disk_quota_nbytes=quota.disk_nbytes,
+            pin_count=max(ram.pins, disk.pins),
+            pin_quota=quota.pins,
+            held_nbytes=held_nbytes,
+            held_quota_nbytes=quota.held_nbytes,
+            refused_puts=ram.refused_puts,
+            refused_pins=ram.refused_pins + disk.refused_pins,
+            refused_holds=refused["held"],
+            refused_connections=refused["connections"],
+            refused_requests=refused["requests"],
+            refused_bytes=refused["bytes"],
+        )

@@ -1,0 +1,227 @@
+"""Two tenants at one node, over its wires: one floods, pins, holds and asks without end, the other notices nothing."""
+
+import contextlib
+import dataclasses
+import hashlib
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from people import People, client, soon_touched, taken_up
+
+from kvstore import Client, Exhausted, KVStoreError, Namespace, PutOutcome, opaque_layout
+from kvstore.measure.content import page_content
+from node.server import Node
+
+MB = 1 << 20
+PAGE_NBYTES = 16 << 10
+QUIET = Namespace("m", opaque_layout(PAGE_NBYTES), "quiet")
+LOUD = Namespace("m", opaque_layout(PAGE_NBYTES), "loud")
+PAGES = 300  # of the quiet one, who has room for 448
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [hashlib.sha256(b"%d" % number).digest() for number in numbers]
+
+
+def contents(space: Namespace, some: Sequence[bytes]) -> list[bytes]:
+    return [page_content(space.digest, key, space.layout.page_nbytes) for key in some]
+
+
+def put(who: Client, space: Namespace, some: Sequence[bytes]) -> list[PutOutcome]:
+    return who.put(space, some, contents(space, some))
+
+
+def get(who: Client, space: Namespace, some: Sequence[bytes]) -> list[bool]:
+    """Every byte of every hit is compared."""
+    buffers = [bytearray(space.layout.page_nbytes) for _ in some]
+    hits = who.get(space, some, buffers)
+    for content, hit, buffer in zip(contents(space, some), hits, buffers, strict=True):
+        assert not hit or buffer == content
+    return hits
+
+
+class Town:
+    """A node with two tenants, and their clients."""
+
+    def __init__(self, start_node: Callable[..., Node], folder: Path, **loud: str) -> None:
+        self.people = People(folder / "identities")
+        for tenant in ("quiet", "loud"):
+            self.people.join(tenant, tenant, "write")
+        self.people.join("operator", "*", "admin")
+        self.people.say("tenant quiet ram=7MiB")
+        self.people.say("tenant loud ram=7MiB " + " ".join(f"{name}={text}" for name, text in loud.items()))
+        self.node = start_node(identities=str(self.people.path), shm_trust="loud,quiet")
+        self.clients: list[Client] = []
+
+    def client(self, name: str, wire: str = "bulk", **settings: Any) -> Client:
+        self.clients.append(client(self.node, self.people.tokens[name], wire=wire, **settings))
+        return self.clients[-1]
+
+    def use(self, tenant: str) -> Any:
+        status = self.client("operator").node_status()
+        (use,) = (use for use in status.tenants if use.tenant == tenant)
+        return use
+
+
+@pytest.fixture
+def town(start_node: Any, tmp_path: Path) -> Iterator[Callable[..., Town]]:
+    towns: list[Town] = []
+
+    def found(**loud: str) -> Town:
+        towns.append(Town(start_node, tmp_path, **loud))
+        return towns[-1]
+
+    yield found
+    for town in towns:
+        for some in town.clients:
+            some.close()
+
+
+def flood(town: Town, loud: Client, space: Namespace, count: int) -> None:
+    for start in range(0, count, 32):
+        with contextlib.suppress(Exhausted):
+            put(loud, space, keys(*range(start, start + 32)))
+
+
+def pins(town: Town) -> None:
+    loud = town.client("loud")
+    for start in range(0, 640, 32):
+        with contextlib.suppress(Exhausted):
+            put(loud, LOUD, keys(*range(start, start + 32)))
+            loud.pin(LOUD, keys(*range(start, start + 32)), 3600.0)
+
+
+def sizes(town: Town) -> None:
+    loud = town.client("loud")
+    for number in range(1, 60):
+        space = dataclasses.replace(LOUD, layout=opaque_layout(number * 3000))
+        with contextlib.suppress(Exhausted):
+            put(loud, space, keys(*range(8)))
+
+
+def holds(town: Town) -> None:
+    with contextlib.ExitStack() as held:
+        for start in range(0, 640, 64):
+            loud, some = town.client("loud", "shm"), keys(*range(start, start + 64))  # each has a few connections
+            with contextlib.suppress(Exhausted):
+                put(loud, LOUD, some)
+                held.enter_context(loud.open_get(LOUD, some))
+        assert get(town.client("quiet"), QUIET, keys(*range(PAGES))) == [True] * PAGES
+
+
+def descriptions(town: Town) -> None:
+    """Each of 32 KiB at most, until they are refused."""
+    loud = town.client("loud")
+    for number in range(100):
+        space = dataclasses.replace(LOUD, salt="s" * 1000 + str(number), revision="r" * 1000)
+        with contextlib.suppress(KVStoreError):
+            put(loud, space, keys(1))
+
+
+def silence(town: Town) -> None:
+    """Connections that say nothing."""
+    with contextlib.ExitStack() as open_sockets:
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                open_sockets.enter_context(socket.create_connection(("127.0.0.1", town.node.bulk.port), 5.0))
+        assert get(town.client("quiet"), QUIET, keys(1)) == [True]
+
+
+def ask_often(who: Client) -> None:
+    for _ in range(10_000):
+        who.lookup(LOUD, keys(1))
+
+
+def asking(town: Town) -> None:
+    """Of many clients at a time; what is the operator's is refused."""
+
+    def ask() -> None:
+        loud = town.client("loud")
+        for _ in range(30):
+            with contextlib.suppress(KVStoreError):
+                loud.scrub()
+            with contextlib.suppress(KVStoreError):
+                loud.lookup(LOUD, keys(*range(500)))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+ATTACKS = {
+    "flood": lambda town: flood(town, town.client("loud"), LOUD, 2000),
+    "flood over gRPC": lambda town: flood(town, town.client("loud", "grpc"), LOUD, 1000),
+    "pins": pins,
+    "sizes": sizes,
+    "holds": holds,
+    "descriptions": descriptions,
+    "silence": silence,
+    "asking": asking,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_the_other_keeps_all_of_his_pages(town: Callable[..., Town], attack: str) -> None:
+    where = town()
+    quiet = where.client("quiet")
+    kept = keys(*range(PAGES))
+    assert set(put(quiet, QUIET, kept)) == {PutOutcome.STORED}
+    ATTACKS[attack](where)
+    assert get(quiet, QUIET, kept) == [True] * PAGES
+    more = keys(*range(1000, 1100))
+    assert set(put(quiet, QUIET, more)) == {PutOutcome.STORED}, "what is his he can have"
+    assert get(quiet, QUIET, kept + more) == [True] * (PAGES + 100)
+    assert where.use("loud").ram_nbytes <= 7 * MB
+
+
+def test_what_is_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) -> None:
+    where = town(pins="10", held="64KiB", requests="40/s")
+    loud = where.client("loud", "shm")
+    put(loud, LOUD, keys(*range(20)))
+    with pytest.raises(Exhausted, match="tenant loud has 0 pages pinned and wants 11 more, its quota are 10"):
+        loud.pin(LOUD, keys(*range(11)), 60.0)
+    assert loud.pin(LOUD, keys(*range(10)), 60.0) == [True] * 10
+    with loud.open_get(LOUD, keys(0, 1, 2, 3)), pytest.raises(Exhausted, match="tenant loud holds 65536 bytes"):
+        where.client("loud", "shm").open_get(LOUD, keys(4)).__enter__()
+    with pytest.raises(Exhausted, match="tenant loud has had the 40 requests a second of its quota"):
+        ask_often(loud)
+    assert put(where.client("quiet"), QUIET, keys(1)) == [PutOutcome.STORED]
+    use = where.use("loud")
+    assert (use.pin_count, use.refused_pins, use.refused_holds) == (10, 1, 1)
+    assert use.refused_requests >= 1
+    assert where.use("quiet").refused_requests == 0
+
+
+def test_connections_of_a_tenant_are_as_many_as_its_quota_says(town: Callable[..., Town]) -> None:
+    where = town(connections="3")
+    loud = [where.client("loud", connect_timeout_s=5.0, timeout_s=10.0) for _ in range(6)]
+    for one in loud:
+        put(one, LOUD, keys(1))
+    assert where.node.bulk.count <= 3, "the longest idle left"
+    assert put(where.client("quiet"), QUIET, keys(1)) == [PutOutcome.STORED]
+
+
+def test_quotas_change_while_the_node_serves_and_metrics_tell(town: Callable[..., Town]) -> None:
+    where = town()
+    loud = where.client("loud")
+    flood(where, loud, LOUD, 640)
+    assert where.use("loud").ram_nbytes == 7 * MB
+    text = where.people.path.read_text().replace("tenant loud ram=7MiB", "tenant loud ram=1MiB")
+    where.people.path.write_text(text)
+    soon_touched(where.people.path)
+    taken_up(where.node, lambda: where.use("loud").ram_quota_nbytes == MB)
+    put(loud, LOUD, keys(9999))
+    assert where.use("loud").ram_nbytes == MB
+    address = f"http://127.0.0.1:{where.node.metrics.port}/metrics"
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {where.people.tokens['quiet']}"})
+    with urllib.request.urlopen(request, timeout=20.0) as reply:
+        told = reply.read().decode()
+    assert 'kvstore_tenant_ram_quota_bytes{tenant="quiet"} 7.340032e+06' in told
+    assert "loud" not in told

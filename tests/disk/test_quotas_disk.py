@@ -1,0 +1,177 @@
+"""Quotas of the disk: who floods loses his own pages, and nobody who is within his quota loses any."""
+
+import random
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+from node.access.quotas import Quota
+from node.disk.records import Records
+from node.disk.rows import PageRow
+from node.ram.accounts import Limits
+
+PAGE = 4096
+QUIET, LOUD, FREE = 1, 2, 3
+NAMES = {QUIET: "quiet", LOUD: "loud", FREE: "free"}
+
+
+class Shelf:
+    """Records of three tenants, by the number of their one namespace."""
+
+    def __init__(self, pages: int, block_pages: int = 16) -> None:
+        self.records = Records(pages * PAGE, block_pages * PAGE)
+        self.accounts = {number: self.records.accounts.of(name) for number, name in NAMES.items()}
+        self.records.account_of = self.accounts.__getitem__
+        self.now_s = 100
+
+    def limit(self, **quotas: int) -> None:
+        limits = {name: Limits(count * PAGE) for name, count in quotas.items()}
+        self.records.accounts.set_limits(lambda name: limits.get(name, Limits()), sum(quotas.values()) * PAGE)
+        for used_s, record in self.records.strays(1, self.records.number_end):
+            self.records.regroup(record, used_s)
+
+    def put(self, number: int, *names: int, nbytes: int = PAGE) -> bool:
+        """Whether all of them are there now, one after the other."""
+        for name in names:
+            self.now_s += 1
+            while not (record := self.records.reserve(number, key(name), nbytes)):
+                victims = self.records.victims(number, nbytes, self.now_s)
+                if not victims:
+                    return False
+                for victim in victims:
+                    self.records.remove(victim)
+            self.records.publish(record, bytes(16), self.now_s)
+        return True
+
+    def present(self, number: int, *names: int) -> list[int]:
+        return [name for name in names if self.records.find(number, key(name))]
+
+
+def key(name: int) -> bytes:
+    return name.to_bytes(16, "big")
+
+
+def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page() -> None:
+    shelf = Shelf(64)
+    shelf.limit(quiet=32, loud=32)
+    shelf.put(QUIET, *range(32))
+    shelf.put(LOUD, *range(300))
+    assert shelf.present(QUIET, *range(32)) == [*range(32)]
+    assert shelf.present(LOUD, *range(300)) == [*range(268, 300)]
+    assert shelf.records.check() == []
+
+
+def test_one_without_a_quota_has_what_the_others_leave() -> None:
+    shelf = Shelf(64)
+    shelf.limit(quiet=32)
+    shelf.put(QUIET, *range(16))
+    shelf.put(FREE, *range(200))
+    assert shelf.present(QUIET, *range(16)) == [*range(16)]
+    assert shelf.present(FREE, *range(200)) == [*range(152, 200)]
+    shelf.put(QUIET, *range(16, 32))
+    assert shelf.present(QUIET, *range(32)) == [*range(32)]
+    assert shelf.present(FREE, *range(200)) == [*range(168, 200)]
+    assert shelf.records.check() == []
+
+
+def test_a_quota_that_is_lowered_or_comes_while_pages_are_there() -> None:
+    shelf = Shelf(64)
+    shelf.put(QUIET, *range(32))
+    shelf.put(LOUD, *range(32))
+    shelf.limit(loud=8)
+    assert shelf.records.check() == []
+    shelf.put(QUIET, *range(100, 108))
+    assert shelf.present(QUIET, *range(32)) == [*range(32)], "who is over his quota gives first"
+    assert shelf.present(LOUD, *range(32)) == [*range(8, 32)], "the oldest first"
+    shelf.limit(loud=8, quiet=40)
+    shelf.put(LOUD, 50)
+    assert shelf.present(LOUD, *range(60)) == [*range(25, 32), 50], "in the order in which they were used before"
+    shelf.limit()
+    assert shelf.records.check() == []
+
+
+def test_sizes_of_one_cost_another_no_page() -> None:
+    shelf = Shelf(256)
+    shelf.limit(quiet=128, loud=128)
+    for name in range(128):
+        shelf.put(QUIET, name)
+        shelf.put(LOUD, name)
+    for size in range(2, 17):
+        shelf.put(LOUD, *range(1000 * size, 1000 * size + 50), nbytes=size * PAGE)
+        assert shelf.accounts[LOUD].nbytes <= 128 * PAGE
+    assert shelf.present(QUIET, *range(128)) == [*range(128)]
+    assert shelf.records.check() == []
+
+
+def test_what_was_there_at_the_start_is_counted() -> None:
+    shelf = Shelf(64)
+    shelf.limit(loud=8)
+    for slot in range(16):
+        number = LOUD if slot % 2 else QUIET
+        assert shelf.records.restore(PageRow(number, key(slot), slot * PAGE, PAGE, 0, slot, 0, bytes(16)))
+    shelf.records.restored()
+    assert [account.nbytes for account in shelf.accounts.values()] == [8 * PAGE, 8 * PAGE, 0]
+    shelf.put(LOUD, 100)
+    assert shelf.present(LOUD, *range(16)) == [*range(3, 16, 2)]
+    assert shelf.records.check() == []
+
+
+def test_a_random_life_takes_nothing_from_who_is_within_his_quota(seed: int) -> None:
+    rng, shelf = random.Random(seed), Shelf(128)
+    quotas = {"quiet": 48, "loud": 64}
+    for step in range(3000):
+        if step % 200 == 0:
+            some = {name: count for name, count in quotas.items() if rng.random() < 0.8}
+            shelf.limit(**some)
+        number = rng.choice([*NAMES])
+        name, nbytes = rng.randrange(200), rng.choice([1, 1, 1, 2, 3]) * PAGE
+        record = shelf.records.find(number, key(name))
+        before = {n: shelf.present(n, *range(200)) for n in NAMES}
+        within = {n for n, account in shelf.accounts.items() if account.nbytes_max and not account.is_over}
+        if not record:
+            shelf.put(number, name, nbytes=nbytes)
+        elif rng.random() < 0.2:
+            shelf.records.remove(record)
+            before[number].remove(name)
+        elif rng.random() < 0.2:
+            try:
+                shelf.records.check_pins([record])
+            except Exhausted:
+                continue
+            shelf.records.pin(record, rng.choice([0, shelf.now_s + 50]))
+        else:
+            shelf.records.touch(record, shelf.now_s)
+        for other in within - {number}:
+            assert set(before[other]) <= set(shelf.present(other, *range(200))), "lost a page to another"
+        if step % 20 == 0:
+            assert shelf.records.check() == []
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Any, make_pages: Any, restarted: bool) -> None:
+    quotas = {name: Quota(ram_nbytes=1 << 20, disk_nbytes=2 << 20) for name in ("quiet", "loud")}
+    sizes = {"ram_nbytes": 2 << 20, "disk_nbytes": 4 << 20}
+    node = nodes.start(**sizes)
+    node.quotas.set(quotas)
+    client = nodes.connect(node)
+    quiet = make_pages("m", 16 << 10, tenant="quiet")
+    loud = make_pages("m", 16 << 10, tenant="loud")
+    kept = quiet.keys(*range(120))
+    for start in range(0, 120, 20):
+        quiet.put(client, kept[start : start + 20])
+        client.flush()
+    if restarted:
+        node = nodes.restart(node, **sizes)
+        node.quotas.set(quotas)
+        client = nodes.connect(node)
+    for start in range(0, 1000, 20):
+        loud.put(client, loud.keys(*range(start, start + 20)))
+        if start % 200 == 0:
+            client.flush()
+    client.flush()
+    for start in range(0, 120, 20):
+        assert quiet.get(client, kept[start : start + 20]) == [True] * 20
+    assert node.check() == []
+    account = node.disk.records.accounts.of("loud")
+    assert 1 << 20 <= account.nbytes <= 2 << 20

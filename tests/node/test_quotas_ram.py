@@ -1,0 +1,234 @@
+"""Quotas of the RAM: who floods loses his own pages, and nobody who is within his quota loses any."""
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+
+from kvstore.errors import Exhausted
+from node.ram.reservation import Verdict
+
+PAGE = 4096
+EXTENT = 16 * PAGE
+
+
+def fill(box: Any, space: Any, *numbers: int) -> list[bytes]:
+    """One after the other, each a little later."""
+    keys: list[bytes] = space.keys(*numbers)
+    for key in keys:
+        box.now_ms += 1
+        box.put(space, [key])
+    return keys
+
+
+def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(quiet=32 * PAGE, loud=32 * PAGE)
+    quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
+    kept = fill(box, quiet, *range(32))
+    keys = fill(box, loud, *range(500))
+    assert box.present(quiet, kept) == set(kept)
+    assert box.present(loud, keys) == set(keys[-32:])
+    assert box.nbytes("loud") == 32 * PAGE
+    assert box.tier.check() == []
+
+
+def test_one_without_a_quota_has_what_the_others_leave(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(quiet=32 * PAGE)
+    free, quiet = box.open("m", PAGE, tenant="free"), box.open("m", PAGE, tenant="quiet")
+    kept = fill(box, quiet, *range(16))
+    keys = fill(box, free, *range(200))
+    assert box.present(quiet, kept) == set(kept)
+    assert box.present(free, keys) == set(keys[-48:]), "what nobody uses is had"
+    more = fill(box, quiet, *range(100, 116))
+    assert box.present(quiet, kept + more) == set(kept + more)
+    assert box.present(free, keys) == set(keys[-32:]), "they give room for who is within his quota, the oldest first"
+    assert box.tier.check() == []
+
+
+def test_who_is_over_a_quota_that_was_lowered_goes_before_all_others(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    old, over = box.open("m", PAGE, tenant="old"), box.open("m", PAGE, tenant="over")
+    kept = fill(box, old, *range(32))
+    keys = fill(box, over, *range(32))
+    box.limit(over=8 * PAGE)
+    assert box.tier.check() == []
+    assert box.present(over, keys) == set(keys), "nothing goes before room is needed"
+    fill(box, old, *range(100, 108))
+    assert box.present(old, kept) == set(kept)
+    assert box.present(over, keys) == set(keys[8:])
+    fill(box, over, 100)
+    assert box.nbytes("over") == 8 * PAGE, "its own put brings it within its quota"
+    assert box.tier.check() == []
+
+
+def test_pages_that_change_their_pool_keep_their_order(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    space = box.open("m", PAGE, tenant="some")
+    keys = fill(box, space, *range(32))
+    box.now_ms += 1
+    box.get(space, keys[:4])
+    for quotas in ({"some": 32 * PAGE}, {}, {"some": 32 * PAGE}):
+        box.limit(**quotas)
+        assert box.tier.check() == []
+    for number in range(28):
+        box.now_ms += 1
+        box.put(space, space.keys(100 + number))
+        assert box.present(space, keys) == {*keys[:4], *keys[5 + number :]}
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(sandbox: Any, held: bool) -> None:
+    box = sandbox(8 * 16 * EXTENT, 16 * EXTENT)
+    half = 4 * 16 * EXTENT
+    box.limit(quiet=half, loud=half)
+    quiet = box.open("m", PAGE, tenant="quiet")
+    kept = fill(box, quiet, *range(half // PAGE))
+    for number in range(60):
+        space = box.open(f"m{number}", (3 + number) * 3000, tenant="loud")
+        box.now_ms += 1
+        full = held and box.tier.namespace(space.namespace.digest).account.full_for(
+            box.tier.namespace(space.namespace.digest).slot_nbytes
+        )
+        with pytest.raises(Exhausted, match=r"tenant loud .* ram quota") if full else contextlib.nullcontext():
+            box.put(space, space.keys(1))
+        if held:
+            box.acquire(space, space.keys(1))
+        assert box.nbytes("loud") <= half
+    assert box.present(quiet, kept) == set(kept)
+    assert box.get(quiet, kept) == [True] * len(kept)
+    assert box.tier.check() == []
+
+
+def test_places_of_another_size_are_made_without_a_loss_for_others(sandbox: Any) -> None:
+    """Pages of two tenants lie mixed in the same blocks; when one of them changes its page size the other's move."""
+    box = sandbox(16 * EXTENT, EXTENT)
+    box.limit(quiet=8 * EXTENT, loud=8 * EXTENT)
+    quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
+    kept = []
+    for number in range(128):
+        kept += fill(box, quiet, number)
+        fill(box, loud, number)
+    large = box.open("large", 16 * PAGE, tenant="loud")
+    keys = fill(box, large, *range(8))
+    assert box.present(large, keys) == set(keys), "a tenant has its quota in any size"
+    assert box.get(quiet, kept) == [True] * 128
+    assert all(box.get(large, keys))
+    assert box.tier.check() == []
+
+
+def test_what_is_removed_while_it_is_read_counts_until_it_is_released(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(loud=16 * PAGE)
+    loud, other = box.open("m", PAGE, tenant="loud"), box.open("m", PAGE, tenant="other")
+    keys = fill(box, loud, *range(16))
+    held = box.acquire(loud, keys)
+    box.remove(loud, keys)
+    with pytest.raises(Exhausted, match="tenant loud has 65536 of the 65536 bytes of its ram quota"):
+        box.put(loud, loud.keys(50))
+    assert box.put(other, other.keys(1)) == [Verdict.WRITE]
+    box.tier.release(held)
+    assert box.nbytes("loud") == 0
+    assert box.put(loud, loud.keys(50)) == [Verdict.WRITE]
+
+
+def test_a_page_that_is_more_than_the_quota_is_refused(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(small=PAGE)
+    space = box.open("m", 2 * PAGE, tenant="small")
+    with pytest.raises(Exhausted, match="tenant small has 0 of the 4096 bytes"):
+        box.put(space, space.keys(1))
+
+
+def test_pins_of_one_do_not_cost_another_a_page(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(quiet=32 * PAGE, loud=32 * PAGE)
+    quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
+    kept, keys = fill(box, quiet, *range(32)), fill(box, loud, *range(32))
+    box.pin(loud, keys)
+    with pytest.raises(Exhausted, match="ram quota"):
+        box.put(loud, loud.keys(100))
+    assert box.present(quiet, kept) == set(kept)
+    assert box.tier.check() == []
+
+
+def test_where_the_quotas_are_more_than_the_ram_whoever_has_most_of_his_own_gives(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(one=64 * PAGE, two=32 * PAGE)
+    one, two = box.open("m", PAGE, tenant="one"), box.open("m", PAGE, tenant="two")
+    fill(box, one, *range(64))
+    fill(box, two, *range(32))
+    assert box.nbytes("one") + box.nbytes("two") == 64 * PAGE
+    assert abs(box.nbytes("one") - 2 * box.nbytes("two")) <= 6 * PAGE, "each has about two thirds of its quota"
+    assert box.tier.check() == []
+
+
+def test_copies_of_one_go_for_its_own(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(quiet=16 * PAGE, loud=32 * PAGE)
+    box.tier.eviction.copy_nbytes_max = 24 * PAGE
+    quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
+    for space, count in ((quiet, 12), (loud, 100)):
+        for number in range(count):
+            box.now_ms += 1
+            (key,) = space.keys(number)
+            reservation = box.tier.reserve(space.namespace.digest, [key], PAGE, copies={key})
+            box.write(space, reservation)
+            box.commit(reservation)
+    kept = quiet.keys(*range(12))
+    assert box.present(quiet, kept) == set(kept)
+    assert box.tier.check() == []
+
+
+def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int, sandbox: Any) -> None:
+    """Traffic of a tenant whose pages do not all fit, alone and beside one that floods, pins, holds and changes
+    sizes."""
+
+    def hit_rate(hostile: bool) -> float:
+        rng, other = random.Random(seed), random.Random(seed + 1)
+        box = sandbox(16 * EXTENT, EXTENT)
+        box.limit(quiet=8 * EXTENT, loud=8 * EXTENT)
+        quiet = box.open("m", PAGE, tenant="quiet")
+        spaces = [box.open(f"m{n}", n * 2500, tenant="loud") for n in range(1, 20)]
+        held: list[Any] = []
+        hits = 0
+        for _ in range(1500):
+            box.now_ms += 1
+            for _ in range(3 if hostile else 0):
+                space = other.choice(spaces)
+                keys = space.keys(*other.sample(range(1000), 4))
+                try:
+                    box.put(space, keys)
+                    box.pin(space, keys[:1], 50)
+                except Exhausted:
+                    box.tier.release(held)
+                    held = []
+                held += [page for page in box.acquire(space, keys[1:2]) if page is not None]
+            (key,) = quiet.keys(min(rng.randrange(300), rng.randrange(300)))
+            (hit,) = box.get(quiet, [key])
+            hits += hit
+            if not hit:
+                assert box.put(quiet, [key]) == [Verdict.WRITE], "a tenant within its quota always has room"
+        assert box.tier.check() == []
+        return hits / 1500
+
+    assert hit_rate(True) == pytest.approx(hit_rate(False), abs=0.01)
+
+
+def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_page(sandbox: Any) -> None:
+    mib = 1 << 20
+    box = sandbox(4 * mib, mib)
+    box.limit(quiet=2 * mib)
+    quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("large", mib, tenant="loud")
+    keys = fill(box, quiet, *range(2 * mib // PAGE))
+    kept = [page.prefix_hash for page in box.acquire(quiet, keys) if page.offset % (4 * PAGE) == 0]
+    box.tier.release(box.acquire(quiet, keys) * 2)
+    box.remove(quiet, [key for key in keys if key not in kept])
+    assert box.nbytes("quiet") == mib // 2, "one page of each block of four"
+    box.limit(quiet=mib, loud=3 * mib)
+    wanted = fill(box, loud, 1, 2, 3)
+    assert box.present(loud, wanted) == set(wanted)
+    assert box.get(quiet, kept) == [True] * len(kept)
+    assert box.tier.check() == []
