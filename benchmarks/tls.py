@@ -5,9 +5,9 @@
     gRPC       ours as it is, plain and with TLS: gRPC's own library encrypts, in its threads
 
 TLS 1.3 with certificates on P-256 on both sides, made for this run. The contenders take turns as in `bulk.py`. GB/s:
-10^9 page bytes in the median of all calls, and between which speeds nine of ten calls were; the ratio is that to the same
-wire without TLS. `--busy` adds a thread to this process that runs Python all the time, as an engine's may: each record of
-16 KiB then waits for its turn at the interpreter.
+10^9 page bytes in the median of all calls, and between which speeds nine of ten calls were; the ratio is that to the
+same wire without TLS. `--busy` adds a thread to this process that runs Python all the time, as an engine's may: each
+record of 16 KiB then waits for its turn at the interpreter.
 
     python benchmarks/tls.py [--rounds 10] [--page-kib 1024 4096] [--busy] [--json]
 """

@@ -245,6 +245,9 @@ class QuietSocket:
         self.timeout_s = 0.0
         self.waits: list[float] = []
 
+    def handshake(self) -> None:
+        pass
+
     def arm(self, seconds: float) -> None:
         self.timeout_s = seconds
 
