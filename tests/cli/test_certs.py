@@ -121,3 +121,14 @@ def test_without_cryptography_it_says_what_is_missing(
     ran = kvstore("certs", "client", "x", "--dir", str(folder))
     assert ran.code == 2
     assert "cryptography is not installed; it comes with the extra cli of kvstore-llm" in ran.stderr
+
+
+def test_a_throwaway_node_is_spoken_to_plainly_whatever_others_speak(
+    kvstore: Kvstore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    monkeypatch.delenv("KVSTORE_ADDRESS")
+    monkeypatch.setenv("KVSTORE_TLS_CA", str(folder / "ca.pem"))
+    ran = kvstore("replay", str(trace), "--capacity-pages", "100", "--page-bytes", "4096")
+    assert ran.code == 0, ran.stderr
