@@ -114,13 +114,14 @@ def replay_command(
     count = count_requests(trace, limit)
     namespace, away = replay_namespace(page_nbytes, tenant_of(run.config())), Away()
     with contextlib.ExitStack() as stack:
-        address = run.address
+        address, tls = run.address, dict[str, str]()
         if address is None:
+            tls = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")  # whatever other nodes speak
             capacity = CAPACITY_PAGES if capacity_pages is None else capacity_pages
             address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
         elif capacity_pages is not None:
             note(f"--capacity-pages is the size of a throwaway node, but {address} is replayed against as it is")
-        client = stack.enter_context(run.client(wire, address))
+        client = stack.enter_context(run.client(wire, address, **tls))
         on_progress = stack.enter_context(progress("replaying", count))
         if run.address is not None:
             stack.callback(lambda: away.update(remove_all(client, namespace)))
