@@ -11,6 +11,7 @@ from kvstore.cluster.view import State
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from node.config import NodeConfig
 from node.disk.kept_dir import KeptDir
+from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.peers.address import advertised, check_address
@@ -125,15 +126,17 @@ class Node:
 
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
         config = self.config
+        vault = open_vault(config.encrypt_key_file, config.encrypt_key_command)
         directory = KeptDir(
             Path(config.data_dir),
             config.disk_nbytes,
             config.disk_extent_of_new_dir,
             self.arena.fd,
             keep_own_extents=not config.disk_extent_nbytes,
+            key_mark=vault.mark,
             pulse=self._pulse,
         )
-        disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes)
+        disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes, vault=vault)
         namespaces.below_count = disk.page_count
         started = time.monotonic()
         try:

@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "xxhash": ("kvstore/checksum.py",),
     "prometheus_client": ("node/serve/metrics.py",),
+    "cryptography": ("node/disk/cipher.py",),
     "rocksdict": ("node/disk/rows.py",),
     "typer": ("kvstore/cli/",),
     "click": ("kvstore/cli/",),

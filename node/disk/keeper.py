@@ -86,11 +86,11 @@ class Keeper:
         self._directory.files.write_all(slots)
 
     def _check(self, slot: Slot) -> None:
-        (offset, arena_offset, nbytes), directory = slot, self._directory
-        number, within = divmod(offset, directory.extent_nbytes)
+        (arena_offset, nbytes, place), directory = slot, self._directory
+        number, within = divmod(place.offset, directory.extent_nbytes)
         is_on_disk = number < directory.extent_count and within + nbytes <= directory.extent_nbytes
         if not is_on_disk or arena_offset + nbytes > directory.arena_nbytes:
-            raise Broken(f"a slot is outside: {slot}")
+            raise Broken(f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in the arena")
 
 
 def _packed(rows: Iterator[orders.Pair], nbytes: int) -> Iterator[bytes]:
@@ -117,7 +117,14 @@ def main() -> None:
     opened: list[Keeper] = []
     threading.Thread(target=_answer, args=(questions, opened), name="questions", daemon=True).start()
     try:
-        directory = DataDir(Path(task.path), task.disk_nbytes, task.extent_nbytes, task.arena_fd, task.keep_own_extents)
+        directory = DataDir(
+            Path(task.path),
+            task.disk_nbytes,
+            task.extent_nbytes,
+            task.arena_fd,
+            keep_own_extents=task.keep_own_extents,
+            key_mark=task.key_mark,
+        )
     except ConfigError as error:
         channel.send(0, Outcome.REFUSED, str(error).encode())
         return

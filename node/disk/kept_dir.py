@@ -46,11 +46,14 @@ class KeptDir:
         extent_nbytes: int,
         arena_fd: int,
         keep_own_extents: bool = False,
+        key_mark: str = "",
         pulse: Callable[[], None] = lambda: None,
     ) -> None:
         path = path.absolute()
         log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-        self._task = Task(-1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, log_level, str(path))
+        self._task = Task(
+            -1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, key_mark, log_level, str(path)
+        )
         with contextlib.ExitStack() as undo, refused(path):
             make_directory(path, FileLayer())
             self._lock = take_lock(path / "lock", 0.0)

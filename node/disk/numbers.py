@@ -3,8 +3,11 @@
 import itertools
 from collections import Counter
 
+from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
-from kvstore.messages import namespace_message
+from kvstore.messages import namespace_message, parse_namespace
+from node.disk.rows import namespace_key
+from node.disk.vault import PLAIN, Vault
 
 # Numbers have 16 bits, and a salt per request makes many namespaces: beyond this many, the numbers
 # of those without pages are used again.
@@ -15,11 +18,14 @@ class NumberedSpaces:
     """A namespace has one number and one row. Not thread-safe; the disk tier's lock guards it. 0 is
     no number.
 
-    `counts`: pages on disk by number. `new`: descriptions that are not in the rows yet.
+    `keys`: of their pages, by number, each empty if they are plain. `counts`: pages on disk by number. `new`: what
+    is not in the rows yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vault: Vault = PLAIN) -> None:
+        self._vault = vault
         self.values: dict[int, Namespace] = {}
+        self.keys: dict[int, bytes] = {}
         self.counts: Counter[int] = Counter()
         self.new: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
@@ -27,20 +33,30 @@ class NumberedSpaces:
     def known(self, digest: bytes) -> int:
         return self._numbers.get(digest, 0)
 
-    def restore(self, value: Namespace, number: int) -> bool:
-        """A namespace that is in the rows; False for its second row, which can not be right."""
+    def restore(self, number: int, row: bytes) -> str:
+        """A namespace that is in the rows; why that can not be, if so."""
+        try:
+            key, description = self._vault.unwrap(namespace_key(number), row)
+            value = parse_namespace(description)
+        except InvalidRequest as error:
+            return str(error)
         if value.digest in self._numbers:
-            return False
-        self._numbers[value.digest], self.values[number] = number, value
-        return True
+            return f"it is the second one of namespace {value.digest.hex()}"
+        self._add(value, number, key)
+        return ""
+
+    def _add(self, value: Namespace, number: int, key: bytes) -> None:
+        self._numbers[value.digest], self.values[number], self.keys[number] = number, value, key
 
     def number(self, value: Namespace) -> int:
         """The namespace's number; that of a new one has to be written with the next rows."""
         number = self.known(value.digest)
         if not number:
             number = next(free for free in itertools.count(1) if free not in self.values)
-            self.restore(value, number)
-            self.new[number] = namespace_message(value).SerializeToString()
+            key = self._vault.new_key()
+            self._add(value, number, key)
+            description = namespace_message(value).SerializeToString()
+            self.new[number] = self._vault.wrap(namespace_key(number), key, description)
         return number
 
     def take_new(self) -> dict[int, bytes]:
@@ -57,6 +73,6 @@ class NumberedSpaces:
         empty = [number for number in self.values if not self.counts[number]]
         for number in empty:
             del self._numbers[self.values.pop(number).digest]
-            del self.counts[number]
+            del self.counts[number], self.keys[number]
             self.new.pop(number, None)
         return empty

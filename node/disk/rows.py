@@ -1,7 +1,8 @@
 """The truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
 
-    "F"                                   format version, extent bytes: "5 67108864"
-    "N" u16be number                      a Namespace message
+    "F"                                   format version, extent bytes, and of an encrypted directory
+                                          the mark of its key: "5 67108864 1f0ac5d2"
+    "N" u16be number                      a Namespace message, plain or wrapped (`node.disk.vault`)
     "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
                                           expiry s u32, page checksum 16, its leaves 8 each if it
                                           has several, xxh3_64 of key and value before it u64
@@ -108,9 +109,10 @@ class Rows:
     `extent_nbytes`: of the extents that the rows are about.
     """
 
-    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False) -> None:
+    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False, key_mark: str = "") -> None:
         """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of another
-        size. Raises ConfigError if they are otherwise, or were written in another format."""
+        size. Raises ConfigError if they are otherwise, have a key with another mark, or were written in another
+        format."""
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_compression_type(DBCompressionType.none())
@@ -119,25 +121,15 @@ class Rows:
         options.set_keep_log_file_num(2)
         with _DiskErrors():
             self._db = Rdict(str(directory), options)
-            ours = f"{FORMAT_VERSION} {extent_nbytes}".encode()
+            ours = f"{FORMAT_VERSION} {extent_nbytes} {key_mark}".rstrip().encode()
             found = self._db.get(b"F")
             if found is None:
                 found = self._db[b"F"] = ours
-        version, _, nbytes = found.decode(errors="replace").partition(" ")
+        version, nbytes, mark = [*found.decode(errors="replace").split(" ", 2), "", ""][:3]
         self.extent_nbytes = int(nbytes) if keep_own and nbytes.isdigit() else extent_nbytes
-        if version != str(FORMAT_VERSION):
+        if problem := _unusable(version, nbytes, self.extent_nbytes) or _locked(mark, key_mark):
             self._db.close()
-            raise ConfigError(
-                f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
-                f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed again), or name "
-                "another directory"
-            )
-        if nbytes != str(self.extent_nbytes):
-            self._db.close()
-            raise ConfigError(
-                f"data_dir was written with extents of {nbytes} bytes, this node wants {extent_nbytes}; use the same "
-                "disk_extent_nbytes, or another directory"
-            )
+            raise ConfigError(f"data_dir {problem}")
 
     def write(self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]) -> None:
         """All or nothing: new namespaces, new pages, keys that are gone."""
@@ -188,8 +180,40 @@ class Rows:
             self._db.close()
 
 
+def _unusable(version: str, nbytes: str, extent_nbytes: int) -> str:
+    """What it was written with, and what is to be done; empty if that is ours."""
+    if version != str(FORMAT_VERSION):
+        return (
+            f"was written in format {version!r} by another version of kvstore, this one reads format {FORMAT_VERSION}; "
+            "start that version on it, delete it (what is in it can be computed again), or name another directory"
+        )
+    if nbytes != str(extent_nbytes):
+        return (
+            f"was written with extents of {nbytes} bytes, this node wants {extent_nbytes}; use the same "
+            "disk_extent_nbytes, or another directory"
+        )
+    return ""
+
+
+def _locked(mark: str, key_mark: str) -> str:
+    """The same of its key."""
+    if mark == key_mark:
+        return ""
+    if not key_mark:
+        remedy = "start with encrypt_key_file or encrypt_key_command, or name another directory"
+        return f"is encrypted with key {mark}; {remedy}"
+    if not mark:
+        return (
+            "was made without encryption; start without encrypt_key_file and encrypt_key_command, name another "
+            "directory, or delete it (what is in it can be computed again)"
+        )
+    return (
+        f"is encrypted with key {mark}, the key given is {key_mark}; give that of this directory, or name another one"
+    )
+
+
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(number, Namespace message) of rows of namespaces."""
+    """(number, value) of rows of namespaces."""
     return ((int.from_bytes(key[1:], "big"), value) for key, value in rows)
 
 

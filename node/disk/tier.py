@@ -21,6 +21,7 @@ from node.disk.reading import Reading
 from node.disk.records import Records
 from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
+from node.disk.vault import PLAIN, Vault
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
@@ -32,7 +33,8 @@ PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: 
 
 
 class DiskTier:
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch."""
+    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
+    `vault` has the keys."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class DiskTier:
         view: Callable[[int, int], memoryview],
         queue_nbytes_max: int,
         clock_s: Callable[[], int] = lambda: int(time.time()),
+        vault: Vault = PLAIN,
     ) -> None:
         self._directory = directory
         self.rows, self.files = directory.rows, directory.files
@@ -52,7 +55,7 @@ class DiskTier:
         self._lock = threading.Lock()
         # One at a time stores, syncs or recovers: what a sync made safe, or lost, must be certain.
         self._io = threading.Lock()
-        self._index = DiskIndex(records)
+        self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
         self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
         self.writer = DiskWriter(self, queue_nbytes_max)
@@ -197,7 +200,7 @@ class DiskTier:
                         record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
-            self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])
+            self.files.write_all(self._index.slots(reserved))
             gone = self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
