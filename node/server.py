@@ -77,7 +77,7 @@ class Node:
         if registry is not None:
             self.membership.registry = lambda: (registry.status, registry.apart)
             self.membership.announcer = registry.set_state
-            self.service.on_removed = registry.record_removal
+            self.service.on_removed = self.service.erasure.on_removed = registry.record_removal
         return registry
 
     def _forget_namespace(self, digest: bytes) -> None:

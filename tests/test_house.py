@@ -63,7 +63,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli/",),
     ),
     "node": (
-        ("__init__.py", "config.py", "garbage.py", "pb/", "slots.py"),
+        ("__init__.py", "config.py", "garbage.py", "pb/", "slots.py", "vacancy.py"),
         ("ram/",),
         ("disk/", "peers/"),
         ("serve/",),

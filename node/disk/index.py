@@ -195,6 +195,16 @@ class DiskIndex:
             first += 1
         return found, first
 
+    def drop_space(self, digest: bytes) -> bool:
+        """Forgets a namespace with the few pages that it may have got meanwhile; False: it is not known."""
+        number, first = self.spaces.known(digest), 1
+        while number and self.spaces.counts[number]:
+            _, first = self.forget_some(digest, first)
+        if number:
+            self.spaces.drop(number)
+            self.gone.add(namespace_key(number))
+        return number > 0
+
     def forget_doubtful(self) -> int:
         """After a failed sync: forgets what may not be on the medium; how many pages. What was deleted is deleted once
         more: its deletion may not be there either."""

@@ -30,6 +30,10 @@ class NumberedSpaces:
         self.new: dict[int, bytes] = {}
         self._numbers: dict[bytes, int] = {}
 
+    @property
+    def encrypted(self) -> bool:
+        return bool(self._vault.mark)
+
     def known(self, digest: bytes) -> int:
         return self._numbers.get(digest, 0)
 
@@ -67,12 +71,16 @@ class NumberedSpaces:
     def crowded(self) -> bool:
         return len(self.values) >= KEPT
 
+    def drop(self, number: int) -> None:
+        """Forgets a namespace without pages; as `drop_empty` does it."""
+        del self._numbers[self.values.pop(number).digest]
+        del self.counts[number], self.keys[number]
+        self.new.pop(number, None)
+
     def drop_empty(self) -> list[int]:
         """Forgets namespaces without pages. Their rows must go no later than one of them gets another
         number: a namespace with two would have its pages under the one that is not asked."""
         empty = [number for number in self.values if not self.counts[number]]
         for number in empty:
-            del self._numbers[self.values.pop(number).digest]
-            del self.counts[number], self.keys[number]
-            self.new.pop(number, None)
+            self.drop(number)
         return empty

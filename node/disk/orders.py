@@ -11,6 +11,8 @@
     TRIAL
     ALL_ROWS      first byte of their keys                            pairs
     SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
+    WIPE          (offset, offset of the end)...                      bytes overwritten | pieces that are not zero
+    PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
     CLOSE                                                             the keeper ends
 
     slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its seal
@@ -18,7 +20,7 @@
 
 What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both ends
 are of one installation, so there is no version; lengths are checked all the same. Numbers are
-little-endian, those of slots u64.
+little-endian, those of slots and counts u64.
 """
 
 import array
@@ -60,6 +62,8 @@ class Kind(IntEnum):
     ALL_ROWS = 6
     SOME_ROWS = 7
     CLOSE = 8
+    WIPE = 9
+    PURGE_ROWS = 10
 
 
 class Outcome(IntEnum):
@@ -197,6 +201,16 @@ def _slot(keys: list[bytes], offset: int, arena_offset: int, nbytes: int, key: i
         raise Broken(f"a slot of key {key}, there are {len(keys)}")
     seal = Seal(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
     return Slot(arena_offset, nbytes, Place(offset, seal))
+
+
+def pack_counts(*numbers: int) -> bytes:
+    return array.array("Q", numbers).tobytes()
+
+
+def unpack_counts(body: bytes) -> list[int]:
+    if len(body) % 8:
+        raise Broken(f"numbers in {len(body)} bytes")
+    return array.array("Q", body).tolist()
 
 
 def pack_pairs(pairs: Iterable[Pair]) -> bytes:

@@ -12,11 +12,12 @@ keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
+from rocksdict import BottommostLevelCompaction, CompactOptions, DBCompressionType, Options, Rdict, WriteBatch
 
 from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
@@ -24,6 +25,8 @@ from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN
 from node.disk.shortage import code_in
 
 FORMAT_VERSION = 5
+PURGE_S = 2.0
+_LOOKED_AT_NBYTES = 1 << 20
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 
@@ -119,6 +122,7 @@ class Rows:
         options.set_write_buffer_size(16 << 20)
         options.set_max_open_files(64)
         options.set_keep_log_file_num(2)
+        self._directory = directory
         with _DiskErrors():
             self._db = Rdict(str(directory), options)
             ours = f"{FORMAT_VERSION} {extent_nbytes} {key_mark}".rstrip().encode()
@@ -150,6 +154,20 @@ class Rows:
         """Everything written before survives power loss when this returns."""
         with _DiskErrors():
             self._db.flush_wal(True)
+
+    def purge(self, needles: Sequence[bytes]) -> int:
+        """Rewrites everything without what was deleted, and without logs of before. In how many files one of the
+        needles is found all the same: those that RocksDB is about to delete get a moment."""
+        everything = CompactOptions()
+        everything.set_bottommost_level_compaction(BottommostLevelCompaction.force())
+        with _DiskErrors():
+            self._db.flush()
+            self._db.compact_range(None, None, everything)
+            self._db.flush_wal(True)
+        end = time.monotonic() + PURGE_S
+        while (found := files_with(self._directory, needles)) and time.monotonic() < end:
+            time.sleep(PURGE_S / 10)
+        return found
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         return numbered(self.scan(b"N"))
@@ -215,6 +233,24 @@ def _locked(mark: str, key_mark: str) -> str:
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
     """(number, value) of rows of namespaces."""
     return ((int.from_bytes(key[1:], "big"), value) for key, value in rows)
+
+
+def files_with(directory: Path, needles: Sequence[bytes]) -> int:
+    """How many files there have one of these bytes."""
+    return sum(_has(path, needles) for path in sorted(directory.iterdir()) if needles)
+
+
+def _has(path: Path, needles: Sequence[bytes]) -> bool:
+    kept, overlap = b"", max(map(len, needles))
+    try:
+        with path.open("rb") as file:
+            while some := file.read(_LOOKED_AT_NBYTES):
+                kept = kept[-overlap:] + some
+                if any(needle in kept for needle in needles):
+                    return True
+    except FileNotFoundError:  # it has just been deleted
+        pass
+    return False
 
 
 class _DiskErrors:

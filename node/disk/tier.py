@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.disk.directory import Directory
+from node.disk.extent_files import Overwritten
 from node.disk.index import AGAIN, DiskIndex
 from node.disk.reading import Reading
 from node.disk.records import Records
 from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
 from node.disk.vault import PLAIN, Vault
+from node.disk.wiping import Dropped, Vacant, vacant
 from node.disk.writer import DiskWriter
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
@@ -45,6 +47,7 @@ class DiskTier:
         vault: Vault = PLAIN,
     ) -> None:
         self._directory = directory
+        self._view = view
         self.rows, self.files = directory.rows, directory.files
         self.records = records = Records(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
         self.poisoned = ""
@@ -162,6 +165,39 @@ class DiskTier:
             time.sleep(0)  # else this thread would have the lock again
         return removed
 
+    @property
+    def encrypted(self) -> bool:
+        return self._index.spaces.encrypted
+
+    def drop_spaces(self, digests: Sequence[bytes]) -> Dropped:
+        """Forgets namespaces, rows and keys and all, and makes sure that nothing of them is in the rows' files. Raises
+        OSError."""
+        with self._io:
+            with self._lock:
+                numbers = set(map(self._index.spaces.known, digests))
+                there = [digest for digest in digests if self._index.drop_space(digest)]
+            rows = [row for number, row in self.rows.namespaces() if number in numbers]
+            self._store([])
+            self._sync()
+            return Dropped(len(there), self.rows.purge(rows))
+
+    def spaces_of(self, tenant: str) -> list[bytes]:
+        """Digests of the namespaces of a tenant."""
+        with self._lock:
+            return [value.digest for value in self._index.spaces.values.values() if value.tenant == tenant]
+
+    def wipe_some(self, start: int, end: int) -> tuple[Vacant, Overwritten]:
+        """Overwrites some of what no page has there: see `node.disk.wiping`. Raises OSError."""
+        with self._io:  # nothing is stored meanwhile: what is free stays free
+            with self._lock:
+                found = vacant(self.records, start, end)
+            try:
+                return found, self.files.wipe(found.free)
+            except OSError:
+                with self._lock:
+                    self._index.medium.fail_sync()
+                raise
+
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
         """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned.
         Raises Exhausted, and pins none, if too much would be pinned."""
@@ -200,6 +236,7 @@ class DiskTier:
                         record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
+            self._blank_ends(reserved)
             self.files.write_all(self._index.slots(reserved))
             gone = self._write_rows(reserved, now_s)
         except BaseException:
@@ -209,6 +246,13 @@ class DiskTier:
             raise
         with self._lock:
             self._index.publish(reserved, gone, now_s)
+
+    def _blank_ends(self, reserved: Sequence[tuple[Page, int]]) -> None:
+        """Behind a page its slot in RAM may have bytes of another one, which are not to come to the disk."""
+        for page, _ in reserved:
+            end, slot_nbytes = page.namespace.page_nbytes, page.namespace.slot_nbytes
+            if end < slot_nbytes:
+                self._view(page.offset + end, slot_nbytes - end)[:] = bytes(slot_nbytes - end)
 
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
         """Of the last batch, the keys of pages' rows that it deleted. Those before it only delete."""
