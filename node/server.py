@@ -73,11 +73,13 @@ class Node:
 
     def _open_registry(self) -> Registry | None:
         """None: this node is alone, or of a fixed list."""
-        registry = open_registry(self.config, self.membership, self._forget_namespace, self.service.durability.settle)
+        erasure, settle = self.service.erasure, self.service.durability.settle
+        registry = open_registry(self.config, self.membership, self._forget_namespace, settle, erasure.catch_up)
         if registry is not None:
             self.membership.registry = lambda: (registry.status, registry.apart)
             self.membership.announcer = registry.set_state
-            self.service.on_removed = self.service.erasure.on_removed = registry.record_removal
+            self.service.on_removed = registry.record_removal
+            erasure.cluster = registry
         return registry
 
     def _forget_namespace(self, digest: bytes) -> None:

@@ -11,8 +11,9 @@ A put of the tenant that is under way ends without a page. One that begins later
 
 import hashlib
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable, UnknownNamespace
@@ -39,9 +40,16 @@ class Waiting(Protocol):
     def gone(self) -> Callable[[], bool]: ...
 
 
+class Cluster(Protocol):
+    """Those who are to do the same; see `node.peers.registry.Registry`."""
+
+    def begin_erasure(self, erasure: bytes) -> None: ...
+
+    def record_removal(self, digest: bytes, removal: bytes, erasure: bytes) -> None: ...
+
+
 class Erasure:
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory, `stops` says whether the node does, and `on_removed`
-    is told of each namespace that is to be erased at the other members, too, and of the name of that."""
+    """Thread-safe. `view(offset, nbytes)` is the arena's memory, `stops` says whether the node does."""
 
     def __init__(
         self,
@@ -58,26 +66,32 @@ class Erasure:
         self._couriers = couriers
         self._view = view
         self._stops = stops
-        self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
+        self.cluster: Cluster | None = None  # of a node that is registered
 
     def forget(self, request: pb.ForgetRequest, caller: Waiting) -> pb.ForgetReply:
         """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed stays so."""
         if not request.tenant:
             raise InvalidRequest("no tenant is named; the namespaces of no tenant are removed one by one")
         end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
+        if self.cluster is not None:
+            self.cluster.begin_erasure(request.removal)
         digests = self._digests(request.tenant)
         pages = sum(map(self._removed, digests))
-        for digest in digests:
-            self.on_removed(digest, removal_of(request.removal, digest))
-        self._couriers.drop_gone()
+        if self.cluster is not None:
+            for digest in digests:
+                self.cluster.record_removal(digest, removal_of(request.removal, digest), request.removal)
         reply = pb.ForgetReply(namespaces=len(digests), pages=pages)
+        self._couriers.drop_gone()
         if not request.remove_only:
-            self.erase(request.tenant, digests, reply, end, caller.gone)
+            self._erase(digests, reply, end, caller.gone)
         return reply
 
-    def erase(
-        self, tenant: str, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
-    ) -> None:
+    def catch_up(self, digests: list[bytes]) -> None:
+        """Of namespaces that were erased elsewhere, and are removed here. Raises KVStoreError."""
+        self._couriers.drop_gone()
+        self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
+
+    def _erase(self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]) -> None:
         """What was removed."""
         busy_end = min(end, time.monotonic() + BUSY_S)
 
@@ -92,7 +106,7 @@ class Erasure:
 
         if self._disk is not None:
             self._durability.settle()  # pages that waited to be written are let go of
-        self._erase_ram(tenant, reply, go_on)
+        self._erase_ram(set(digests), reply, go_on)
         if self._disk is not None:
             self._erase_disk(self._disk, digests, reply, go_on)
         if open_count := close_namespaces(self._tier, digests):
@@ -118,9 +132,9 @@ class Erasure:
         except UnknownNamespace:  # on disk, but could not be opened
             return self._tier.below.remove_namespace(digest)
 
-    def _erase_ram(self, tenant: str, reply: pb.ForgetReply, go_on: Callable[[], bool]) -> None:
+    def _erase_ram(self, digests: Container[bytes], reply: pb.ForgetReply, go_on: Callable[[], bool]) -> None:
         def erased(page: Page) -> bool:
-            return page.namespace.value.tenant == tenant
+            return page.namespace.digest in digests
 
         wiped = Wiping(self._tier, self._view, erased).run(go_on)
         reply.ram_nbytes = wiped.nbytes
