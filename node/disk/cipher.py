@@ -9,7 +9,7 @@ Both let other threads run while they work on many bytes. XTS takes 7 µs a unit
 import os
 
 try:
-    from cryptography.exceptions import InvalidTag
+    from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -23,6 +23,17 @@ WRAPPING_KEY_NBYTES = 32
 PAGE_KEY_NBYTES = 64  # two keys of AES-256
 TWEAK_NBYTES = 16
 _NONCE_NBYTES = 12
+
+
+def works() -> bool:
+    """Whether what is installed can do it where bytes lie: releases before 2025 may want longer buffers."""
+    unit = memoryview(bytearray(2 * TWEAK_NBYTES))
+    try:
+        encrypt(bytes(range(PAGE_KEY_NBYTES)), bytes(TWEAK_NBYTES), unit, unit)
+        decrypt(bytes(range(PAGE_KEY_NBYTES)), bytes(TWEAK_NBYTES), unit)
+    except (ValueError, UnsupportedAlgorithm):
+        return False
+    return not any(unit)
 
 
 def new_page_key() -> bytes:

@@ -58,6 +58,8 @@ class Locked:
                 "encryption of the disk needs the package `cryptography`, which is not installed; install it, or start "
                 "without encrypt_key_file and encrypt_key_command"
             )
+        if not cipher.works():
+            raise ConfigError("the installed package `cryptography` can not do AES-256-XTS in place; update it")
         self.mark = hashlib.sha256(_MARK_LABEL + key).digest()[:MARK_NBYTES].hex()
         self._key = key
 
