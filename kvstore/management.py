@@ -28,6 +28,7 @@ log.addFilter(LogRate())
 Result = TypeVar("Result")
 
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
+REMOVALS_MAX = 8  # of a tenant that goes on putting pages
 FORGET_TIMEOUT_S = 600.0  # free space of a disk is written and read at its pace
 _FORGOTTEN = ("namespaces", "pages", "ram_nbytes", "disk_nbytes", "keys_destroyed", "left")
 RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so then
@@ -219,10 +220,13 @@ class Management:
         request = pb.ForgetRequest(tenant=tenant, removal=os.urandom(REMOVAL_NBYTES))
         request.remove_only = self.view(timeout_s) is not None
         pages = 0
-        while request.remove_only:  # as `remove` does it: one of them may have handed a page to another meanwhile
+        for _ in range(REMOVALS_MAX if request.remove_only else 0):
+            # As `remove` does it: one of them may have handed a page to another meanwhile.
             count = sum(int(reply.pages) for reply in self._all("forget", request, None, deadline, away))
             pages += count
-            request.remove_only = count > 0
+            if not count:
+                break
+        request.remove_only = False
         request.wait_ms = wait_ms(deadline)
         total = pb.ForgetReply(pages=pages)
         for reply in self._all("forget", request, None, deadline, away):

@@ -7,6 +7,7 @@ A slot that is being read although its page was removed is looked at again. What
 encrypted disk is not overwritten: whose key is gone, its bytes are noise.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -77,10 +78,10 @@ def vacant(records: Records, at: int, end: int) -> Vacant:
     return Vacant(free, busy, at)
 
 
-def wipe(tier: Tier, go_on: Callable[[], bool]) -> Wiped:
-    """`go_on` is asked now and then, and may raise; False: there is no time for slots that are in use. Raises
-    OSError."""
-    ranges = [(0, tier.records.slots.region_nbytes)]
+def wipe(tier: Tier, check: Callable[[], None], patience_s: float) -> Wiped:
+    """`check` is called now and then, and may raise. `patience_s`: with slots in use, when all others are done.
+    Raises OSError."""
+    ranges, end_s = [(0, tier.records.slots.region_nbytes)], math.inf
     nbytes = left = 0
     while ranges:
         again: list[Range] = []
@@ -90,9 +91,10 @@ def wipe(tier: Tier, go_on: Callable[[], bool]) -> Wiped:
                 nbytes, left = nbytes + wiped.nbytes, left + wiped.left
                 again += busy
                 time.sleep(PAUSE_S)
-                go_on()
+                check()
         ranges = again
-        if ranges and not go_on():
+        end_s = min(end_s, time.monotonic() + patience_s)
+        if time.monotonic() >= end_s:
             break
         time.sleep(LOOK_S if ranges else 0)
     return Wiped(nbytes, left + len(ranges))

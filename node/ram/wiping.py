@@ -8,6 +8,7 @@ of a page that is to be erased, is looked at again and again, as long as there i
 turn under the lock is so many slots and so many bytes.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,18 +56,20 @@ class Wiping:
         self._nbytes = 0
         self._again: list[Range] = []
 
-    def run(self, go_on: Callable[[], bool]) -> Wiped:
-        """`go_on` is asked now and then, and may raise; False: there is no time for slots that are in use."""
-        ranges = [(0, self._tier.slots.region_nbytes)]
+    def run(self, check: Callable[[], None], patience_s: float) -> Wiped:
+        """`check` is called now and then, and may raise. `patience_s`: with slots that are in use, when all others are
+        done."""
+        ranges, end_s = [(0, self._tier.slots.region_nbytes)], math.inf
         while ranges:
             for start, end in ranges:
                 while start < end:
                     with self._tier.lock:
                         start = self._turn(start, end)
                     time.sleep(0)  # else this thread would have the lock again
-                    go_on()
+                    check()
             ranges, self._again = self._again, []
-            if ranges and not go_on():
+            end_s = min(end_s, time.monotonic() + patience_s)
+            if time.monotonic() >= end_s:
                 break
             time.sleep(LOOK_S if ranges else 0)
         return Wiped(self._nbytes, len(ranges))
@@ -81,7 +84,7 @@ class Wiping:
             page: Page | None = stretch.owner
             blank = at
             if page is not None:
-                blank = max(at, stretch.start + page.namespace.page_nbytes)
+                blank = min(stretch.end, max(at, stretch.start + page.namespace.page_nbytes))
                 if not self._settled(page):
                     self._again.append((stretch.start, stretch.end))
                     blank = stretch.end

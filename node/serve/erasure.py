@@ -30,7 +30,7 @@ from node.ram.wiping import Wiping, close_namespaces
 log = logging.getLogger(__name__)
 
 FORGET_S = 60.0
-BUSY_S = 10.0  # of them for slots that are in use
+BUSY_S = 10.0  # for slots that are in use, when all others are done
 
 
 class Waiting(Protocol):
@@ -93,22 +93,21 @@ class Erasure:
 
     def _erase(self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]) -> None:
         """What was removed."""
-        busy_end = min(end, time.monotonic() + BUSY_S)
 
-        def go_on() -> bool:
+        def check() -> None:
             if self._stops():
                 raise Unavailable("this node is draining; what it had of the tenant is removed, but not overwritten")
             if gone():
                 raise Unavailable("the caller is gone")
             if time.monotonic() >= end:
                 raise Exhausted("not all could be overwritten in the time of the call; ask again, with more of it")
-            return time.monotonic() < busy_end
 
-        if self._disk is not None:
+        try:
             self._durability.settle()  # pages that waited to be written are let go of
-        self._erase_ram(set(digests), reply, go_on)
+        finally:  # of a disk that is stopped, too
+            self._erase_ram(set(digests), reply, check)
         if self._disk is not None:
-            self._erase_disk(self._disk, digests, reply, go_on)
+            self._erase_disk(self._disk, digests, reply, check)
         if open_count := close_namespaces(self._tier, digests):
             log.info("%d namespaces that were erased have new pages", open_count)
         log.warning(
@@ -132,18 +131,18 @@ class Erasure:
         except UnknownNamespace:  # on disk, but could not be opened
             return self._tier.below.remove_namespace(digest)
 
-    def _erase_ram(self, digests: Container[bytes], reply: pb.ForgetReply, go_on: Callable[[], bool]) -> None:
+    def _erase_ram(self, digests: Container[bytes], reply: pb.ForgetReply, check: Callable[[], None]) -> None:
         def erased(page: Page) -> bool:
             return page.namespace.digest in digests
 
-        wiped = Wiping(self._tier, self._view, erased).run(go_on)
+        wiped = Wiping(self._tier, self._view, erased).run(check, BUSY_S)
         reply.ram_nbytes = wiped.nbytes
         if wiped.left:
             reply.left += wiped.left
             reply.why.append(f"{wiped.left} slots of RAM are still being read or written")
 
     def _erase_disk(
-        self, disk: DiskTier, digests: Sequence[bytes], reply: pb.ForgetReply, go_on: Callable[[], bool]
+        self, disk: DiskTier, digests: Sequence[bytes], reply: pb.ForgetReply, check: Callable[[], None]
     ) -> None:
         try:
             dropped = disk.drop_spaces(digests)
@@ -153,7 +152,7 @@ class Erasure:
             if disk.encrypted:
                 reply.keys_destroyed = dropped.spaces
                 return
-            wiped = wipe(disk, go_on)
+            wiped = wipe(disk, check, BUSY_S)
         except OSError as error:
             disk.blame("erasing", error)
             raise Exhausted(

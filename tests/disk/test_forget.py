@@ -10,6 +10,7 @@ from locked import found_in, key_file, pieces
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
+from node.ram.parts import parts_wanted
 from node.server import Node
 
 MIB = 1 << 20
@@ -220,6 +221,42 @@ def test_zeros_that_do_not_reach_the_disk_are_told(
     told = client.forget("gone")
     assert told.left > 0
     assert "not zero although overwritten" in told.why[0]
+
+
+def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Any, make_pages: Any) -> None:
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    gone.put(client, gone.keys(1, 2), durable=True)
+    node.disk.poison("by this test")
+    with pytest.raises(Exhausted, match="stopped"):
+        client.forget("gone")
+    assert not in_ram(node, pieces(gone, gone.keys(1, 2)))
+    client.recover()
+    assert client.forget("gone").left == 0
+    assert not found_in(nodes.data_dir, pieces(gone, gone.keys(1, 2)))
+
+
+def test_parts_that_are_read_meanwhile_do_not_hide_what_lies_behind_them(nodes: Any, make_pages: Any) -> None:
+    """Their slot is smaller than the page."""
+    node = nodes.start(**{**SIZES, "extent_nbytes": 4 * MIB, "disk_extent_nbytes": 4 * MIB})
+    client = nodes.connect(node)
+    large, gone = make_pages("kept", 4 * MIB, tenant="kept"), of(make_pages, "gone", MIB)
+    (key,) = large.keys(1)
+    large.put(client, [key], durable=True)
+    large.drop_from_ram(node)
+    parts = parts_wanted(node.tier.namespace(large.digest), [(0, 9)])
+    acquired = node.tier.acquire(large.digest, [key], False, 9, parts)
+    ((page, record),) = acquired.loads
+    gone.put(client, gone.keys(1))
+    assert node.disk.read(record, page)
+    try:
+        assert page.offset // MIB + 1 == node.tier.namespace(gone.digest).pages[gone.keys(1)[0]].offset // MIB
+        assert client.forget("gone").left == 0
+    finally:
+        node.tier.loads.end(page, intact=True)
+        node.tier.release([page])
+    assert not in_ram(node, pieces(gone, gone.keys(1)))
 
 
 def test_no_tenant_is_no_tenant(nodes: Any, pages: Any) -> None:
