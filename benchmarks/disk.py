@@ -38,6 +38,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
 from node.disk.kept_dir import KeptDir
 from node.disk.tier import DiskTier
+from node.disk.vault import PLAIN, Vault
 from node.disk.writer import BATCH_NBYTES_MAX, BATCH_PAGES_MAX
 from node.ram.accounts import Accounts
 from node.ram.arena import Arena
@@ -133,11 +134,11 @@ class BareFiles:
 class Tier:
     """The node's own."""
 
-    def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int) -> None:
+    def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int, vault: Vault = PLAIN) -> None:
         self._page_nbytes = page_nbytes
-        kept = KeptDir(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd)
+        kept = KeptDir(directory, capacity * page_nbytes, EXTENT_NBYTES, arena.fd, key_mark=vault.mark)
         self.pid = kept.keeper.pid
-        self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0)
+        self._tier = DiskTier(kept, arena.view, queue_nbytes_max=0, vault=vault)
 
     def write(self, pages: list[Page], gone: list[Page]) -> None:
         """What is gone the tier finds out for itself."""

@@ -29,6 +29,9 @@ log.addFilter(LogRate())
 Result = TypeVar("Result")
 
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
+REMOVALS_MAX = 8  # of a tenant that goes on putting pages
+FORGET_TIMEOUT_S = 600.0  # free space of a disk is written and read at its pace
+_FORGOTTEN = ("namespaces", "pages", "ram_nbytes", "disk_nbytes", "keys_destroyed", "left")
 RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so then
 
 
@@ -213,6 +216,28 @@ class Management:
             if not count or self._fan_out.nodes.view is None:
                 return removed
 
+    def forget(self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None) -> pb.ForgetReply:
+        """Erases all that a tenant has, in RAM and on disk: sums over the nodes. `left` is 0 if nothing is left; `why`
+        says what is. A page that the tenant puts meanwhile may stay, as a new one."""
+        deadline = self._deadline(timeout_s)
+        request = pb.ForgetRequest(tenant=tenant, removal=os.urandom(REMOVAL_NBYTES))
+        request.remove_only = self.view(timeout_s) is not None
+        pages = 0
+        for _ in range(REMOVALS_MAX if request.remove_only else 0):
+            # As `remove` does it: one of them may have handed a page to another meanwhile.
+            count = sum(int(reply.pages) for reply in self._all("forget", request, None, deadline, away))
+            pages += count
+            if not count:
+                break
+        request.remove_only = False
+        request.wait_ms = wait_ms(deadline)
+        total = pb.ForgetReply(pages=pages)
+        for reply in self._all("forget", request, None, deadline, away):
+            for field in _FORGOTTEN:
+                setattr(total, field, getattr(total, field) + getattr(reply, field))
+            total.why.extend(reply.why)
+        return total
+
     def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
         """Returns when all visible pages survive power loss; the number of pages on disk."""
 
@@ -259,8 +284,10 @@ class Management:
         ask = _asks(op, field, message, namespace, prefix_hashes)
         return self._fan_out.every_copy(ask, namespace, prefix_hashes, or_, False, deadline, away)
 
-    def _all(self, op: str, request: Any, namespace: Namespace | None, deadline: Deadline) -> list[Any]:
-        return self._fan_out.all(lambda link, limit: link.wire.call(op, request, limit), namespace, deadline)
+    def _all(
+        self, op: str, request: Any, namespace: Namespace | None, deadline: Deadline, away: Away | None = None
+    ) -> list[Any]:
+        return self._fan_out.all(lambda link, limit: link.wire.call(op, request, limit), namespace, deadline, away)
 
     def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
         return self._one(op, lambda link, deadline: link.wire.call(op, request, deadline), None, timeout_s)

@@ -61,6 +61,11 @@ class NodeConfig:
     pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40)
     stall_s: float = setting(10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0)
     data_dir: str = setting("", "directory of the disk tier; empty: RAM only")
+    encrypt_key_file: str = setting(
+        "",
+        "file with the key that encrypts data_dir, 32 bytes in hex or base64, which others can not read; empty: none",
+    )
+    encrypt_key_command: str = setting("", "command that prints such a key, run at the start; empty: none")
     disk_nbytes: int = setting(16 * GIB, "disk for pages", 1 << 20, 1 << 44)
     disk_extent_nbytes: int = setting(
         0,
@@ -194,6 +199,12 @@ class NodeConfig:
             raise ConfigError(
                 f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most ram_nbytes={self.ram_nbytes}: "
                 "queued pages are held in RAM"
+            )
+        if self.encrypt_key_file and self.encrypt_key_command:
+            raise ConfigError("encrypt_key_file and encrypt_key_command are both given; one key encrypts data_dir")
+        if (self.encrypt_key_file or self.encrypt_key_command) and not self.data_dir:
+            raise ConfigError(
+                "encrypt_key_file and encrypt_key_command are for a disk tier, and data_dir is empty; name a directory"
             )
         if self.disk_extent_nbytes % SLOT_ALIGN_NBYTES:
             raise ConfigError(f"disk_extent_nbytes={self.disk_extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES}")

@@ -17,6 +17,7 @@ from node.access.quotas import Quotas, quota_of
 from node.access.watch import Watch
 from node.config import NodeConfig
 from node.disk.kept_dir import KeptDir
+from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
 from node.peers.address import advertised, check_address
@@ -94,11 +95,13 @@ class Node:
 
     def _open_registry(self) -> Registry | None:
         """None: this node is alone, or of a fixed list."""
-        registry = open_registry(self.config, self.membership, self._forget_namespace, self.service.durability.settle)
+        erasure, settle = self.service.erasure, self.service.durability.settle
+        registry = open_registry(self.config, self.membership, self._forget_namespace, settle, erasure.catch_up)
         if registry is not None:
             self.membership.registry = lambda: (registry.status, registry.apart)
             self.membership.announcer = registry.set_state
             self.service.on_removed = registry.record_removal
+            erasure.cluster = registry
         return registry
 
     def _forget_namespace(self, digest: bytes) -> None:
@@ -152,15 +155,17 @@ class Node:
 
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
         config = self.config
+        vault = open_vault(config.encrypt_key_file, config.encrypt_key_command)
         directory = KeptDir(
             Path(config.data_dir),
             config.disk_nbytes,
             config.disk_extent_of_new_dir,
             self.arena.fd,
             keep_own_extents=not config.disk_extent_nbytes,
+            key_mark=vault.mark,
             pulse=self._pulse,
         )
-        disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes)
+        disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes, vault=vault)
         namespaces.below_count = disk.page_count
         self.quotas.listen(partial(self._limit_disk, disk))
         started = time.monotonic()

@@ -94,13 +94,8 @@ class Certificates:
 
 
 def certificates_of(config: NodeConfig) -> Certificates | None:
-<<<<<<< HEAD
-    """None: this node speaks without TLS. Raises ConfigError for settings that do not go together, or files that are no
-    good."""
-=======
     """None: this node speaks without TLS. Raises ConfigError for settings that do not go together, or files that can
     not be used."""
->>>>>>> tls
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("tls_cert and tls_key are given together")
     if not config.tls_cert:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import certs, cluster, disk, listing, load, moves, pages, payload, pins, tokens
+from kvstore.cli import certs, cluster, disk, erasure, listing, load, moves, pages, payload, pins, tokens
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.status import status
@@ -82,6 +82,7 @@ for _name, _function in (
     ("pin", pins.pin),
     ("unpin", pins.unpin),
     ("verify", pages.verify),
+    ("forget", erasure.forget),
     ("flush", disk.flush),
     ("scrub", disk.scrub),
     ("recover", disk.recover),

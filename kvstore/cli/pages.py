@@ -124,7 +124,7 @@ def rm(
     with run.client() as client:
         space, info = _named_namespace(client, keys, namespace, model, every)
         if every and not yes:
-            _confirm(f"Remove all {_about(client, info)} pages of {space.model} [{space.digest.hex()[:12]}]?")
+            confirm(f"Remove all {_about(client, info)} pages of {space.model} [{space.digest.hex()[:12]}]?")
         chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
         removed = asked = 0
         with progress("removing", _about(client, info) if every else len(keys or ())) as report:
@@ -159,7 +159,7 @@ def _named_namespace(
     return find_namespace(client, namespace, model)
 
 
-def _confirm(question: str) -> None:
+def confirm(question: str) -> None:
     if not sys.stdin.isatty():
         raise InvalidRequest(f"{question} Nobody is there to ask; add --yes")
     if not typer.confirm(question, err=True):

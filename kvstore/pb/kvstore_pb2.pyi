@@ -817,6 +817,36 @@ class RemoveNamespaceReply(_message.Message):
     removed: int
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
 
+class ForgetRequest(_message.Message):
+    __slots__ = ("tenant", "removal", "remove_only", "wait_ms")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REMOVAL_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    removal: bytes
+    remove_only: bool
+    wait_ms: int
+    def __init__(self, tenant: _Optional[str] = ..., removal: _Optional[bytes] = ..., remove_only: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class ForgetReply(_message.Message):
+    __slots__ = ("namespaces", "pages", "ram_nbytes", "disk_nbytes", "keys_destroyed", "left", "why")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    RAM_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_DESTROYED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    namespaces: int
+    pages: int
+    ram_nbytes: int
+    disk_nbytes: int
+    keys_destroyed: int
+    left: int
+    why: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespaces: _Optional[int] = ..., pages: _Optional[int] = ..., ram_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., keys_destroyed: _Optional[int] = ..., left: _Optional[int] = ..., why: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class FlushRequest(_message.Message):
     __slots__ = ("wait_ms",)
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -862,7 +892,7 @@ class ReleaseRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -884,6 +914,7 @@ class BulkRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     SWEEP_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     hello: HelloRequest
     open_namespace: OpenNamespaceRequest
     list_namespaces: ListNamespacesRequest
@@ -905,7 +936,8 @@ class BulkRequest(_message.Message):
     release: ReleaseRequest
     drain: DrainRequest
     sweep: SweepRequest
-    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ...) -> None: ...
+    forget: ForgetRequest
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message")
@@ -916,7 +948,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -938,6 +970,7 @@ class BulkReply(_message.Message):
     RECOVER_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     SWEEP_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     open_namespace: OpenNamespaceReply
     list_namespaces: ListNamespacesReply
@@ -959,4 +992,5 @@ class BulkReply(_message.Message):
     recover: RecoverReply
     drain: DrainReply
     sweep: SweepReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ...) -> None: ...
+    forget: ForgetReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ...) -> None: ...

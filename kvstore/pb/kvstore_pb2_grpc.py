@@ -89,6 +89,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceReply.FromString,
                 )
+        self.Forget = channel.unary_unary(
+                '/kvstore.KVStore/Forget',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.ForgetReply.FromString,
+                )
         self.Flush = channel.unary_unary(
                 '/kvstore.KVStore/Flush',
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.FlushRequest.SerializeToString,
@@ -218,6 +223,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Erases all namespaces of a tenant here: removed, and overwritten or its keys destroyed, in RAM and on disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Flush(self, request, context):
         """All pages that are visible now survive power loss when this returns.
         """
@@ -330,6 +342,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.RemoveNamespace,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceReply.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.ForgetRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.ForgetReply.SerializeToString,
             ),
             'Flush': grpc.unary_unary_rpc_method_handler(
                     servicer.Flush,
@@ -618,6 +635,23 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/RemoveNamespace',
             kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.RemoveNamespaceReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Forget',
+            kvstore_dot_pb_dot_kvstore__pb2.ForgetRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.ForgetReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

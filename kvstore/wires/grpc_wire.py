@@ -32,6 +32,7 @@ _METHODS = {
     "stat": "Stat",
     "node_status": "NodeStatus",
     "remove_namespace": "RemoveNamespace",
+    "forget": "Forget",
     "flush": "Flush",
     "scrub": "Scrub",
     "recover": "Recover",

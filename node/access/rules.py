@@ -44,6 +44,7 @@ RULES = {
     "recover": _OF_NODE,
     "drain": _OF_NODE,
     "sweep": _OF_NODE,
+    "forget": _OF_NODE,  # it overwrites all that no page has, whoever had it
     "reflection": Rule(Role.ADMIN),
 }
 # What a node does in the name of others.

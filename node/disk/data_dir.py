@@ -34,7 +34,8 @@ class DataDir:
     process of its own (`node.disk.keeper`), tests in theirs.
 
     `arena_fd`: the file of the arena, mapped to be read. Raises ConfigError for a directory that can not be
-    used, is in use, or was made with another extent size (unless it may keep its own).
+    used, is in use, or was made with another extent size (unless it may keep its own) or another key than that of
+    `key_mark` (`node.disk.vault`).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class DataDir:
         extent_nbytes: int,
         arena_fd: int,
         keep_own_extents: bool = False,
+        key_mark: str = "",
         layer: FileLayer | None = None,
     ) -> None:
         layer = layer or FileLayer()
@@ -55,7 +57,9 @@ class DataDir:
             make_directory(path, layer)
             self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
             undo.callback(os.close, self._lock)
-            self.rows = Rows(path / "rows", extent_nbytes, keep_own_extents)  # first: they know what the extents are
+            self.rows = Rows(
+                path / "rows", extent_nbytes, keep_own_extents, key_mark
+            )  # first: they know what the extents are
             undo.callback(self.rows.close)
             self.extent_nbytes = self.rows.extent_nbytes
             self.extent_count = disk_nbytes // self.extent_nbytes

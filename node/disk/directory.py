@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from node.disk.extent_files import Slot
+from node.disk.extent_files import Overwritten, Range, Slot
 from node.disk.rows import PageRow
 
 
@@ -27,6 +27,9 @@ class RowStore(Protocol):
     def page(self, key: bytes) -> PageRow | None:
         """The row of one page; None if there is none. Raises Exhausted if the disk hangs."""
 
+    def purge(self, needles: Sequence[bytes]) -> int:
+        """Rewrites the rows without what was deleted; in how many files one of the needles is still found."""
+
     def all_pages(self) -> Iterator[tuple[bytes, bytes]]: ...
 
 
@@ -40,6 +43,9 @@ class PageFiles(Protocol):
 
     def read(self, offset: int, view: memoryview) -> bool:
         """Any thread; False if there is less in the file."""
+
+    def wipe(self, ranges: Sequence[Range]) -> Overwritten:
+        """Overwrites what lies between these offsets, and looks whether it did."""
 
     def sync(self) -> None: ...
 

@@ -13,8 +13,13 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.checksum import leaf
+from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.disk.seal import UNIT_NBYTES, Place
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +27,22 @@ log = logging.getLogger(__name__)
 # copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not copied.
 RUN_NBYTES_MAX = 256 * 1024
 
-Slot = tuple[int, int, int]  # offset on disk, offset in the arena, bytes
+Range = tuple[int, int]  # of offsets on disk
+
+
+class Slot(NamedTuple):
+    """A page to be written: where it lies in the arena, and where on disk."""
+
+    arena_offset: int
+    nbytes: int
+    place: Place
+
+
+class Overwritten(NamedTuple):
+    """Bytes that were overwritten with zeros, and pieces of them that are not zero when they are read back."""
+
+    nbytes: int
+    left: int
 
 
 class FileLayer:
@@ -113,7 +133,7 @@ class ExtentFiles:
         self._layer = layer or FileLayer()
         self._lock = threading.Lock()
         self._unsynced: set[int] = set()
-        self._run = memoryview(mmap.mmap(-1, RUN_NBYTES_MAX))  # page-aligned, as O_DIRECT needs it
+        self._run = memoryview(mmap.mmap(-1, UNIT_NBYTES))  # page-aligned, as O_DIRECT needs it
         directory.mkdir(parents=True, exist_ok=True)
         self._drop_from(count)
         self._direct = os.O_DIRECT if self._direct_works() else 0
@@ -151,28 +171,46 @@ class ExtentFiles:
     def write_all(self, slots: Sequence[Slot]) -> None:
         """Whole slots, neighbouring small ones in one call. The bytes survive a crash of the process
         now and one of the host after `sync`."""
-        run: list[memoryview] = []
+        run: list[Slot] = []
         start = end = nbytes = 0
-        for offset, arena_offset, slot_nbytes in sorted(slots):
+        for slot in sorted(slots, key=lambda slot: slot.place.offset):
+            offset = slot.place.offset
             same_extent = offset // self._extent_nbytes == start // self._extent_nbytes
-            if not (run and offset == end and same_extent and nbytes + slot_nbytes <= RUN_NBYTES_MAX):
-                self._write_run(start, run)
+            if not (run and offset == end and same_extent and nbytes + slot.nbytes <= RUN_NBYTES_MAX):
+                self._write_run(run)
                 run, start, nbytes = [], offset, 0
-            run.append(self._view(arena_offset, slot_nbytes))
-            nbytes += slot_nbytes
-            end = offset + slot_nbytes
-        self._write_run(start, run)
+            run.append(slot)
+            nbytes += slot.nbytes
+            end = offset + slot.nbytes
+        self._write_run(run)
 
-    def _write_run(self, offset: int, views: list[memoryview]) -> None:
-        if len(views) <= 1:
-            for view in views:
-                self._write(offset, view)
+    def _write_run(self, run: list[Slot]) -> None:
+        if len(run) == 1:
+            self._write_slot(run[0])
+        elif run:
+            nbytes = 0
+            for slot in run:
+                self._copy(slot, 0, self._run[nbytes : nbytes + slot.nbytes])
+                nbytes += slot.nbytes
+            self._write(run[0].place.offset, self._run[:nbytes])
+
+    def _write_slot(self, slot: Slot) -> None:
+        """From where it lies, or unit by unit as it is encrypted."""
+        if slot.place.seal is None:
+            self._write(slot.place.offset, self._view(slot.arena_offset, slot.nbytes))
             return
-        nbytes = 0
-        for view in views:
-            self._run[nbytes : nbytes + view.nbytes] = view
-            nbytes += view.nbytes
-        self._write(offset, self._run[:nbytes])
+        for start in range(0, slot.nbytes, UNIT_NBYTES):
+            unit = self._run[: slot.nbytes - start]
+            self._copy(slot, start, unit)
+            self._write(slot.place.offset + start, unit)
+
+    def _copy(self, slot: Slot, start: int, target: memoryview) -> None:
+        """What lies there from `start` on, as it is on disk."""
+        source = self._view(slot.arena_offset + start, target.nbytes)
+        if slot.place.seal is None:
+            target[:] = source
+        else:
+            slot.place.seal.encrypt(start, source, target)
 
     def _write(self, offset: int, view: memoryview) -> None:
         number, fd, within = self._open.find(offset)
@@ -189,6 +227,33 @@ class ExtentFiles:
     def read(self, offset: int, view: memoryview) -> bool:
         """See `OpenExtents.read`."""
         return self._open.read(offset, view)
+
+    def wipe(self, ranges: Sequence[Range]) -> Overwritten:
+        """Overwrites these parts, syncs, and looks. What was never written is passed over."""
+        pieces = [piece for start, end in ranges for piece in self._written(start, end)]
+        self._run[:] = bytes(UNIT_NBYTES)
+        for start, end in pieces:
+            self._write(start, self._run[: end - start])
+        self.sync()
+        zero, left = leaf(self._run), 0
+        for start, end in pieces:
+            view = self._run[: end - start]
+            if not self.read(start, view) or leaf(self._run) != zero:
+                left += 1
+                self._run[:] = bytes(UNIT_NBYTES)
+        return Overwritten(sum(end - start for start, end in pieces), left)
+
+    def _written(self, start: int, end: int) -> Iterator[Range]:
+        """Of a part, what has been written, in pieces that lie in one extent and have a unit at most."""
+        while start < end:
+            number, fd, within = self._open.find(start)
+            first = start - within
+            until = min(end, first + self._extent_nbytes)
+            if number in self._allocated:
+                for at, stop in _data(fd, within, until - first):
+                    for some in range(at, stop, UNIT_NBYTES):
+                        yield first + some, first + min(some + UNIT_NBYTES, stop)
+            start = until
 
     def _allocate(self, number: int, fd: int) -> None:
         """Gives an extent all its blocks, so that it can not run out of them later."""
@@ -231,3 +296,18 @@ class ExtentFiles:
 
     def close(self) -> None:
         self._open.close()
+
+
+def _data(fd: int, start: int, end: int) -> Iterator[Range]:
+    """Parts of a file between these offsets that its file system does not know to be empty, in whole sectors."""
+    while start < end:
+        try:
+            data = os.lseek(fd, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing from there on
+                return
+            raise
+        if data >= end:
+            return
+        start = -(-min(end, os.lseek(fd, data, os.SEEK_HOLE)) // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES
+        yield data - data % SLOT_ALIGN_NBYTES, start

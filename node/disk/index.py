@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
-from kvstore.messages import parse_namespace
 from node.disk.counters import DiskCounters
+from node.disk.extent_files import Slot
 from node.disk.gone import Gone
 from node.disk.medium import Medium
 from node.disk.numbers import NumberedSpaces
 from node.disk.records import Records
 from node.disk.rows import PageRow, is_page_key, namespace_key, page_key, parse_page_row
+from node.disk.seal import Place, place
+from node.disk.vault import PLAIN, Vault
 from node.ram.below import BelowInfo
 from node.ram.page import Page, State
 
@@ -50,7 +52,7 @@ class Borrowed(NamedTuple):
     record: int
     space: Namespace
     prefix_hash: bytes
-    offset: int
+    place: Place
     checksum: bytes
 
 
@@ -58,9 +60,9 @@ class DiskIndex:
     """A page is found from `publish` on, until it is forgotten; its row is deleted no later than its
     slot is given to another page, in the same batch or before."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Records, vault: Vault = PLAIN) -> None:
         self.records = records
-        self.spaces = NumberedSpaces(records.accounts.of)
+        self.spaces = NumberedSpaces(records.accounts.of, vault)
         records.account_of = self.spaces.accounts.__getitem__
         self.counters = DiskCounters()
         self.gone = Gone()
@@ -89,15 +91,11 @@ class DiskIndex:
         """How many rows of pages could not be used, and why; those whose time to live is over are not told."""
         return ", ".join(f"{count} {cause}" for cause, count in self._dropped.items())
 
-    def restore_namespace(self, number: int, message: bytes) -> str:
+    def restore_namespace(self, number: int, row: bytes) -> str:
         """What is wrong with it, if anything is; then its pages are dropped."""
-        try:
-            value = parse_namespace(message)
-            if number and self.spaces.restore(value, number):
-                return ""
-            problem = f"it is the second one of namespace {value.digest.hex()}" if number else "0 is no number"
-        except InvalidRequest as error:
-            problem = str(error)
+        problem = self.spaces.restore(number, row)
+        if not problem:
+            return ""
         self.counters.rows_damaged += 1
         self.gone.add(namespace_key(number))
         return f"row {number} of namespaces is damaged, its pages are dropped: {problem}"
@@ -125,6 +123,11 @@ class DiskIndex:
             return 0
         return record
 
+    def place(self, record: int) -> Place:
+        """Of a record that is published and in use, with its checksum."""
+        number, _ = self.records.key(record)
+        return place(self.records.offset(record), self.spaces.keys[number], self.records.checksum(record))
+
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
         number = self.spaces.known(digest)
         if not number:
@@ -150,8 +153,9 @@ class DiskIndex:
     def borrow(self, record: int, number: int, prefix_hash: bytes) -> Borrowed:
         """A published record, in use from here on."""
         self.records.begin_use(record)
-        records, space = self.records, self.spaces.values[number]
-        return Borrowed(record, space, prefix_hash, records.offset(record), records.checksum(record))
+        return Borrowed(
+            record, self.spaces.values[number], prefix_hash, self.place(record), self.records.checksum(record)
+        )
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int, now_s: int) -> list[bool]:
         """As `DiskTier.pin`."""
@@ -192,6 +196,16 @@ class DiskIndex:
             first += 1
         return found, first
 
+    def drop_space(self, digest: bytes) -> bool:
+        """Forgets a namespace with the few pages that it may have got meanwhile; False: it is not known."""
+        number, first = self.spaces.known(digest), 1
+        while number and self.spaces.counts[number]:
+            _, first = self.forget_some(digest, first)
+        if number:
+            self.spaces.drop(number)
+            self.gone.add(namespace_key(number))
+        return number > 0
+
     def forget_doubtful(self) -> int:
         """After a failed sync: forgets what may not be on the medium; how many pages. What was deleted is deleted once
         more: its deletion may not be there either."""
@@ -223,6 +237,17 @@ class DiskIndex:
         self.counters.pages_evicted += len(victims)
         self.counters.pages_refused += not victims
         return AGAIN if victims else 0
+
+    def slots(self, reserved: Sequence[tuple[Page, int]]) -> list[Slot]:
+        """What is to be written for these."""
+        keys = self.spaces.keys
+        return [
+            Slot(
+                page.offset, page.namespace.slot_nbytes, place(self.records.offset(record), keys[number], page.checksum)
+            )
+            for page, record in reserved
+            for number, _ in [self.records.key(record)]
+        ]
 
     def take_batch(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> RowBatch:
         """To be called again while it is `partial`, each time when that one is written."""

@@ -76,6 +76,10 @@ class Keeper:
         elif kind == Kind.SOME_ROWS:
             nbytes, first = orders.unpack_question(body)
             yield next(_packed(self._directory.rows.scan(first), nbytes))
+        elif kind == Kind.WIPE:
+            yield self._wiped(orders.unpack_counts(body))
+        elif kind == Kind.PURGE_ROWS:
+            yield orders.pack_counts(self._directory.rows.purge(orders.unpack_rows(body)[1]))
         else:
             self._calls[kind](body)
 
@@ -85,12 +89,19 @@ class Keeper:
             self._check(slot)
         self._directory.files.write_all(slots)
 
+    def _wiped(self, offsets: list[int]) -> bytes:
+        ranges = list(zip(offsets[::2], offsets[1::2], strict=True))
+        end = self._directory.extent_count * self._directory.extent_nbytes
+        if not all(0 <= first <= last <= end for first, last in ranges):
+            raise Broken("a part is outside of the disk")
+        return orders.pack_counts(*self._directory.files.wipe(ranges))
+
     def _check(self, slot: Slot) -> None:
-        (offset, arena_offset, nbytes), directory = slot, self._directory
-        number, within = divmod(offset, directory.extent_nbytes)
+        (arena_offset, nbytes, place), directory = slot, self._directory
+        number, within = divmod(place.offset, directory.extent_nbytes)
         is_on_disk = number < directory.extent_count and within + nbytes <= directory.extent_nbytes
         if not is_on_disk or arena_offset + nbytes > directory.arena_nbytes:
-            raise Broken(f"a slot is outside: {slot}")
+            raise Broken(f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in the arena")
 
 
 def _packed(rows: Iterator[orders.Pair], nbytes: int) -> Iterator[bytes]:
@@ -117,7 +128,14 @@ def main() -> None:
     opened: list[Keeper] = []
     threading.Thread(target=_answer, args=(questions, opened), name="questions", daemon=True).start()
     try:
-        directory = DataDir(Path(task.path), task.disk_nbytes, task.extent_nbytes, task.arena_fd, task.keep_own_extents)
+        directory = DataDir(
+            Path(task.path),
+            task.disk_nbytes,
+            task.extent_nbytes,
+            task.arena_fd,
+            keep_own_extents=task.keep_own_extents,
+            key_mark=task.key_mark,
+        )
     except ConfigError as error:
         channel.send(0, Outcome.REFUSED, str(error).encode())
         return

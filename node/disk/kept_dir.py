@@ -18,7 +18,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError, Exhausted
 from node.disk import orders
 from node.disk.data_dir import allow_open_files, make_directory, refused, take_lock
-from node.disk.extent_files import FileLayer, OpenExtents, Slot
+from node.disk.extent_files import FileLayer, OpenExtents, Overwritten, Range, Slot
 from node.disk.keeper_process import END_S, KeeperProcess, Patience, Silent
 from node.disk.orders import Kind, Pair, Task
 from node.disk.rows import PageRow, numbered, page_at, pairs
@@ -46,11 +46,14 @@ class KeptDir:
         extent_nbytes: int,
         arena_fd: int,
         keep_own_extents: bool = False,
+        key_mark: str = "",
         pulse: Callable[[], None] = lambda: None,
     ) -> None:
         path = path.absolute()
         log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-        self._task = Task(-1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, log_level, str(path))
+        self._task = Task(
+            -1, -1, arena_fd, disk_nbytes, extent_nbytes, keep_own_extents, key_mark, log_level, str(path)
+        )
         with contextlib.ExitStack() as undo, refused(path):
             make_directory(path, FileLayer())
             self._lock = take_lock(path / "lock", 0.0)
@@ -71,11 +74,11 @@ class KeptDir:
     def trouble(self) -> str:
         return self.keeper.trouble()
 
-    def order(self, kind: Kind, body: bytes = b"") -> None:
-        """Has the keeper do it. Raises OSError, within `limited` also if it takes too long."""
+    def order(self, kind: Kind, body: bytes = b"") -> bytes:
+        """Has the keeper do it; what that brings. Raises OSError, within `limited` also if it takes too long."""
         timeout_s = None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
         try:
-            self.keeper.orders.ask(kind, body, timeout_s)
+            return self.keeper.orders.ask(kind, body, timeout_s)
         except Silent as error:
             raise OSError(f"the disk hangs: no answer in {RECOVER_S:g} s") from error
 
@@ -148,6 +151,9 @@ class KeptRows:
     def sync(self) -> None:
         self._directory.order(Kind.SYNC_ROWS)
 
+    def purge(self, needles: Sequence[bytes]) -> int:
+        return orders.unpack_counts(self._directory.order(Kind.PURGE_ROWS, orders.pack_rows([], needles)))[0]
+
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         return numbered(self._all(b"N"))
 
@@ -197,6 +203,10 @@ class KeptFiles:
     def read(self, offset: int, view: memoryview) -> bool:
         """Not by the keeper: a read waits for no write, and the thread that wants the page lets the others run."""
         return self._open.read(offset, view)
+
+    def wipe(self, ranges: Sequence[Range]) -> Overwritten:
+        numbers = [number for some in ranges for number in some]
+        return Overwritten(*orders.unpack_counts(self._directory.order(Kind.WIPE, orders.pack_counts(*numbers))))
 
     def sync(self) -> None:
         self._directory.order(Kind.SYNC_PAGES)

@@ -4,20 +4,23 @@
     reply := nbytes of the body u32 | number of the order u64 | outcome u8 | body
 
     order         body                                                what it brings
-    WRITE_PAGES   (offset on disk, offset in the arena, nbytes)...
+    WRITE_PAGES   count of keys u32 | keys | slots
     WRITE_ROWS    count of pairs u32 | pairs | keys to delete
     SYNC_PAGES
     SYNC_ROWS
     TRIAL
     ALL_ROWS      first byte of their keys                            pairs
     SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
+    WIPE          (offset, offset of the end)...                      bytes overwritten | pieces that are not zero
+    PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
     CLOSE                                                             the keeper ends
 
+    slot := offset on disk | offset in the arena | nbytes | number of its key, from 1 on, or 0 | mark of its seal
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
 
 What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both ends
 are of one installation, so there is no version; lengths are checked all the same. Numbers are
-little-endian, those of slots u64.
+little-endian, those of slots and counts u64.
 """
 
 import array
@@ -29,7 +32,9 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from node.disk.cipher import PAGE_KEY_NBYTES
 from node.disk.extent_files import Slot
+from node.disk.seal import MARK_NBYTES, Place, Seal
 
 BODY_NBYTES_MAX = 64 << 20
 _HEAD = struct.Struct("<IQB")
@@ -39,6 +44,8 @@ _KEY = struct.Struct("<H")
 _SIGNED = struct.Struct("<i")
 _OPENED = struct.Struct("<QQ?QQ")
 _RECV_NBYTES = 1 << 18
+_SLOT_NUMBERS = 5
+_SLOT_NBYTES = 8 * _SLOT_NUMBERS
 Pair = tuple[bytes, bytes]
 
 assert sys.byteorder == "little"  # what `array` packs
@@ -55,6 +62,8 @@ class Kind(IntEnum):
     ALL_ROWS = 6
     SOME_ROWS = 7
     CLOSE = 8
+    WIPE = 9
+    PURGE_ROWS = 10
 
 
 class Outcome(IntEnum):
@@ -75,6 +84,7 @@ class Task(NamedTuple):
     disk_nbytes: int
     extent_nbytes: int
     keep_own_extents: bool
+    key_mark: str  # of the operator's key, and nothing of the key itself
     log_level: str
     path: str
 
@@ -83,9 +93,11 @@ class Task(NamedTuple):
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> "Task":
-        *numbers, keep, log_level, path = arguments
+        *numbers, keep, key_mark, log_level, path = arguments
         orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes = map(int, numbers)
-        return cls(orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes, keep == "1", log_level, path)
+        return cls(
+            orders_fd, questions_fd, arena_fd, disk_nbytes, extent_nbytes, keep == "1", key_mark, log_level, path
+        )
 
 
 class Opened(NamedTuple):
@@ -162,14 +174,43 @@ class Channel:
 
 
 def pack_slots(slots: Iterable[Slot]) -> bytes:
-    return array.array("Q", [number for slot in slots for number in slot]).tobytes()
+    """Each key of their seals once."""
+    keys: dict[bytes, int] = {}
+    numbers = array.array("Q")
+    for arena_offset, nbytes, (offset, seal) in slots:
+        key = keys.setdefault(seal.key, len(keys) + 1) if seal else 0
+        mark = int.from_bytes(seal.mark, "little") if seal else 0
+        numbers.extend((offset, arena_offset, nbytes, key, mark))
+    return _COUNT.pack(len(keys)) + b"".join(keys) + numbers.tobytes()
 
 
 def unpack_slots(body: bytes) -> list[Slot]:
-    if len(body) % 24:
-        raise Broken(f"slots in {len(body)} bytes")
-    numbers = array.array("Q", body).tolist()
-    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+    if len(body) < _COUNT.size:
+        raise Broken("slots without a count of keys")
+    (key_count,) = _COUNT.unpack_from(body)
+    start = _COUNT.size + key_count * PAGE_KEY_NBYTES
+    if start > len(body) or (len(body) - start) % _SLOT_NBYTES:
+        raise Broken(f"{key_count} keys and slots in {len(body)} bytes")
+    keys = [body[at : at + PAGE_KEY_NBYTES] for at in range(_COUNT.size, start, PAGE_KEY_NBYTES)]
+    numbers = array.array("Q", body[start:]).tolist()
+    return [_slot(keys, *numbers[at : at + _SLOT_NUMBERS]) for at in range(0, len(numbers), _SLOT_NUMBERS)]
+
+
+def _slot(keys: list[bytes], offset: int, arena_offset: int, nbytes: int, key: int, mark: int) -> Slot:
+    if key > len(keys):
+        raise Broken(f"a slot of key {key}, there are {len(keys)}")
+    seal = Seal(offset, keys[key - 1], mark.to_bytes(MARK_NBYTES, "little")) if key else None
+    return Slot(arena_offset, nbytes, Place(offset, seal))
+
+
+def pack_counts(*numbers: int) -> bytes:
+    return array.array("Q", numbers).tobytes()
+
+
+def unpack_counts(body: bytes) -> list[int]:
+    if len(body) % 8:
+        raise Broken(f"numbers in {len(body)} bytes")
+    return array.array("Q", body).tolist()
 
 
 def pack_pairs(pairs: Iterable[Pair]) -> bytes:

@@ -18,6 +18,7 @@ from node.disk.directory import Directory
 from node.disk.index import Borrowed, DiskIndex
 from node.disk.reads import Read, Reads
 from node.disk.rows import PageRow, page_key
+from node.disk.seal import Place
 from node.ram.page import Page
 from node.ram.parts import Parts
 
@@ -46,6 +47,7 @@ class Reading:
         self._find = find
         self._blame = blame
         self._reads = Reads(self.end)
+        self._places: dict[int, Place] = {}  # of records from `begin` on: their namespace may go before they are read
 
     @property
     def hang(self) -> bool:
@@ -59,12 +61,15 @@ class Reading:
             record = self._find(digest, prefix_hash)
             if record:
                 self._records.begin_use(record)
+                self._places[record] = self._index.place(record)
             return record
 
     def end(self, record: int) -> None:
         """Gives a record back that `begin` or `borrow` gave."""
         with self._lock:
             self._records.end_use(record)
+            if not self._records.busy(record):
+                self._places.pop(record, None)
 
     def read(self, record: int, page: Page) -> bool:
         """Reads a record into the page's slot and ends the use of the record. False: a miss; if the bytes
@@ -72,10 +77,10 @@ class Reading:
         space = page.namespace
         with self._reads.of(record) as read:
             with self._lock:
-                offset, expected = self._records.offset(record), self._records.checksum(record)
+                place, expected = self._places[record], self._records.checksum(record)
                 expiry_s, key = self._records.expiry_s(record), page_key(*self._records.key(record))
             try:
-                found = self._fill(read, page, offset, key)
+                found = self._fill(read, page, place, key)
             except (OSError, MemoryError) as error:
                 self._blame("reading", error)
                 return False
@@ -90,21 +95,21 @@ class Reading:
                     self._quarantine(record, space.digest, page.prefix_hash)
             return intact
 
-    def _fill(self, read: Read, page: Page, offset: int, key: bytes) -> bytes | None:
+    def _fill(self, read: Read, page: Page, place: Place, key: bytes) -> bytes | None:
         """Fills the slot; the leaves of the page that is there, none if it can not be there. None: its row has gone
         meanwhile, or can not be had now."""
         space = page.namespace
         slot = self._view(page.offset, space.slot_nbytes)
         if not isinstance(space, Parts):
-            return read.page(self._files, offset, slot, space.page_nbytes)
+            return read.page(self._files, place, slot, space.page_nbytes)
         try:
             row = self._rows.page(key)
         except Exhausted as error:
             log.warning("a page is not read: %s", error)
             return None
-        if row is None or row.offset != offset:
+        if row is None or row.offset != place.offset:
             return None
-        return read.parts(self._files, offset, slot, space, row.leaves)
+        return read.parts(self._files, place, slot, space, row.leaves)
 
     def _count(self, page: Page) -> None:
         if isinstance(page.namespace, Parts):
@@ -140,10 +145,10 @@ class Reading:
 
     def verify(self, borrowed: Borrowed) -> bool:
         """Reads a page; drops it if it is damaged. Ends the use of the record. Raises OSError if it can not be read."""
-        record, space, prefix_hash, offset, expected = borrowed
+        record, space, prefix_hash, place, expected = borrowed
         with self._reads.of(record) as read:
             try:
-                found = read.leaves(self._files, offset, space.layout.page_nbytes)
+                found = read.leaves(self._files, place, space.layout.page_nbytes)
             except OSError as error:
                 self._blame("reading", error)
                 raise

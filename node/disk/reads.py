@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from kvstore.checksum import LEAF_SUM_NBYTES, Leaves, cuts, leaf, leaves
 from kvstore.layout import slot_nbytes
 from node.disk.directory import PageFiles
+from node.disk.seal import Place
 from node.ram.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -31,45 +32,48 @@ class Read:
         self._begin = begin
         self._end = end
 
-    def page(self, files: PageFiles, offset: int, slot: memoryview, page_nbytes: int) -> bytes:
+    def page(self, files: PageFiles, place: Place, slot: memoryview, page_nbytes: int) -> bytes:
         """Fills the slot; the leaves of the page, none if it can not be there. Raises OSError."""
-        return leaves(slot[:page_nbytes]) if self._pieces(files, offset, slot) else b""
+        return leaves(slot[:page_nbytes]) if self._pieces(files, place, 0, slot) else b""
 
-    def parts(self, files: PageFiles, offset: int, slot: memoryview, parts: Parts, known: bytes) -> bytes:
+    def parts(self, files: PageFiles, place: Place, slot: memoryview, parts: Parts, known: bytes) -> bytes:
         """Fills the slot with parts of a page. The leaves of the page, those of other parts as they are `known`."""
         at, found = 0, bytearray(known)
         for start, end in parts.runs:
-            if not self._pieces(files, offset + start, slot[at : at + end - start]):
+            if not self._pieces(files, place, start, slot[at : at + end - start]):
                 return b""
             at += end - start
         for number in parts.numbers:
             start, end = cuts(parts.page_nbytes)[number]
-            place = parts.place(start)
-            part = slot[place : place + end - start]
+            at = parts.place(start)
+            part = slot[at : at + end - start]
             found[LEAF_SUM_NBYTES * number : LEAF_SUM_NBYTES * (number + 1)] = leaf(part)
         return bytes(found)
 
-    def leaves(self, files: PageFiles, offset: int, page_nbytes: int) -> bytes:
+    def leaves(self, files: PageFiles, place: Place, page_nbytes: int) -> bytes:
         """The same of a page that nobody wants but for that."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
         memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))  # page-aligned, as O_DIRECT needs it
         for start in range(0, end, VERIFIED_NBYTES):
             view = memory[: end - start]
-            if not self._piece(files, offset + start, view):
+            if not self._piece(files, place, start, view):
                 return b""
             found.update(view[: page_nbytes - start])
         return found.digest()
 
-    def _pieces(self, files: PageFiles, offset: int, slot: memoryview) -> bool:
+    def _pieces(self, files: PageFiles, place: Place, first: int, slot: memoryview) -> bool:
         return all(
-            self._piece(files, offset + start, slot[start : start + PIECE_NBYTES])
+            self._piece(files, place, first + start, slot[start : start + PIECE_NBYTES])
             for start in range(0, slot.nbytes, PIECE_NBYTES)
         )
 
-    def _piece(self, files: PageFiles, offset: int, view: memoryview) -> bool:
+    def _piece(self, files: PageFiles, place: Place, start: int, view: memoryview) -> bool:
+        """What lies from `start` on in the page's slot, plain."""
         self._begin(self)
-        found = files.read(offset, view)
+        found = files.read(place.offset + start, view)
         self._end(self)
+        if found and place.seal is not None:
+            place.seal.decrypt(start, view)
         return found
 
 

@@ -1,7 +1,8 @@
 """The truth about what is on disk: small rows in RocksDB. The only file that imports rocksdict.
 
-    "F"                                   format version, extent bytes: "5 67108864"
-    "N" u16be number                      a Namespace message
+    "F"                                   format version, extent bytes, and of an encrypted directory
+                                          the mark of its key: "5 67108864 1f0ac5d2"
+    "N" u16be number                      a Namespace message, plain or wrapped (`node.disk.vault`)
     "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
                                           expiry s u32, page checksum 16, its leaves 8 each if it
                                           has several, xxh3_64 of key and value before it u64
@@ -12,11 +13,12 @@ keeps the GIL while RocksDB works, so a node opens its rows in its keeper only.
 
 import re
 import struct
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from rocksdict import DBCompressionType, Options, Rdict, WriteBatch
+from rocksdict import BottommostLevelCompaction, CompactOptions, DBCompressionType, Options, Rdict, WriteBatch
 
 from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError
@@ -25,6 +27,8 @@ from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.shortage import code_in
 
 FORMAT_VERSION = 5
+PURGE_S = 2.0
+_LOOKED_AT_NBYTES = 1 << 20
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 _EXTENT = re.compile("[1-9][0-9]{3,14}")
@@ -99,14 +103,14 @@ def hashes_of(pages: Iterable[tuple[bytes, bytes]], number: int, key_prefix: byt
             yield row.prefix_hash
 
 
-def format_row(extent_nbytes: int) -> bytes:
-    return f"{FORMAT_VERSION} {extent_nbytes}".encode()
+def format_row(extent_nbytes: int, key_mark: str = "") -> bytes:
+    return f"{FORMAT_VERSION} {extent_nbytes} {key_mark}".rstrip().encode()
 
 
-def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool) -> int:
+def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: str = "") -> int:
     """Bytes of the extents that the rows are about, by their format row; with `keep_own` other ones than are wanted
-    will do. Raises ConfigError for those that will not, and for another format."""
-    version, _, nbytes = found.decode(errors="replace").partition(" ")
+    will do. Raises ConfigError for those that will not, for another format, and for another key's mark."""
+    version, nbytes, mark = [*found.decode(errors="replace").split(" ", 2), "", ""][:3]
     if version != str(FORMAT_VERSION):
         raise ConfigError(
             f"data_dir was written in format {version!r} by another version of kvstore, this one reads format "
@@ -120,6 +124,8 @@ def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool) -> int:
             f"data_dir was written with extents of {nbytes} bytes, this node wants {wanted_nbytes}; use the same "
             "disk_extent_nbytes, or another directory"
         )
+    if problem := _locked(mark, key_mark):
+        raise ConfigError(f"data_dir {problem}")
     return extent_nbytes
 
 
@@ -135,22 +141,24 @@ class Rows:
     `extent_nbytes`: of the extents that the rows are about.
     """
 
-    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False) -> None:
+    def __init__(self, directory: Path, extent_nbytes: int, keep_own: bool = False, key_mark: str = "") -> None:
         """`extent_nbytes` is for new rows; with `keep_own`, older ones may be about extents of another
-        size. Raises ConfigError if they are otherwise, or were written in another format."""
+        size. Raises ConfigError if they are otherwise, have a key with another mark, or were written in another
+        format."""
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_compression_type(DBCompressionType.none())
         options.set_write_buffer_size(16 << 20)
         options.set_max_open_files(64)
         options.set_keep_log_file_num(2)
+        self._directory = directory
         with _DiskErrors():
             self._db = Rdict(str(directory), options)
             found = self._db.get(b"F")
             if found is None:
-                found = self._db[b"F"] = format_row(extent_nbytes)
+                found = self._db[b"F"] = format_row(extent_nbytes, key_mark)
         try:
-            self.extent_nbytes = stored_extents(found, extent_nbytes, keep_own)
+            self.extent_nbytes = stored_extents(found, extent_nbytes, keep_own, key_mark)
         except ConfigError:
             self._db.close()
             raise
@@ -174,6 +182,20 @@ class Rows:
         """Everything written before survives power loss when this returns."""
         with _DiskErrors():
             self._db.flush_wal(True)
+
+    def purge(self, needles: Sequence[bytes]) -> int:
+        """Rewrites everything without what was deleted, and without logs of before. In how many files one of the
+        needles is found all the same: those that RocksDB is about to delete get a moment."""
+        everything = CompactOptions()
+        everything.set_bottommost_level_compaction(BottommostLevelCompaction.force())
+        with _DiskErrors():
+            self._db.flush()
+            self._db.compact_range(None, None, everything)
+            self._db.flush_wal(True)
+        end = time.monotonic() + PURGE_S
+        while (found := files_with(self._directory, needles)) and time.monotonic() < end:
+            time.sleep(PURGE_S / 10)
+        return found
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         return numbered(self.scan(b"N"))
@@ -204,9 +226,44 @@ class Rows:
             self._db.close()
 
 
+def _locked(mark: str, key_mark: str) -> str:
+    """The same of its key."""
+    if mark == key_mark:
+        return ""
+    if not key_mark:
+        remedy = "start with encrypt_key_file or encrypt_key_command, or name another directory"
+        return f"is encrypted with key {mark}; {remedy}"
+    if not mark:
+        return (
+            "was made without encryption; start without encrypt_key_file and encrypt_key_command, name another "
+            "directory, or delete it (what is in it can be computed again)"
+        )
+    return (
+        f"is encrypted with key {mark}, the key given is {key_mark}; give that of this directory, or name another one"
+    )
+
+
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """(number, Namespace message) of rows of namespaces. A key of another length nobody wrote."""
+    """(number, value) of rows of namespaces. A key of another length nobody wrote."""
     return ((int.from_bytes(key[1:], "big"), value) for key, value in rows if len(key) == len(namespace_key(0)))
+
+
+def files_with(directory: Path, needles: Sequence[bytes]) -> int:
+    """How many files there have one of these bytes."""
+    return sum(_has(path, needles) for path in sorted(directory.iterdir()) if needles)
+
+
+def _has(path: Path, needles: Sequence[bytes]) -> bool:
+    kept, overlap = b"", max(map(len, needles))
+    try:
+        with path.open("rb") as file:
+            while some := file.read(_LOOKED_AT_NBYTES):
+                kept = kept[-overlap:] + some
+                if any(needle in kept for needle in needles):
+                    return True
+    except FileNotFoundError:  # it has just been deleted
+        pass
+    return False
 
 
 class _DiskErrors:

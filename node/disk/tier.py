@@ -8,21 +8,23 @@ the same batch or before. An error of the disk poisons the tier: nothing is foun
 and the node says why, until `recover` or a restart.
 """
 
-import heapq
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.disk.directory import Directory
+from node.disk.extent_files import Overwritten
 from node.disk.index import AGAIN, DiskIndex
 from node.disk.reading import Reading
 from node.disk.records import Records
+from node.disk.regroup import regroup
 from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
+from node.disk.vault import PLAIN, Vault
+from node.disk.wiping import Dropped, Vacant, vacant
 from node.disk.writer import DiskWriter
 from node.ram.accounts import Limits, Use
 from node.ram.below import BelowInfo
@@ -30,14 +32,13 @@ from node.ram.page import Page, Space, State
 
 log = logging.getLogger(__name__)
 
-REGROUP_LOOKED_AT = 4096  # records, under one lock: a millisecond or two
-REGROUPED = 256
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
 
 
 class DiskTier:
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch."""
+    """Thread-safe. `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
+    `vault` has the keys."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class DiskTier:
         view: Callable[[int, int], memoryview],
         queue_nbytes_max: int,
         clock_s: Callable[[], int] = lambda: int(time.time()),
+        vault: Vault = PLAIN,
     ) -> None:
         self._directory = directory
+        self._view = view
         self.rows, self.files = directory.rows, directory.files
         self.records = records = Records(directory.extent_count * directory.extent_nbytes, directory.extent_nbytes)
         self.poisoned = ""
@@ -57,7 +60,7 @@ class DiskTier:
         self._lock = threading.Lock()
         # One at a time stores, syncs or recovers: what a sync made safe, or lost, must be certain.
         self._io = threading.Lock()
-        self._index = DiskIndex(records)
+        self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
         self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
         self.writer = DiskWriter(self, queue_nbytes_max)
@@ -164,6 +167,39 @@ class DiskTier:
             time.sleep(0)  # else this thread would have the lock again
         return removed
 
+    @property
+    def encrypted(self) -> bool:
+        return self._index.spaces.encrypted
+
+    def drop_spaces(self, digests: Sequence[bytes]) -> Dropped:
+        """Forgets namespaces, rows and keys and all, and makes sure that nothing of them is in the rows' files. Raises
+        OSError."""
+        with self._io:
+            with self._lock:
+                numbers = set(map(self._index.spaces.known, digests))
+                there = [digest for digest in digests if self._index.drop_space(digest)]
+            rows = [row for number, row in self.rows.namespaces() if number in numbers]
+            self._store([])
+            self._sync()
+            return Dropped(len(there), self.rows.purge(rows))
+
+    def spaces_of(self, tenant: str) -> list[bytes]:
+        """Digests of the namespaces of a tenant."""
+        with self._lock:
+            return [value.digest for value in self._index.spaces.values.values() if value.tenant == tenant]
+
+    def wipe_some(self, start: int, end: int) -> tuple[Vacant, Overwritten]:
+        """Overwrites some of what no page has there: see `node.disk.wiping`. Raises OSError."""
+        with self._io:  # nothing is stored meanwhile: what is free stays free
+            with self._lock:
+                found = vacant(self.records, start, end)
+            try:
+                return found, self.files.wipe(found.free)
+            except OSError:
+                with self._lock:
+                    self._index.medium.fail_sync()
+                raise
+
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
         """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned.
         Raises Exhausted, and pins none, if too much would be pinned."""
@@ -187,17 +223,8 @@ class DiskTier:
         pages of a tenant that gets one, or loses it, change their pool while others are served."""
         with self._lock:
             changed = self.records.accounts.set_limits(limits, promised_nbytes)
-        strays: list[list[tuple[int, int]]] = []
-        for first in range(1, self.records.number_end if changed else 0, REGROUP_LOOKED_AT):
-            with self._lock:
-                strays.append(self.records.strays(first, min(first + REGROUP_LOOKED_AT, self.records.number_end)))
-            time.sleep(0)  # else this thread would have the lock again
-        moving = heapq.merge(*strays, reverse=True)
-        while some := list(islice(moving, REGROUPED)):
-            with self._lock:
-                for used_s, record in some:
-                    self.records.regroup(record, used_s)
-            time.sleep(0)
+        if changed:
+            regroup(self.records, self._lock)
 
     # ---- write: the writer thread only ---------------------------------------------------
 
@@ -221,7 +248,8 @@ class DiskTier:
                         record = self._index.reserve(page, now_s)
                 if record:
                     reserved.append((page, record))
-            self.files.write_all([(self.records.offset(r), p.offset, p.namespace.slot_nbytes) for p, r in reserved])
+            self._blank_ends(reserved)
+            self.files.write_all(self._index.slots(reserved))
             gone = self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
@@ -230,6 +258,13 @@ class DiskTier:
             raise
         with self._lock:
             self._index.publish(reserved, gone, now_s)
+
+    def _blank_ends(self, reserved: Sequence[tuple[Page, int]]) -> None:
+        """Behind a page its slot in RAM may have bytes of another one, which are not to come to the disk."""
+        for page, _ in reserved:
+            end, slot_nbytes = page.namespace.page_nbytes, page.namespace.slot_nbytes
+            if end < slot_nbytes:
+                self._view(page.offset + end, slot_nbytes - end)[:] = bytes(slot_nbytes - end)
 
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
         """Of the last batch, the keys of pages' rows that it deleted. Those before it only delete."""

@@ -90,6 +90,13 @@ class Couriers:
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
             return not (ticket.open_count or ticket.lost_count)
 
+    def drop_gone(self) -> None:
+        """Lets go of pages that were removed, but for those under way, which are done with in HAND_S."""
+        with self._changed:
+            self._queue.drop_gone()
+            self._changed.notify_all()
+        self._release_freed()
+
     def wait_room(self, nbytes: int, timeout_s: float) -> bool:
         """Until the queue has room for so many bytes, for who has more to hand over than it holds."""
         with self._changed:

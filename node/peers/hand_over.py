@@ -218,6 +218,12 @@ class HandOver(Generic[P]):
                 self._again(parcel, batch.target, now)
         self._pause(target, now, failed=True)
 
+    def drop_gone(self) -> None:
+        """Pages that were removed wait no longer for their turn to be passed over."""
+        for parcel in [parcel for parcel in self._parcels if self._gone(parcel.page)]:
+            for name in parcel.left - parcel.busy:
+                self._settle(parcel, name, False)
+
     def hurry(self) -> None:
         """The rate does not matter any more."""
         self._nbytes_per_s, self._next_at = 0, 0.0

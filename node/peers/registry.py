@@ -175,9 +175,14 @@ class Registry:
         self._self = replace(self._self, member=replace(self._self.member, state=state))
         self._wake.set()
 
-    def record_removal(self, digest: bytes, removal: bytes) -> None:
-        """This node has forgotten a namespace. `removal`: the name of that, empty: it has none."""
-        self._removals.record(digest, removal)
+    def record_removal(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
+        """This node has forgotten a namespace. `removal`: the name of that, empty: it has none. `erasure`: that of a
+        tenant's."""
+        self._removals.record(digest, removal, erasure)
+
+    def begin_erasure(self, erasure: bytes) -> None:
+        """This node is asked to erase a tenant."""
+        self._removals.begin_erasure(erasure)
 
     def close(self) -> None:
         """It is no member any more, if etcd answers at once. May be called however far a start came."""

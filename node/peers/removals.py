@@ -31,17 +31,26 @@ TOUCH_S = 3600.0
 class _Record:
     digest: bytes
     removal: bytes
+    erasure: bytes
     written: threading.Event = field(default_factory=threading.Event)
 
 
 class Removals:
-    """`remove` forgets a namespace's pages here; `settle` returns when they stay forgotten after power loss, or raises
-    KVStoreError. Thread-safe."""
+    """`remove` forgets a namespace's pages here; `settle` returns when they stay forgotten after power loss, `erase`
+    when nothing is left of those of some namespaces; both may raise KVStoreError. Thread-safe."""
 
-    def __init__(self, identity: Identity, remove: Callable[[bytes], None], settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        remove: Callable[[bytes], None],
+        settle: Callable[[], None],
+        erase: Callable[[list[bytes]], None],
+    ) -> None:
         self._identity = identity
         self._remove = remove
         self._settle = settle
+        self._erase = erase
+        self._to_erase: list[bytes] = []  # namespaces that are removed here already
         self._wake = threading.Condition()
         self._done: OrderedDict[bytes, None] = OrderedDict()  # names of removals
         self._records: list[_Record] = []
@@ -56,15 +65,17 @@ class Removals:
         missed = [some for some in removals if some.number > self._identity.applied]
         for some in missed:
             self._remove(some.digest)
+            self._to_erase += [some.digest] if some.erasure else []
         if missed:
             log.info("%d namespaces were removed while this node was away: their pages are gone", len(missed))
             self._settle()
         self._save(number)
         self._seen = max(self._seen, number)
 
-    def record(self, digest: bytes, removal: bytes) -> None:
-        """This node has done it; the others are to. Waits a moment, so that it is in etcd if that answers."""
-        record = _Record(digest, removal or os.urandom(REMOVAL_NBYTES))
+    def record(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
+        """This node has done it; the others are to. Waits a moment, so that it is in etcd if that answers; but not for
+        each namespace of an erasure, which takes longer by itself."""
+        record = _Record(digest, removal or os.urandom(REMOVAL_NBYTES), erasure)
         self._note(record.removal)
         with self._wake:
             if len(self._records) >= WAITING_MAX:
@@ -72,8 +83,13 @@ class Removals:
                 return
             self._records.append(record)
             self._wake.notify_all()
-        if not record.written.wait(RECORD_S):
+        if not erasure and not record.written.wait(RECORD_S):
             log.warning("the removal of namespace %s is not in etcd yet; members that are away keep it", digest.hex())
+
+    def begin_erasure(self, erasure: bytes) -> None:
+        """This node is asked itself; what it hears of that from others is done."""
+        if erasure:
+            self._note(erasure)
 
     @property
     def seen(self) -> int:
@@ -98,20 +114,26 @@ class Removals:
     def work(self, etcd: Etcd, roster: Roster) -> None:
         """One round, after waiting for something to do. Raises what kept it from being done; it is done again then."""
         with self._wake:
-            self._wake.wait_for(lambda: self._closed or self._records or self._heard, TOUCH_S)
+            self._wake.wait_for(lambda: self._closed or self._records or self._heard or self._to_erase, TOUCH_S)
             if self._closed:
                 return
             heard, number, records = list(self._heard), self._number, list(self._records)
+            to_erase = list(self._to_erase)
         with contextlib.ExitStack() as both:
             both.callback(self._record_all, records, etcd, roster)
             self._apply(heard, number)
+        if to_erase:  # what is heard meanwhile waits
+            self._erase(to_erase)
+            with self._wake:
+                del self._to_erase[: len(to_erase)]
 
     def _apply(self, heard: list[Removal], number: int) -> None:
         for some in heard:
-            if some.removal not in self._done:
+            if some.removal not in self._done and some.erasure not in self._done:
                 log.info("namespace %s was removed from the cluster", some.digest.hex())
                 self._remove(some.digest)
                 self._note(some.removal)
+                self._to_erase += [some.digest] if some.erasure else []
         if heard:
             self._settle()
         with self._wake:
@@ -130,19 +152,23 @@ class Removals:
         """Once for all members that were called: the name of the removal says whether it is there."""
         key, revision = roster.removed_key(record.digest), 0
         removal = record.removal.hex()
-        value = json.dumps({"removal": removal, "by": self._identity.member}).encode()
+        fields = {"removal": removal, "by": self._identity.member}
+        if record.erasure:
+            fields["erasure"] = record.erasure.hex()
+        value = json.dumps(fields).encode()
         lease, _ = etcd.grant(REMOVALS_KEPT_S)
         while True:
             there, _ = etcd.swap(key, value, lease, revision)
             if there is None:
                 return
             with contextlib.suppress(ConfigError):
-                if there.revision and parse_removed(there.value) == record.removal:
+                if there.revision and parse_removed(there.value)[0] == record.removal:
                     break
             revision = there.revision
         etcd.revoke(lease)
 
     def _note(self, removal: bytes) -> None:
+        """This node has done it, or an erasure."""
         with self._wake:
             self._done[removal] = None
             if len(self._done) > DONE_MAX:

@@ -2,7 +2,7 @@
 
 /kvstore/NAME/config            {"replicas": 2, "base": 0}
 /kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "state": "SERVING", "protocol": 4, "token": ..., ...}
-/kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1"}
+/kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1", "erasure": "03.."}
 """
 
 import contextlib
@@ -56,11 +56,12 @@ class Settings(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """`number`: of the view when it was recorded."""
+    """`number`: of the view when it was recorded. `erasure`: the name of that of the tenant, if it is part of one."""
 
     digest: bytes
     removal: bytes
     number: int
+    erasure: bytes = b""
 
 
 class Roster:
@@ -132,7 +133,8 @@ class Roster:
             if base + entry.revision > after and key.startswith(prefix):
                 with contextlib.suppress(ConfigError, ValueError):  # what no node has written
                     digest = bytes.fromhex(key.removeprefix(prefix))
-                    found.append(Removal(digest, parse_removed(entry.value), base + entry.revision))
+                    removal, erasure = parse_removed(entry.value)
+                    found.append(Removal(digest, removal, base + entry.revision, erasure))
         return sorted(found, key=lambda some: some.number)
 
 
@@ -165,10 +167,11 @@ def parse_member(name: str, value: bytes) -> Registered:
 
 
 @functools.lru_cache(2 * MEMBERS_MAX)
-def parse_removed(value: bytes) -> bytes:
-    """The name of a removal. Raises ConfigError."""
+def parse_removed(value: bytes) -> tuple[bytes, bytes]:
+    """The names of a removal and of the erasure that it is part of, empty if it is of none. Raises ConfigError."""
     try:
-        return bytes.fromhex(str(_fields(value)["removal"]))
+        fields = _fields(value)
+        return bytes.fromhex(str(fields["removal"])), bytes.fromhex(str(fields.get("erasure", "")))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{value[:200]!r} is no removal") from error
 

@@ -20,9 +20,14 @@ OF_ETCD = (("weight", 1.0), *((name, "") for name in NAMES))
 
 
 def open_registry(
-    config: NodeConfig, membership: Membership, remove: Callable[[bytes], None], settle: Callable[[], None]
+    config: NodeConfig,
+    membership: Membership,
+    remove: Callable[[bytes], None],
+    settle: Callable[[], None],
+    erase: Callable[[list[bytes]], None],
 ) -> Registry | None:
-    """None for a node that is not registered. `remove` and `settle` as `Removals` has them. Raises ConfigError."""
+    """None for a node that is not registered. `remove`, `settle` and `erase` as `Removals` has them. Raises
+    ConfigError."""
     if not config.cluster.startswith(ETCD_SCHEME):
         for name, default in OF_ETCD:
             if (value := getattr(config, name)) != default:
@@ -34,7 +39,7 @@ def open_registry(
         check_name("zone", config.zone)
     identity = Identity(config.data_dir, cluster, config.member)
     terms = Terms(config.replicas, config.lease_s, config.cluster_wait_s)
-    return Registry(Etcd(endpoints, access), identity, membership, terms, Removals(identity, remove, settle))
+    return Registry(Etcd(endpoints, access), identity, membership, terms, Removals(identity, remove, settle, erase))
 
 
 def endpoints_and_name(text: str) -> tuple[list[str], str]:

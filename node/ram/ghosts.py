@@ -24,6 +24,10 @@ class Ghosts:
             self._gone.popitem()
         self._new[hash(digest) ^ hash(prefix_hash)] = reason
 
+    def forget(self) -> None:
+        """All of them."""
+        self._new, self._old, self._gone = {}, {}, {}
+
     def reasons(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[str, int]:
         """How many of these pages are gone for which reason; 'absent' for those that were never
         here or left too long ago."""

@@ -135,5 +135,14 @@ class Namespaces:
             raise unknown(digest)
         return index
 
+    def close(self, digest: bytes) -> bool:
+        """Forgets an empty namespace; False if it has pages, or is busy."""
+        index = self._by_digest.get(digest)
+        if index is None or index.pages or index.busy or self.below_count(digest):
+            return index is None
+        self.forgotten.add(index.counters)
+        del self._by_digest[digest]
+        return True
+
     def all(self) -> list[NamespaceIndex]:
         return list(self._by_digest.values())

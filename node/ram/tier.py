@@ -51,7 +51,7 @@ class RamTier:
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
-        self._ghosts = Ghosts()
+        self.ghosts = Ghosts()
         self.eviction = Eviction(slots, self._forget, self.hold_page)
         self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
@@ -100,7 +100,7 @@ class RamTier:
             else:
                 there = zip(prefix_hashes, present, pages, strict=True)
                 absent = [h for h, here, page in there if not here and page is None]
-                index.count_lookup(present, absent, self._ghosts)
+                index.count_lookup(present, absent, self.ghosts)
             return present
 
     def lacking(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
@@ -381,7 +381,7 @@ class RamTier:
         index = page.namespace
         index.drop(page)
         if reason != "evicted" or not page.is_copy:  # which its owners have
-            self._ghosts.remember(index.digest, page.prefix_hash, reason)
+            self.ghosts.remember(index.digest, page.prefix_hash, reason)
             index.counters.pages_evicted += reason == "evicted"
         self.visible_count -= 1
         page.state = State.DOOMED

@@ -40,6 +40,7 @@ LONG_CALLS = {
     "drain": 4,
     "sweep": 2,
     "remove_namespace": 2,
+    "forget": 1,
     "node_status": 8,
     "list_namespaces": 8,
 }

@@ -28,6 +28,7 @@ from node.ram.tier import RamTier
 from node.serve.cluster_calls import ClusterCalls
 from node.serve.content import Content, places, ttls_ms
 from node.serve.disk_calls import DiskCalls
+from node.serve.erasure import Erasure
 from node.serve.limits import (
     DESCRIPTION_NBYTES_MAX,
     LONG_CALLS,
@@ -90,6 +91,7 @@ class Service:
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
+        self.erasure = Erasure(tier, disk, self.durability, peers.couriers, arena.view, lambda: self.draining)
         self.promises = Promises(self.durability, sessions, peers)
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
@@ -120,6 +122,7 @@ class Service:
             "stat": self._stat,
             "node_status": self._node_status,
             "remove_namespace": self._remove_namespace,
+            "forget": self.erasure.forget,
             "flush": disk_calls.flush,
             "scrub": disk_calls.scrub,
             "recover": disk_calls.recover,

@@ -46,6 +46,7 @@ def test_every_command_prints_one_json_value_with_json(
         "unpin": [*named, hashes[0].hex()],
         "verify": [*named, "--all"],
         "rm": [*named, hashes[0].hex()],
+        "forget": ["--tenant", "nobody", "--yes"],
         "bench": ["--seconds", "0.02", "--page-nbytes", "4KiB", "--batch", "2"],
         "replay": [str(trace)],
     }
@@ -216,6 +217,31 @@ def test_rm_all_needs_a_name_and_a_yes(kvstore: Kvstore, client: Client, space: 
     ran = kvstore("rm", "-m", space.model, "--all", "--yes", "--json")
     assert (ran.code, ran.json["removed"]) == (0, 3)
     assert client.lookup(space, hashes).present == (False, False, False)
+
+
+def test_forget_needs_a_yes_and_erases_one_tenant(
+    kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
+    gone = dataclasses.replace(space, tenant="gone")
+    content = b"of the tenant that is erased" * 20
+    client.put(gone, hashes, [content[: space.layout.page_nbytes]] * 3)
+    refused = kvstore("forget", "--tenant", "gone")
+    assert (refused.code, refused.stdout) == (2, "")
+    assert "Erase 1 namespaces of gone with 3 pages? Nobody is there to ask; add --yes" in refused.stderr
+    assert client.lookup(gone, hashes).prefix_pages == 3
+    told = kvstore("forget", "--tenant", "gone", "--yes", "--json").json
+    assert told["ram_nbytes"] > 0
+    assert told == {
+        **{"tenant": "gone", "namespaces": 1, "pages": 3, "ram_nbytes": told["ram_nbytes"], "disk_nbytes": 0},
+        **{"keys_destroyed": 0, "left": 0, "why": []},
+    }
+    assert client.lookup(space, hashes).prefix_pages == 3
+    assert client.lookup(gone, hashes).prefix_pages == 0
+    ran = kvstore("forget", "--tenant", "gone", "--yes")
+    assert "gone: 0 pages of 1 namespaces are gone" in ran.stdout
+    assert "left: 0" in ran.stdout
+    assert kvstore("forget", "--tenant", "", "--yes").code == 2
+    assert "--tenant" in kvstore("forget", "--yes").stderr
 
 
 # ---- get and put -----------------------------------------------------------------------------

@@ -15,8 +15,15 @@ from node.disk import orders
 from node.disk.extent_files import Slot
 from node.disk.keeper import Keeper
 from node.disk.orders import Broken, Channel, Kind, Opened, Outcome, Task
+from node.disk.seal import Place, Seal
 
-SLOTS = [(4096, 0, 4096), ((1 << 44) - 4096, (1 << 46) - 4096, 4096)]
+LAST = (1 << 44) - 4096
+SLOTS = [
+    Slot(0, 4096, Place(4096, None)),
+    Slot(1 << 20, 4096, Place(8192, Seal(8192, b"k" * 64, b"\1" * 8))),
+    Slot((1 << 46) - 4096, 4096, Place(LAST, Seal(LAST, b"l" * 64, b"\xff" * 8))),
+    Slot(2 << 20, 4096, Place(0, Seal(0, b"k" * 64, bytes(8)))),
+]
 PAIRS = [(b"P\0\1" + bytes(8), b"row"), (b"N\0\1", b""), (b"N\0\2", bytes(70_000))]
 GONE = [b"P\0\1" + bytes(64), b"x"]
 
@@ -35,7 +42,7 @@ def test_orders_come_out_as_they_went_in() -> None:
     assert orders.unpack_rows(orders.pack_rows(PAIRS, GONE)) == (PAIRS, GONE)
     assert [pair[:2] for pair in orders.unpack_pairs(orders.pack_pairs(PAIRS))] == PAIRS
     assert orders.unpack_question(orders.pack_question(1 << 20, b"P\0\1")) == (1 << 20, b"P\0\1")
-    task = Task(4, 5, 6, 1 << 44, 1 << 30, True, "INFO", "/a b/c")
+    task = Task(4, 5, 6, 1 << 44, 1 << 30, True, "1f0ac5d2", "INFO", "/a b/c")
     assert Task.from_arguments(task.arguments()) == task
     opened = Opened(1 << 30, 7, True, 1 << 63, 1 << 63)
     assert Opened.unpack(opened.pack()) == opened
@@ -48,8 +55,9 @@ def test_an_error_of_the_keeper_is_the_same_at_the_node(error: OSError) -> None:
 
 
 def test_orders_that_are_cut_off_are_refused() -> None:
-    for body in (orders.pack_slots(SLOTS), orders.pack_rows(PAIRS[:2], GONE)):
-        unpack = orders.unpack_slots if len(body) == 48 else orders.unpack_rows
+    slots = orders.pack_slots(SLOTS)
+    for body in (slots, orders.pack_rows(PAIRS[:2], GONE)):
+        unpack = orders.unpack_slots if body is slots else orders.unpack_rows
         whole = {repr(unpack(body))}
         for cut in range(1, len(body)):
             try:
@@ -101,12 +109,14 @@ def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "outside", [(4 << 16, 0, 4096), ((1 << 16) - 4096, 0, 8192), (0, (1 << 20) - 4096, 8192), (0, 1 << 20, 4096)]
+    ("offset", "arena_offset", "nbytes"),
+    [(4 << 16, 0, 4096), ((1 << 16) - 4096, 0, 8192), (0, (1 << 20) - 4096, 8192), (0, 1 << 20, 4096)],
 )
 def test_a_slot_outside_of_an_extent_or_of_the_arena_is_not_written(
-    ends: tuple[socket.socket, Channel], outside: Slot
+    ends: tuple[socket.socket, Channel], offset: int, arena_offset: int, nbytes: int
 ) -> None:
-    last, written = ((4 << 16) - 4096, (1 << 20) - 4096, 4096), list[Slot]()
+    outside = Slot(arena_offset, nbytes, Place(offset, None))
+    last, written = Slot((1 << 20) - 4096, 4096, Place((4 << 16) - 4096, None)), list[Slot]()
     sizes = {"extent_nbytes": 1 << 16, "extent_count": 4, "arena_nbytes": 1 << 20}
     directory: Any = SimpleNamespace(**sizes, files=SimpleNamespace(write_all=written.extend), close=lambda: None)
     node, channel = Channel(ends[0]), ends[1]

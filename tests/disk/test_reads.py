@@ -13,6 +13,7 @@ from kvstore import DeadlineExceeded, Exhausted, Unavailable
 from kvstore.checksum import leaves
 from node.access.caller import Caller
 from node.disk.reads import HANGS_S, Reads
+from node.disk.seal import Place
 
 
 class Clock:
@@ -117,9 +118,9 @@ def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bo
     end = -(-nbytes // 4096) * 4096
     with reads.of(1) as read:
         if verified:
-            found = read.leaves(files, 8192, nbytes)
+            found = read.leaves(files, Place(8192, None), nbytes)
         else:
-            found = read.page(files, 8192, memoryview(bytearray(end)), nbytes)
+            found = read.page(files, Place(8192, None), memoryview(bytearray(end)), nbytes)
         clock.now += HANGS_S + 1.0  # as long as what comes behind it takes, that is no fault of the disk
         assert not reads.hang
     assert found == leaves(bytes(nbytes))
@@ -134,7 +135,7 @@ def test_a_piece_of_a_large_page_that_hangs_is_told() -> None:
     files: Any = Slow(clock, HANGS_S / 4)
     files.reads = Reads(lambda record: None, clock)
     with files.reads.of(1) as read:
-        read.page(files, 0, memoryview(bytearray(9 << 20)), 9 << 20)
+        read.page(files, Place(0, None), memoryview(bytearray(9 << 20)), 9 << 20)
     assert files.hung == [True, True, False]
 
 

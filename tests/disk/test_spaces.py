@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
+from kvstore.messages import namespace_message
 from node.disk.numbers import NumberedSpaces
 from node.disk.records import Records
 
@@ -66,8 +67,9 @@ def test_a_namespace_that_was_forgotten_while_its_rows_could_not_be_written_is_t
 
 def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Any) -> None:
     spaces = NumberedSpaces(Records(4096, 4096).accounts.of)
-    assert spaces.restore(pages.namespace, 1)
-    assert not spaces.restore(pages.namespace, 2)
+    row = namespace_message(pages.namespace).SerializeToString()
+    assert spaces.restore(1, row) == ""
+    assert "second" in spaces.restore(2, row)
     assert (spaces.known(pages.digest), list(spaces.values)) == (1, [1])
 
 

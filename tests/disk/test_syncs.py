@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from node.disk.extent_files import ExtentFiles, FileLayer
+from node.disk.extent_files import ExtentFiles, FileLayer, Slot
 from node.disk.kept_dir import KeptDir
+from node.disk.seal import Place
 from node.ram.arena import Arena
 
 
@@ -34,7 +35,7 @@ def test_what_a_failed_sync_took_is_synced_by_the_next(tmp_path: Path, layer: An
     memory = memoryview(mmap.mmap(-1, 8192))
     view: Callable[[int, int], memoryview] = lambda offset, nbytes: memory[offset : offset + nbytes]  # noqa: E731
     files = ExtentFiles(tmp_path / "extents", 64 << 10, 2, view, layer)
-    files.write_all([(0, 0, 4096)])
+    files.write_all([Slot(0, 4096, Place(0, None))])
     layer.fail["sync"] = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         files.sync()

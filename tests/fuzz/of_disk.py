@@ -20,6 +20,9 @@ from node.disk.rows import PageRow, format_row, namespace_key, numbered, page_at
 from node.disk.tier import DiskTier
 from node.peers.identity import FILE_NAME, Identity
 from node.ram.namespace import Namespaces
+from node.ram.order import UseOrder
+from node.ram.turn import Turn
+from node.slots import SlotAllocator
 
 EXTENT_NBYTES, EXTENTS = 64 << 10, 4
 NOW_S = 1_000_000
@@ -88,6 +91,7 @@ def rows() -> Target:
     def once(data: bytes) -> None:
         disk = DiskTier(Planted(planted(data)), lambda offset, nbytes: arena[offset : offset + nbytes], 1 << 20, _clock)
         spaces = Namespaces(16, EXTENT_NBYTES)
+        spaces.account_of = UseOrder(SlotAllocator(EXTENT_NBYTES, EXTENT_NBYTES), Turn()).accounts.of
         disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         assert disk.check() == []
         assert data != first or disk.records.count == 3

@@ -52,6 +52,7 @@ LONG = {
     "list": lambda client, pages: list(client.list_pages(pages.namespace)),
     "verify": lambda client, pages: client.verify(pages.namespace, pages.keys(1)),
     "remove_namespace": lambda client, pages: client.remove_namespace(pages.namespace),
+    "forget": lambda client, pages: client.forget("nobody"),
     "flush": lambda client, pages: client.flush(),
     "scrub": lambda client, pages: client.scrub(),
     "recover": lambda client, pages: client.recover(),

@@ -11,7 +11,8 @@ from waiting import wait_until
 from kvstore.errors import ConfigError
 from node.peers.etcd import Entry, Reading
 from node.peers.identity import REMOVALS_KEPT_S, Identity
-from node.peers.roster import Roster, parse_removed
+from node.peers.removals import Removals
+from node.peers.roster import Removal, Roster, parse_removed
 
 DISK = {"disk_nbytes": 64 << 20}
 KEYS = range(20)
@@ -121,6 +122,22 @@ def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / "member.json").write_text(text)
     with pytest.raises(ConfigError, match=r"member.json can not be read: .*; remove it"):
         Identity(str(tmp_path), "fleet", "")
+
+
+def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_too(tmp_path: Path) -> None:
+    """Also for namespaces that it did not have then: by the time it hears of them they may have new pages."""
+    removed: list[bytes] = []
+    erased: list[list[bytes]] = []
+    removals = Removals(Identity(str(tmp_path), "fleet", ""), removed.append, lambda: None, erased.append)
+    removals.begin_erasure(b"asked")
+    one, two, three = (bytes([number]) * 16 for number in range(3))
+    heard = [Removal(one, b"1", 1, b"asked"), Removal(two, b"2", 2, b"not asked"), Removal(three, b"3", 3)]
+    removals.heard(heard, 3)
+    nobody: Any = None
+    removals.work(nobody, nobody)
+    removals.work(nobody, nobody)
+    assert removed == [two, three]
+    assert erased == [[two]]
 
 
 def test_a_join_reads_more_removals_than_fit_one_answer(

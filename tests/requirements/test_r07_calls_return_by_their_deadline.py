@@ -46,6 +46,7 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "node_status": lambda client, chain, s: client.node_status(timeout_s=s),
     "statuses": lambda client, chain, s: client.statuses(timeout_s=s),
     "remove_namespace": lambda client, chain, s: client.remove_namespace(chain.namespace, timeout_s=s),
+    "forget": lambda client, chain, s: client.forget("nobody", timeout_s=s),
     "flush": lambda client, chain, s: client.flush(timeout_s=s),
     "scrub": lambda client, chain, s: client.scrub(timeout_s=s),
     "recover": lambda client, chain, s: client.recover(timeout_s=s),

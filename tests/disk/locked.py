@@ -1,0 +1,44 @@
+"""A node whose disk is encrypted, and what lies in its directory in plain text."""
+
+import base64
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+KEY = bytes(range(32))
+OTHER_KEY = bytes(range(1, 33))
+
+
+def key_file(path: Path, key: bytes = KEY, mode: int = 0o400, form: str = "hex") -> str:
+    """The path, as a setting."""
+    path.unlink(missing_ok=True)
+    path.write_text(key.hex() if form == "hex" else base64.b64encode(key).decode() + "\n")
+    path.chmod(mode)
+    return str(path)
+
+
+def files(directory: Path) -> Iterable[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str]]:
+    """Which of them lie somewhere in its files, and in which."""
+    wanted = list(needles)
+    return [(needle, path.name) for path in files(directory) for needle in wanted if needle in path.read_bytes()]
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def pieces(pages: Any, keys: list[bytes], nbytes: int = 64) -> list[bytes]:
+    """Of the plain bytes of pages: from their begin, their middle and their end."""
+    contents = [pages.content(key) for key in keys]
+    return [content[at : at + nbytes] for content in contents for at in (0, len(content) // 2, len(content) - nbytes)]

@@ -1,0 +1,114 @@
+"""The operator's key: who may read it, what it may look like, and which directory it opens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from locked import KEY, OTHER_KEY, key_file
+
+from kvstore.errors import ConfigError, InvalidRequest
+from node.config import NodeConfig
+from node.disk import operator_key
+from node.disk.operator_key import open_vault
+from node.disk.vault import Locked
+
+
+@pytest.mark.parametrize("form", ["hex", "base64"])
+def test_a_key_is_read_from_a_file_and_from_a_command(tmp_path: Path, form: str) -> None:
+    path = key_file(tmp_path / "a key", form=form)
+    assert open_vault(path, "").mark == open_vault("", f"cat '{path}'").mark == Locked(KEY).mark
+    assert open_vault("", "").mark == ""
+
+
+def test_what_is_wrapped_opens_under_its_key_and_in_its_row_only() -> None:
+    vault = Locked(KEY)
+    page_key = vault.new_key()
+    wrapped = vault.wrap(b"N\0\1", page_key, b"a description")
+    assert vault.unwrap(b"N\0\1", wrapped) == (page_key, b"a description")
+    assert b"a description" not in wrapped
+    damaged = [(vault, b"N\0\2", wrapped), (Locked(OTHER_KEY), b"N\0\1", wrapped)]
+    damaged += [(vault, b"N\0\1", wrapped[:cut]) for cut in (0, 11, 12, 27, len(wrapped) - 1)]
+    damaged += [(vault, b"N\0\1", wrapped[:at] + b"\0\1\2" + wrapped[at + 3 :]) for at in range(0, len(wrapped) - 3, 7)]
+    for other, row_key, value in damaged:
+        with pytest.raises(InvalidRequest, match="damaged"):
+            other.unwrap(row_key, value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o420])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match=rf"encrypt_key_file=.* has mode {mode:04o}.*chmod 400"):
+        open_vault(key_file(tmp_path / "key", mode=mode), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "a key of 0 bytes"),
+        ("no key at all!", "neither hex nor base64"),
+        (KEY.hex()[2:], "a key of 31 bytes"),
+        (KEY.hex() + "00", "a key of 33 bytes"),
+        ("00" * 32, "one byte again and again"),
+        ("ab" * 10_000, "neither hex nor base64"),
+    ],
+)
+def test_what_is_no_key_is_refused_and_not_told(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(0o600)
+    for refused in ((str(path), ""), ("", f"cat {path}")):
+        with pytest.raises(ConfigError, match=why) as raised:
+            open_vault(*refused)
+        assert not text or text not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("false", "ended with status 1"),
+        ("sleep 30", "did not end in 0.2 s"),
+        ("/no/such/command", "can not be run"),
+        ("cat 'unclosed", "can not be run"),
+        ("true", "a key of 0 bytes"),
+    ],
+)
+def test_a_command_that_fails_is_told_without_what_it_said(
+    monkeypatch: pytest.MonkeyPatch, command: str, why: str
+) -> None:
+    monkeypatch.setattr(operator_key, "COMMAND_S", 0.2 if "sleep" in command else 30.0)
+    with pytest.raises(ConfigError, match=why):
+        open_vault("", command)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can not be read: No such file"):
+        open_vault(str(tmp_path / "none"), "")
+
+
+def test_one_key_and_a_directory_for_it() -> None:
+    with pytest.raises(ConfigError, match="both given"):
+        NodeConfig(data_dir="x", encrypt_key_file="a", encrypt_key_command="b")
+    with pytest.raises(ConfigError, match="data_dir is empty"):
+        NodeConfig(encrypt_key_file="a")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "why"),
+    [
+        (KEY, None, "is encrypted with key .*encrypt_key_file"),
+        (None, KEY, "was made without encryption; start without"),
+        (KEY, OTHER_KEY, "is encrypted with key .*, the key given is"),
+    ],
+)
+def test_a_directory_opens_with_its_own_key_only_and_loses_nothing(
+    nodes: Any, pages: Any, tmp_path: Path, first: bytes | None, then: bytes | None, why: str
+) -> None:
+    def settings(key: bytes | None) -> dict[str, str]:
+        return {"encrypt_key_file": key_file(tmp_path / "key", key)} if key else {}
+
+    node = nodes.start(**settings(first))
+    pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
+    nodes.stop(node)
+    with pytest.raises(ConfigError, match=f"data_dir {why}"):
+        nodes.start(**settings(then))
+    node = nodes.start(**settings(first))
+    assert pages.get(nodes.connect(node), pages.keys(1, 2)) == [True, True]

@@ -1,0 +1,304 @@
+"""A tenant that is forgotten: what it had is in no file of the node and nowhere in its RAM, and others have theirs."""
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from locked import found_in, key_file, pieces
+
+from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.pb import kvstore_pb2 as pb
+from node.ram.parts import parts_wanted
+from node.server import Node
+
+MIB = 1 << 20
+SIZES = {
+    **{"ram_nbytes": 8 * MIB, "extent_nbytes": MIB, "disk_nbytes": 16 * MIB, "disk_extent_nbytes": MIB},
+    "batch_nbytes_max": 4 * MIB,
+}
+SECRETS = [b"a secret model", b"a secret salt"]
+Counts = tuple[int, ...]
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Of a node."""
+    if request.param == "encrypted":
+        return {**SIZES, "encrypt_key_file": key_file(tmp_path / "key")}
+    return SIZES
+
+
+def of(make_pages: Any, tenant: str, nbytes: int = 8192) -> Any:
+    return make_pages("a secret model", nbytes, salt="a secret salt", tenant=tenant)
+
+
+def in_ram(node: Node, needles: Iterable[bytes]) -> list[bytes]:
+    memory = bytes(node.arena.view(0, node.arena.nbytes))
+    return [needle for needle in needles if needle in memory]
+
+
+@pytest.mark.parametrize("nbytes", [4096, 8192 + 5, 300_000])
+def test_nothing_of_it_is_found_and_all_of_the_others(
+    nodes: Any, make_pages: Any, settings: dict[str, Any], nbytes: int
+) -> None:
+    node = nodes.start(**settings)
+    client = nodes.connect(node)
+    gone, kept = of(make_pages, "gone", nbytes), make_pages("kept", nbytes, tenant="kept")
+    keys = gone.keys(*range(8))
+    for pages in (gone, kept):
+        pages.put(client, keys[:6], durable=True)
+    client.remove(gone.namespace, keys[:1])  # long gone, and still where it was
+    gone.put(client, keys[6:])
+    secrets = [*pieces(gone, keys), *keys[:1]]
+    assert in_ram(node, pieces(gone, keys))
+    told = client.forget("gone")
+    assert (told.namespaces, told.pages, told.left, list(told.why)) == (1, 7, 0, [])
+    encrypted = "encrypt_key_file" in settings
+    assert told.keys_destroyed == encrypted
+    assert (told.disk_nbytes == 0) if encrypted else (told.disk_nbytes >= 6 * nbytes)
+    assert told.ram_nbytes >= 7 * nbytes
+    assert not in_ram(node, secrets)
+    assert not found_in(nodes.data_dir, pieces(gone, keys))
+    assert not found_in(nodes.data_dir, SECRETS)
+    assert gone.digest not in {namespace.digest for namespace, _ in client.namespaces()}
+    assert kept.get(client, keys[:6]) == [True] * 6
+    kept.drop_from_ram(node)
+    assert kept.get(client, keys[:6]) == [True] * 6
+    assert gone.get(client, keys) == [False] * 8
+    node = nodes.restart(node, **settings)
+    client = nodes.connect(node)
+    assert kept.get(client, keys[:6]) == [True] * 6
+    assert gone.get(client, keys) == [False] * 8
+    assert not found_in(nodes.data_dir, [*pieces(gone, keys), *SECRETS])
+
+
+def behind(pages: Any, keys: list[bytes]) -> list[bytes]:
+    """Pieces from the end of its pages: behind the end of a shorter page in the same slot."""
+    return [pages.content(key)[-64:] for key in keys]
+
+
+def test_what_is_left_of_a_page_behind_a_shorter_one_is_gone(nodes: Any, make_pages: Any) -> None:
+    node = nodes.start(**SIZES, data_dir="")
+    client = nodes.connect(node)
+    first, second = of(make_pages, "gone", 8192), make_pages("kept", 4097, tenant="kept")
+    keys = first.keys(*range(4))
+    first.put(client, keys)
+    client.remove_namespace(first.namespace)
+    second.put(client, keys)
+    assert in_ram(node, behind(first, keys))
+    assert client.forget("gone").left == 0
+    assert not in_ram(node, behind(first, keys))
+    assert second.get(client, keys) == [True] * 4
+
+
+def test_nothing_behind_a_page_comes_to_the_disk(nodes: Any, make_pages: Any) -> None:
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    first, second = of(make_pages, "gone", 8192), make_pages("kept", 4097, tenant="kept")
+    keys = first.keys(*range(4))
+    node.disk.poison("so that the first pages are in RAM only")
+    first.put(client, keys)
+    client.remove_namespace(first.namespace)
+    second.put(client, keys)
+    assert in_ram(node, behind(first, keys))
+    client.recover()
+    client.flush()
+    second.drop_from_ram(node)
+    assert second.get(client, keys) == [True] * 4
+    assert not found_in(nodes.data_dir, behind(first, keys))
+
+
+def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(
+    nodes: Any, make_pages: Any, tmp_path: Path
+) -> None:
+    """An encrypted disk is not overwritten: whoever has its bytes, and the operator's key, has nothing."""
+    settings = {**SIZES, "encrypt_key_file": key_file(tmp_path / "key")}
+    node = nodes.start(**settings)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    gone.put(client, gone.keys(1), durable=True)
+    node = nodes.restart(node, **settings)  # its row is in a file that RocksDB does not write again by itself
+    client = nodes.connect(node)
+    spaces = node.disk._index.spaces
+    number = spaces.known(gone.digest)
+    page_key, row = spaces.keys[number], dict(node.disk.rows.namespaces())[number]
+    assert found_in(nodes.data_dir / "rows", [row])
+    assert spaces._vault.unwrap(b"N" + number.to_bytes(2, "big"), row)[0] == page_key
+    assert client.forget("gone").keys_destroyed == 1
+    assert not found_in(nodes.data_dir, [row, row[:40], page_key])
+    gone.put(client, gone.keys(1), durable=True)
+    assert spaces.keys[spaces.known(gone.digest)] != page_key
+
+
+def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
+    nodes: Any, make_pages: Any, settings: dict[str, Any]
+) -> None:
+    node = nodes.start(**settings)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    one, two, three = gone.keys(1, 2, 3)
+    gone.put(client, [one], durable=True)
+    reservation = node.tier.reserve(gone.digest, [two], gone.nbytes)
+    (page,) = reservation.pages
+    node.arena.view(page.offset, gone.nbytes)[:] = gone.content(two)
+    forgotten: list[pb.ForgetReply] = []
+    call = threading.Thread(target=lambda: forgotten.append(client.forget("gone", timeout_s=30.0)))
+    call.start()
+    try:
+        while page not in node.tier._unwanted:
+            threading.Event().wait(0.01)
+        call.join(0.3)
+        assert call.is_alive(), "its slot can not be overwritten yet"
+    finally:
+        node.tier.commit(reservation, [bytes(16)])
+        call.join()
+    assert (forgotten[0].pages, forgotten[0].left) == (1, 0)
+    assert not in_ram(node, pieces(gone, [one, two]))
+    assert gone.get(client, [one, two]) == [False, False]
+    gone.put(client, [three], durable=True)
+    assert gone.get(client, [three]) == [True]
+    assert not found_in(nodes.data_dir, pieces(gone, [one, two]))
+
+
+def test_a_slot_that_is_read_to_the_end_is_told_as_left(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.serve.erasure.BUSY_S", 0.2)
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    gone, kept = of(make_pages, "gone"), make_pages("kept", tenant="kept")
+    keys = gone.keys(1, 2)
+    held = []
+    for pages in (gone, kept):
+        pages.put(client, keys, durable=True)
+        held += node.tier.acquire(pages.digest, keys[:1], False, pages.nbytes).pages
+    try:
+        told = client.forget("gone")
+        assert (told.left, list(told.why)) == (1, ["1 slots of RAM are still being read or written"])
+        assert in_ram(node, pieces(gone, keys[:1]))
+        assert not in_ram(node, pieces(gone, keys[1:]))
+    finally:
+        node.tier.release(held)
+    assert client.forget("gone").left == 0
+    assert not in_ram(node, pieces(gone, keys))
+    assert kept.get(client, keys) == [True, True]
+
+
+def test_a_disk_that_fails_is_an_error_and_what_was_removed_stays_so(
+    nodes: Any, make_pages: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    keys = gone.keys(1, 2)
+    gone.put(client, keys, durable=True)
+    wipe = node.disk.files.wipe
+
+    def broken(ranges: Any) -> Any:
+        layer.fail["write"] = 5
+        return wipe(ranges)
+
+    monkeypatch.setattr(node.disk.files, "wipe", broken)
+    with pytest.raises(Exhausted, match="removed and overwritten in RAM, but the disk fails"):
+        client.forget("gone")
+    monkeypatch.undo()
+    layer.heal()
+    assert node.disk.poisoned
+    client.recover()
+    assert gone.get(client, keys) == [False, False]
+    assert client.forget("gone").left == 0
+    assert not found_in(nodes.data_dir, pieces(gone, keys))
+
+
+def test_zeros_that_do_not_reach_the_disk_are_told(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    gone.put(client, gone.keys(1), durable=True)
+    monkeypatch.setattr(node.disk.files, "_write", lambda offset, view: None)
+    told = client.forget("gone")
+    assert told.left > 0
+    assert "not zero although overwritten" in told.why[0]
+
+
+def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Any, make_pages: Any) -> None:
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    gone.put(client, gone.keys(1, 2), durable=True)
+    node.disk.poison("by this test")
+    with pytest.raises(Exhausted, match="stopped"):
+        client.forget("gone")
+    assert not in_ram(node, pieces(gone, gone.keys(1, 2)))
+    client.recover()
+    assert client.forget("gone").left == 0
+    assert not found_in(nodes.data_dir, pieces(gone, gone.keys(1, 2)))
+
+
+def test_parts_that_are_read_meanwhile_do_not_hide_what_lies_behind_them(nodes: Any, make_pages: Any) -> None:
+    """Their slot is smaller than the page."""
+    node = nodes.start(**{**SIZES, "extent_nbytes": 4 * MIB, "disk_extent_nbytes": 4 * MIB})
+    client = nodes.connect(node)
+    large, gone = make_pages("kept", 4 * MIB, tenant="kept"), of(make_pages, "gone", MIB)
+    (key,) = large.keys(1)
+    large.put(client, [key], durable=True)
+    large.drop_from_ram(node)
+    parts = parts_wanted(node.tier.namespace(large.digest), [(0, 9)])
+    acquired = node.tier.acquire(large.digest, [key], False, 9, parts)
+    ((page, record),) = acquired.loads
+    gone.put(client, gone.keys(1))
+    assert node.disk.read(record, page)
+    try:
+        assert page.offset // MIB + 1 == node.tier.namespace(gone.digest).pages[gone.keys(1)[0]].offset // MIB
+        assert client.forget("gone").left == 0
+    finally:
+        node.tier.loads.end(page, intact=True)
+        node.tier.release([page])
+    assert not in_ram(node, pieces(gone, gone.keys(1)))
+
+
+def test_no_tenant_is_no_tenant(nodes: Any, pages: Any) -> None:
+    client = nodes.connect(nodes.start())
+    pages.put(client, pages.keys(1))
+    with pytest.raises(InvalidRequest, match="no tenant is named"):
+        client.forget("")
+    told = client.forget("nobody")
+    assert (told.namespaces, told.pages, told.left) == (0, 0, 0)
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
+def test_pages_are_served_while_a_tenant_is_forgotten(nodes: Any, make_pages: Any, settings: dict[str, Any]) -> None:
+    node = nodes.start(**settings)
+    client = nodes.connect(node)
+    kept = make_pages("kept", tenant="kept")
+    keys, over = kept.keys(*range(200)), threading.Event()
+    kept.put(client, keys[:100], durable=True)
+    wrong: list[Any] = []
+
+    def work() -> None:
+        other = nodes.connect(node)
+        for number in range(100, 200):
+            kept.put(other, keys[number : number + 1])
+            if kept.get(other, keys[number - 100 : number + 1]) != [True] * 101:
+                wrong.append(number)
+        over.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    rounds = 0
+    while not over.is_set() or not rounds:
+        gone = of(make_pages, "gone")
+        gone.put(client, gone.keys(*range(20)))
+        assert client.forget("gone").left == 0
+        assert not in_ram(node, pieces(gone, gone.keys(*range(20))))
+        rounds += 1
+    worker.join()
+    assert not wrong
+    assert kept.get(client, keys) == [True] * 200
+    client.flush()
+    kept.drop_from_ram(node)
+    assert kept.get(client, keys) == [True] * 200

@@ -1,0 +1,120 @@
+"""A tenant that is forgotten by a cluster: at every member, also at one that was away."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_etcd import FakeEtcd
+from fleet import calm, present, tell, view_of
+from fleets import Start, stop
+from waiting import wait_until
+
+from kvstore.cluster.spread import Away
+from kvstore.errors import KVStoreError
+from node.server import Node
+
+NUMBERS = range(30)
+DISK = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, "scrub_nbytes_per_s": 0}
+
+
+def in_ram(node: Node, pages: Any) -> int:
+    """How many of its pages begin somewhere in the node's memory."""
+    memory = bytes(node.arena.view(0, node.arena.nbytes))
+    return sum(pages.content(key)[:64] in memory for key in pages.keys(*NUMBERS))
+
+
+def in_files(directory: Path, pages: Any) -> int:
+    files = [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
+    return sum(any(pages.content(key)[:64] in file for file in files) for key in pages.keys(*NUMBERS))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nothing_is_left_at_any_member(start_node: Any, connect: Any, make_pages: Any, replicas: int) -> None:
+    nodes = [start_node() for _ in range(3)]
+    tell(nodes, view_of(nodes, replicas))
+    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    client, keys = connect(nodes[0], timeout_s=20.0), gone.keys(*NUMBERS)
+    for pages in (gone, kept):
+        pages.put(client, keys)
+        assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(keys)  # which has copies now
+    calm(nodes)
+    assert sum(in_ram(node, gone) for node in nodes) >= replicas * len(keys)
+    away: Away = {}
+    told = client.forget("gone", 30.0, away)
+    assert (told.left, away) == (0, {})
+    assert told.pages >= replicas * len(keys)
+    assert [in_ram(node, gone) for node in nodes] == [0, 0, 0]
+    assert gone.get(client, keys) == [False] * len(keys)
+    assert kept.get(client, keys) == [True] * len(keys)
+
+
+def test_what_waits_for_a_member_that_is_away_is_erased_too(start_node: Any, connect: Any, make_pages: Any) -> None:
+    nodes = [start_node(), start_node()]
+    view = view_of(nodes, 2, elsewhere={1: "127.0.0.1:9"})
+    nodes[0].membership.become(view, "n0")
+    gone = make_pages("gone", tenant="gone")
+    client = connect(nodes[0], direct=True, timeout_s=20.0)
+    gone.put(client, gone.keys(*NUMBERS))
+    assert nodes[0].peers.status().queue_pages > 0
+    told = client.forget("gone", 30.0)
+    assert told.left == 0
+    assert nodes[0].peers.status().queue_pages == 0
+    assert in_ram(nodes[0], gone) == 0
+
+
+def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
+    fleet: Start, etcd: FakeEtcd, connect: Any, make_pages: Any, tmp_path: Path
+) -> None:
+    one = fleet("n1")
+    two = fleet("n2", data_dir=str(tmp_path), **DISK)
+    wait_until(lambda: all(len(node.membership.view.members) == 2 for node in (one, two)))  # type: ignore[union-attr]
+    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    at_two = connect(two, direct=True, timeout_s=20.0)
+    for pages in (gone, kept):
+        pages.put(at_two, pages.keys(*NUMBERS))
+        connect(one, direct=True).open(pages.namespace)
+    calm([one, two])
+    at_two.flush()
+    stop(two)
+    assert in_files(tmp_path, gone) > 0
+    wait_until(lambda: len(one.membership.view.members) == 1)  # type: ignore[union-attr]
+    assert connect(one, timeout_s=20.0).forget("gone", 30.0).left == 0
+    assert in_ram(one, gone) == 0
+    wait_until(lambda: any("/removed/" in key for key in etcd.names()))
+    two = fleet("n2", data_dir=str(tmp_path), **DISK)
+    assert present(two, gone.namespace, gone.keys(*NUMBERS)).count(True) == 0
+    wait_until(lambda: in_files(tmp_path, gone) == 0)
+    assert present(two, kept.namespace, kept.keys(*NUMBERS)).count(True) > 0
+
+
+def test_a_page_that_is_put_behind_a_forget_stays(fleet: Start, etcd: FakeEtcd, connect: Any, make_pages: Any) -> None:
+    """Members hear of it once more, from etcd, when its caller has gone on already."""
+    nodes = [fleet(f"n{i}") for i in range(2)]
+    wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))  # type: ignore[union-attr]
+    client, etcd.late_s = connect(nodes[0], timeout_s=20.0), 0.3
+    gone = make_pages("gone", tenant="gone")
+    keys = gone.keys(*NUMBERS)
+    for _ in range(2):
+        gone.put(client, keys)
+        assert client.forget("gone", 30.0).left == 0
+        gone.put(client, keys)
+        revisions = [entry.mod_revision for key, entry in etcd.kvs.items() if b"/removed/" in key]
+        for node in nodes:
+            registry = node.registry
+            assert registry is not None
+            wait_until(lambda registry=registry, revisions=revisions: registry._identity.applied >= max(revisions))  # type: ignore[misc]
+        assert gone.get(client, keys) == [True] * len(keys)
+
+
+def test_a_member_that_does_not_answer_is_told(start_node: Any, connect: Any, make_pages: Any) -> None:
+    nodes = [start_node(), start_node()]
+    tell(nodes, view_of(nodes, elsewhere={1: "127.0.0.1:9"}))
+    gone = make_pages("gone", tenant="gone")
+    client = connect(nodes[0], timeout_s=20.0)
+    gone.put(client, gone.keys(*NUMBERS))
+    with pytest.raises(KVStoreError):
+        client.forget("gone", 20.0)
+    away: Away = {}
+    assert client.forget("gone", 20.0, away).left == 0
+    assert set(away) == {"n1"}
+    assert in_ram(nodes[0], gone) == 0
