@@ -164,7 +164,7 @@ def main(argv: list[str]) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         authority = Authority.found(folder, "benchmark", 1.0)
         ca, node = str(authority.path), tuple(map(str, authority.node("node", ["localhost", "127.0.0.1"], 1.0)))
-        shown = tuple(map(str, authority.client("client", "benchmark", 1.0)))
+        shown = tuple(map(str, authority.client("client", "reader", 1.0)))
         flags = ("--tls-cert", node[0], "--tls-key", node[1], "--tls-client-ca", ca)
         plain = stack.enter_context(NodeProcess(*NODE_FLAGS))
         secured = stack.enter_context(NodeProcess(*NODE_FLAGS, *flags))

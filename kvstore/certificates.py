@@ -36,13 +36,12 @@ class OutOfDate(ConfigError):
 
 @dataclass(frozen=True)
 class Pems:
-    """What the files hold; empty: there is no such file. `begins`, `ends`: of the certificate, `roots_end`: of the
-    authority whose time is up first; in seconds of Unix time, 0: unknown."""
+    """What the files hold; empty: there is no such file. `ends`: of the certificate, `roots_end`: of the authority
+    whose time is up first; in seconds of Unix time, 0: unknown."""
 
     roots: bytes = b""
     chain: bytes = b""
     key: bytes = field(default=b"", repr=False)
-    begins: float = 0.0
     ends: float = 0.0
     roots_end: float = 0.0
 
@@ -114,7 +113,7 @@ class PemFiles:
         key = self._private() if chain else b""
         begins, ends = validity(chain[0]) if chain else (0.0, 0.0)
         roots_end = min((validity(root)[1] for root in roots), default=0.0) if self._system is False else 0.0
-        pems = Pems(b"\n".join(roots), b"\n".join(chain), key, begins, ends, roots_end)
+        pems = Pems(b"\n".join(roots), b"\n".join(chain), key, ends, roots_end)
         try:
             pems.into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         except OSError as error:

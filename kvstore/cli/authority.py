@@ -89,6 +89,8 @@ class Authority:
         uses: list[x509.ObjectIdentifier],
         alternatives: x509.SubjectAlternativeName | None = None,
     ) -> tuple[x509.Certificate, Any]:
+        if _name(name) == self.certificate.subject:  # it would look signed by itself, and not be believed
+            raise ConfigError(f"{name!r} is the name of the authority itself; choose another")
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
             _builder(_name(name), self.certificate.subject, key.public_key(), days, since_days)

@@ -93,6 +93,7 @@ def test_nothing_is_overwritten_unless_asked_for(kvstore: Kvstore, folder: Path,
         (("client", "x" * 65, "--file", "x"), "has 65 characters; a certificate's name has 1 to 64"),
         (("client", "a/../b"), "'a/../b' is no name of a file"),
         (("client", "late", "--days", "0"), "--days"),
+        (("client", "kvstore development CA", "--file", "x"), "is the name of the authority itself; choose another"),
     ],
 )
 def test_what_can_be_no_certificate_is_refused(
