@@ -30,7 +30,7 @@ from node.ram.page import Page, Space, State
 
 log = logging.getLogger(__name__)
 
-REGROUP_LOOKED_AT = 4096  # records, under one lock: a millisecond or two
+REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
 REGROUPED = 256
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
