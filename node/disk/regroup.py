@@ -8,7 +8,7 @@ from itertools import islice
 
 from node.disk.records import Records
 
-REGROUP_LOOKED_AT = 4096  # records, under one lock: a millisecond or two
+REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
 REGROUPED = 256
 
 

@@ -232,6 +232,7 @@ class Eviction:
             start = self._sizes_tried % len(kinds) if kinds else 0
             sizes += [kind.slot_nbytes for kind in (kinds[start:] + kinds[:start])[:SPARSE_SIZES_TRIED]]
             self._sizes_tried = start + SPARSE_SIZES_TRIED
+            self.turn.left -= len(sizes)
         for other in sizes:
             if other != size and (offset := self._slots.sparse(other)) is not None:
                 yield self._slots.area(offset, level)

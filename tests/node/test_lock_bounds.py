@@ -147,6 +147,32 @@ def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, lambda: box.reserve(large, large.keys(1)))
 
 
+def make_quotas_come(sandbox: Any, count: int) -> Callable[[], int]:
+    """All pages change their pool."""
+    box, pages, keys = full(sandbox, count)
+
+    def work() -> None:
+        box.limit(**{pages.namespace.tenant: len(keys) * PAGE})
+
+    return lambda: longest(box, work)
+
+
+def make_crowded(sandbox: Any, count: int) -> Callable[[], int]:
+    """A large batch where the quotas are more than the RAM, and pages of many sizes lie there."""
+    box, pages, keys = full(sandbox, count, spare=count)
+    for number in range(1, 60):
+        other = box.open(str(number), PAGE * (1 + number % 40), tenant="other")
+        box.commit(box.reserve(other, other.keys(0)))
+    box.limit(**{pages.namespace.tenant: 2 * len(keys) * PAGE, "other": 4 * len(keys) * PAGE})
+    third = box.open("third", 3 * PAGE, tenant="other")
+
+    def work() -> None:
+        with contextlib.suppress(Exhausted):
+            box.reserve(third, third.keys(*range(count // 2)))
+
+    return lambda: longest(box, work)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -161,6 +187,8 @@ def make_other_size(sandbox: Any, count: int) -> Callable[[], int]:
         make_batch,
         make_batch_over_pins,
         make_other_size,
+        make_quotas_come,
+        make_crowded,
     ],
 )
 def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make: Any, sandbox: Any) -> None:

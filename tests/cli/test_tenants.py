@@ -1,0 +1,29 @@
+"""What `kvstore status` shows of tenants."""
+
+import pytest
+
+from kvstore.cli.nodes import show_tenants
+from kvstore.pb import kvstore_pb2 as pb
+
+
+def test_each_tenant_is_shown_beside_its_quota_and_with_what_it_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    gib = 1 << 30
+    show_tenants(
+        [
+            pb.TenantUse(
+                tenant="team-a",
+                ram_nbytes=gib,
+                ram_quota_nbytes=2 * gib,
+                pin_count=7,
+                pin_quota=1000,
+                refused_puts=3,
+                refused_requests=1234,
+            ),
+            pb.TenantUse(tenant="team-b", ram_nbytes=gib),
+        ]
+    )
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("team-"))
+    assert "1.0 GiB of 2.0 GiB" in first
+    assert "7 of 1,000" in first
+    assert "3 puts, 1,234 requests" in first
+    assert "of" not in second
