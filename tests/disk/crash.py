@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from locked import key_file
+
 from kvstore import Client, ClientConfig, Exhausted, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
 from kvstore.errors import KVStoreError
@@ -186,17 +188,26 @@ def check_bytes(client: Client, index: int, hashes: Sequence[bytes]) -> list[boo
 class Crashes:
     """Cycles on one data directory. `evicting`: the disk is too small for all that is put."""
 
-    def __init__(self, data_dir: Path, seed: int, evicting: bool) -> None:
+    def __init__(self, data_dir: Path, seed: int, evicting: bool, key: dict[str, str]) -> None:
         self._data_dir = data_dir
         self._seed = seed
         self._evicting = evicting
+        self._key = key
         self._known = [Known() for _ in range(THREADS)]
         self.counts: Counter[str] = Counter()
 
     def _settings(self) -> dict[str, object]:
         disk_nbytes = SMALL_DISK_NBYTES if self._evicting else DISK_NBYTES
         disk = {"data_dir": str(self._data_dir), "disk_nbytes": disk_nbytes, "disk_extent_nbytes": DISK_EXTENT_NBYTES}
-        return {**RAM, **disk, "scrub_nbytes_per_s": 16 << 20, "drain_s": 0.0, "stall_s": 0.2, "log_level": "ERROR"}
+        return {
+            **RAM,
+            **disk,
+            **self._key,
+            "scrub_nbytes_per_s": 16 << 20,
+            "drain_s": 0.0,
+            "stall_s": 0.2,
+            "log_level": "ERROR",
+        }
 
     def cycle(self, number: int) -> None:
         rng = random.Random(f"{self._seed} {number}")
@@ -289,12 +300,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kills a node at random moments and checks what is left.")
     parser.add_argument("--cycles", type=int, default=300)
     parser.add_argument("--dir", help="where to put the data directory (default: a temporary one)")
+    parser.add_argument("--encrypted", action="store_true", help="the data directory has a key")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)  # a node in this process tells of each torn page
     seed = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={seed}", flush=True)
     root = Path(tempfile.mkdtemp(prefix="kvstore-crash-", dir=arguments.dir))
-    roomy, tight = Crashes(root / "roomy", seed, False), Crashes(root / "tight", seed, True)
+    key = {"encrypt_key_file": key_file(root / "key")} if arguments.encrypted else {}
+    roomy, tight = Crashes(root / "roomy", seed, False, key), Crashes(root / "tight", seed, True, key)
     started = time.monotonic()
     for number in range(arguments.cycles):
         try:

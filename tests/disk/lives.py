@@ -18,6 +18,7 @@ from node.disk.data_dir import DataDir
 from node.disk.durability import Durability, Wait
 from node.disk.extent_files import FileLayer
 from node.disk.tier import DiskTier
+from node.disk.vault import PLAIN, Vault
 from node.ram.arena import Arena
 from node.ram.namespace import Namespaces
 from node.ram.page import Page
@@ -76,12 +77,12 @@ class LateDurability(Durability):
 class Life:
     """A RAM and a disk tier on a directory, until they are killed."""
 
-    def __init__(self, root: Path, disk_nbytes: int, layer: FileLayer) -> None:
+    def __init__(self, root: Path, disk_nbytes: int, layer: FileLayer, vault: Vault = PLAIN) -> None:
         self.root = root
         self.arena = Arena(RAM_NBYTES)
         spaces = Namespaces(4, EXTENT_NBYTES)
-        directory = DataDir(root, disk_nbytes, EXTENT_NBYTES, self.arena.fd, layer=layer)
-        self.disk = DiskTier(directory, self.arena.view, QUEUE_NBYTES)
+        directory = DataDir(root, disk_nbytes, EXTENT_NBYTES, self.arena.fd, key_mark=vault.mark, layer=layer)
+        self.disk = DiskTier(directory, self.arena.view, QUEUE_NBYTES, vault=vault)
         spaces.below_count = self.disk.page_count
         slots = SlotAllocator(RAM_NBYTES, EXTENT_NBYTES)
         self.ram = RamTier(spaces, slots, self.arena.copy, lambda: time.monotonic_ns() // 1_000_000)

@@ -36,6 +36,7 @@ from recorded import Event, Image, Record, RecordingLayer
 
 from node.disk import writer
 from node.disk.extent_files import FileLayer
+from node.disk.vault import PLAIN, Locked
 
 THREADS, KEYS_OF_A_THREAD = 3, 12
 ROOMY_NBYTES, TIGHT_NBYTES = 1 << 20, 128 << 10
@@ -56,13 +57,15 @@ class Run:
     """Two lives on one directory, and what power losses leave of them."""
 
     def __init__(self, root: Path, seed: str, number: int) -> None:
-        """The fourth of four is on a disk too small for its pages; every other one has syncs that fail."""
+        """The fourth of four is on a disk too small for its pages; every other one has syncs that fail; the second of
+        three is encrypted."""
         self._root, self._seed = root, seed
         self.rng = random.Random(seed)
         self._record = Record()
         self._evicting = number % 4 == 3
         # Nobody tells a second life that a sync of the first one failed, so there is none then.
         self._faults, self.lives = (FAULTS, 1) if number % 2 else (0.0, 2)
+        self._vault = Locked(bytes(range(32))) if number % 3 == 1 else PLAIN
         self._disk_nbytes = TIGHT_NBYTES if self._evicting else ROOMY_NBYTES
         keys = [self.rng.randbytes(self.rng.choice([16, 32])) for _ in range(THREADS * KEYS_OF_A_THREAD)]
         self._histories = [History(key) for key in keys]
@@ -74,7 +77,7 @@ class Run:
         record, number, root = self._record, len(self._eras), self._root / "data"
         record.killed = False
         layer = RecordingLayer(record, root, f"{self._seed} {number}", self._faults)
-        life = Life(root, self._disk_nbytes, layer)
+        life = Life(root, self._disk_nbytes, layer, self._vault)
         opened, unchanged = record.now(), _contents(root / "rows")
         self._record_rows(life)
         for history in self._histories if number else []:
@@ -139,7 +142,7 @@ class Run:
             self.counts["images"] += 1
 
     def _inspect(self, target: Path, moment: int) -> None:
-        life = Life(target, self._disk_nbytes, FileLayer())
+        life = Life(target, self._disk_nbytes, FileLayer(), self._vault)
         try:
             for history in self._histories:
                 self._check(history, life.look(history), f"after a power loss at {moment}", moment)

@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HARNESS = Path(__file__).parent / "crash.py"
 CYCLES = 3  # the last is on a disk that is too small
 
 
-def test_a_node_that_is_killed_under_load_loses_nothing_it_promised(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("disk", ["plain", "encrypted"])
+def test_a_node_that_is_killed_under_load_loses_nothing_it_promised(tmp_path: Path, seed: int, disk: str) -> None:
+    flags = ["--encrypted"] if disk == "encrypted" else []
     done = subprocess.run(
-        [sys.executable, str(HARNESS), "--cycles", str(CYCLES), "--dir", str(tmp_path)],
+        [sys.executable, str(HARNESS), "--cycles", str(CYCLES), "--dir", str(tmp_path), *flags],
         env={**os.environ, "KVSTORE_SEED": str(seed)},
         capture_output=True,
         text=True,
