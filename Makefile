@@ -221,4 +221,4 @@ bench: $(READY)
 	$(if $(TRACE),$(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))
 
 clean:
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) .venv-* .fuzz .mypy_cache .ruff_cache .pytest_cache *.egg-info

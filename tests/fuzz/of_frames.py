@@ -143,7 +143,7 @@ def large() -> Target:
         bites = Bites(data)
         shape, times = bites.number(1), bites.number(2)
         unit = bites.sized(1)
-        header = bites.take(bites.left) + unit * min(times, (REQUEST_NBYTES_FREE << shape % 4) // max(1, len(unit)))
+        header = bites.take(bites.left) + unit * min(times, (REQUEST_NBYTES_FREE << shape % 2) // max(1, len(unit)))
         op, inner = inside(header)
         message = pb.BulkRequest()
         try:
@@ -162,7 +162,7 @@ def large() -> Target:
         made = [pb.BulkRequest(get=get).SerializeToString() for get in gets()]
         made += [pb.BulkRequest(**{op: message}).SerializeToString() for op, message in unary().items()]
         range_ = pb.GetRequest(ranges=[pb.ByteRange(offset=9, nbytes=300)]).SerializeToString()
-        nested = struct.pack("<BHB", 2, 60000, len(range_)) + range_
+        nested = struct.pack("<BHB", 1, 60000, len(range_)) + range_
         return [nested + _open_header(range_, 60000), *(b"\0\0\0\0" + header for header in made)]
 
     return Target(once, seeds, check=house.check, close=house.close)
@@ -170,7 +170,7 @@ def large() -> Target:
 
 def _open_header(unit: bytes, times: int) -> bytes:
     """The tag and the length of a get of so many of those."""
-    nbytes = len(unit) * min(times, (REQUEST_NBYTES_FREE << 2) // len(unit))
+    nbytes = len(unit) * min(times, (REQUEST_NBYTES_FREE << 1) // len(unit))
     whole = pb.BulkRequest(get=pb.GetRequest(namespace=bytes(nbytes - 4))).SerializeToString()
     return whole[: len(whole) - nbytes]
 

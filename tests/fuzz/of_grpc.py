@@ -2,12 +2,13 @@
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection_pb2
-from inside import PAGE_NBYTES, Inside, commit, gets, puts, unary
+from inside import PAGE_NBYTES, STORED, Inside, commit, gets, puts, unary
+from of_access import guarded
 from scripted import Bites
 from watched import Target
 
@@ -20,7 +21,10 @@ ENDLESS = ("Follow", "Watch")  # their requests are for gRPC to read, and they w
 
 
 class Context:
-    """What a call asks of gRPC."""
+    """What a call asks of gRPC; what it writes is kept in its wire form."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:7"
@@ -35,8 +39,7 @@ class Context:
     def set_details(self, details: str) -> None: ...
 
     async def write(self, message: Any) -> None:
-        if not isinstance(message, bytes):
-            message.SerializeToString()
+        self.written.append(message if isinstance(message, bytes) else message.SerializeToString())
 
 
 class Details:
@@ -54,7 +57,17 @@ METHODS = [name for name in METHODS if not name.endswith(ENDLESS)] + [f"/{REFLEC
 
 def calls() -> Target:
     """The first byte says which method; the rest are messages behind their length, u16."""
-    house, loop = Inside(), asyncio.new_event_loop()
+    return _of(Inside(), lambda written: True)
+
+
+def strangers() -> Target:
+    """Without a token: nothing is answered, whatever is sent, and no page comes or goes."""
+    house = guarded()
+    return _of(house, lambda written: not written and house.node.tier.visible_count == 2 * STORED)
+
+
+def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
+    loop = asyncio.new_event_loop()
 
     async def messages(bites: Bites, read: Any) -> AsyncIterator[Any]:
         for _ in range(MESSAGES_MAX):
@@ -62,16 +75,23 @@ def calls() -> Target:
                 data = bites.sized(2)
                 yield read(data) if read else data
 
-    def close() -> None:
-        loop.close()
-        house.close()
+    async def call(handler: Any, bites: Bites) -> None:
+        context, given = Context(), messages(bites, handler.request_deserializer)
+        try:
+            await handler.stream_stream(given, context)
+        finally:
+            await given.aclose()  # type: ignore[attr-defined]
+        assert fits(context.written), "an answer that is not for this one"
 
     def once(data: bytes) -> None:
         bites = Bites(data)
         name = METHODS[bites.number(1) % len(METHODS)]
         handlers = house.node.grpc._servicer.handlers()
-        handler = next(filter(None, (some.service(Details(name)) for some in handlers)))
-        loop.run_until_complete(handler.stream_stream(messages(bites, handler.request_deserializer), Context()))
+        loop.run_until_complete(call(next(filter(None, (some.service(Details(name)) for some in handlers))), bites))
+
+    def close() -> None:
+        loop.close()
+        house.close()
 
     return Target(once, _conversations, (DecodeError,), house.check, close)
 
@@ -121,4 +141,4 @@ def chunks() -> Target:
     return Target(once, seeds, (DecodeError,), nbytes_max=512)
 
 
-TARGETS = {"gRPC calls": calls, "page chunks": chunks}
+TARGETS = {"gRPC calls": calls, "gRPC strangers": strangers, "page chunks": chunks}
