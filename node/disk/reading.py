@@ -143,7 +143,7 @@ class Reading:
         record, space, prefix_hash, offset, expected = borrowed
         with self._reads.of(record) as read:
             try:
-                found = read.leaves(self._files, offset, space.layout.page_nbytes)
+                found = read.leaves(self._files, offset, space.stored_nbytes)
             except OSError as error:
                 self._blame("reading", error)
                 raise
