@@ -10,6 +10,7 @@ from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
 
 from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
 from kvstore.client import Keep
+from kvstore.seals import Seals
 from node.server import Node
 
 NBYTES = 5 * 256 + 100  # five parts, where leaves are small
@@ -229,38 +230,39 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     """Who maps the arena changes it between the copy and the check: the copy is what counts."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
     keyed.put(client, [key])
-    fits = "kvstore.seals.Seals.fits"
-    original = pytest.importorskip("kvstore.seals").Seals.fits
+    fits = Seals.fits
 
     def late(*arguments: Any) -> bool:
         forge(node, keyed, key, flip_first)
-        return bool(original(*arguments))
+        return fits(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fits, late)
+        patch.setattr(Seals, "fits", late)
         assert keyed.get(client, [key]) == [True]
     assert keyed.get(client, [key]) == [False]
 
 
-def test_pages_on_disk_whole_and_in_part(start_node: Any, connect: Any, keyed: Any, tmp_path: Path) -> None:
+def test_pages_on_disk_whole_and_in_part(
+    start_node: Any, connect: Any, keyed: Any, tmp_path: Path, settle: Any
+) -> None:
     """Read back into RAM, or only the parts that a range needs."""
     node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)
     contents = [keyed.content(key) for key in keys]
     client.put(keyed.namespace, keys, contents, Keep(durable=True))
     for read in (lambda: ranged(client, keyed, keys, (256, 10)), lambda: keyed.get(client, keys)):
-        evict(node, keyed, keys)
+        evict(node, keyed, keys, settle)
         assert read() == [True, True]
     assert client.stats.corrupt_pages == client.stats.forged_pages == 0
 
 
-def evict(node: Node, pages: Any, keys: list[bytes]) -> None:
+def evict(node: Node, pages: Any, keys: list[bytes], settle: Any) -> None:
     """From RAM only."""
+    settle(node, sessions=None)
     with node.tier.lock:
-        index = node.tier.namespace(pages.namespace.digest)
-        for key in keys:
-            if key in index.pages:
-                node.tier.eviction.evict(index.pages[key])
+        there = node.tier.namespaces.find(pages.namespace.digest).pages
+        for page in [there[key] for key in keys if key in there]:
+            node.tier._forget(page, "evicted")
 
 
 def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Any, make_pages: Any, seed: int) -> None:
