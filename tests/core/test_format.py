@@ -109,7 +109,7 @@ def test_seal() -> None:
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
     """RFC 2104, for keys of at most 64 bytes."""
-    inner, outer = (bytes(a ^ b for a, b in zip(key.ljust(64, b"\0"), bytes([pad]) * 64)) for pad in (0x36, 0x5C))
+    inner, outer = (bytes(byte ^ pad for byte in key.ljust(64, b"\0")) for pad in (0x36, 0x5C))
     return hashlib.sha256(outer + hashlib.sha256(inner + data).digest()).digest()
 
 

@@ -89,7 +89,7 @@ def test_with_a_key_namespaces_are_keyed(token_pool: KVPool, monkeypatch: pytest
 
 
 def test_a_secret_among_an_engines_arguments_is_refused() -> None:
-    with pytest.raises(ConfigError, match="page_key is a secret, and everybody .* set KVSTORE_PAGE_KEY") as refused:
+    with pytest.raises(ConfigError, match=r"page_key is a secret, and everybody .* set KVSTORE_PAGE_KEY") as refused:
         read_options({"model": "m", "page_key": SECRET})
     assert SECRET not in str(refused.value)
     assert Identity(model="m", page_key=SECRET).key_id == Identity(model="n", page_key=SECRET).key_id
