@@ -13,7 +13,6 @@ own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before 
 import concurrent.futures
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 
 from gpu_agent.carriers import ArenaCarrier, BufferCarrier, Carrier, Fetched, Job
 from gpu_agent.config import AgentConfig, agent_config
-from gpu_agent.jobs import AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
+from gpu_agent.jobs import AgentCounts, AgentStats, LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.lane import Lane
 from gpu_agent.outage import Outage
@@ -66,11 +65,11 @@ class Agent:
     ) -> None:
         self.namespace = namespace
         self.config = config or agent_config()
-        self.stats = AgentStats()
+        self._counts = AgentCounts()
+        self._add = self._counts.add
         self._client = client
         self._pool = pool
         self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
-        self._lock = threading.Lock()  # stats
         self._outage = Outage()
         if pool is not None:
             self._check_pool(pool)
@@ -83,6 +82,10 @@ class Agent:
         lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
         self._saves: Lane[SaveResult] = Lane("save", *lanes)
         self._loads: Lane[LoadResult] = Lane("load", *lanes)
+
+    @property
+    def stats(self) -> AgentStats:
+        return self._counts.now(pages_forged=self._client.stats.forged_pages)
 
     # ---- the engine's side -----------------------------------------------------------------
 
@@ -223,7 +226,7 @@ class Agent:
         error = None
         try:
             self._client.open(self.namespace, self.config.lookup_timeout_s)
-            if self._client.maps_arena:
+            if self._client.maps_arena and not self.namespace.key_id:
                 with self._client.open_get(self.namespace, nobody, timeout_s=self.config.lookup_timeout_s) as slots:
                     self._transfer.host_memory(slots.arena.memory)
         except KVStoreError as failure:
@@ -282,7 +285,7 @@ class Agent:
 
     def _carrier(self, buffer: torch.Tensor, deadline: Deadline) -> tuple[Carrier, int]:
         """How pages travel now, and how many at a time."""
-        if not self._client.maps_arena:
+        if self.namespace.key_id or not self._client.maps_arena:
             return BufferCarrier(self._client, self._transfer, buffer), self._buffer_pages
         pages_max = self._client.batch_pages_max(self.namespace, deadline.remaining())
         wanted = max(1, IN_PLACE_NBYTES // self.namespace.layout.page_nbytes)
@@ -360,11 +363,6 @@ class Agent:
     def _loaded(self, result: LoadResult) -> LoadResult:
         self._add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
         return result
-
-    def _add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self.stats, name, getattr(self.stats, name) + count)
 
     def _job(
         self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float, fence: Fence

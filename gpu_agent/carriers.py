@@ -1,10 +1,11 @@
 """How a chunk of pages travels between an engine's slots and the store: through a buffer of ours, or
 straight from and to the node's memory.
 
-    BufferCarrier   slots <-> page buffer of the lane <-> client's put and get        any wire
+    BufferCarrier   slots <-> page buffer of the lane <-> client's put and get        any wire; pages that are sealed
     ArenaCarrier    slots <-> the node's slots, mapped here                           shared memory
 
-Both save and load the same bytes. A chunk is loaded in order and only as far as its pages are intact.
+A keyed namespace's pages are sealed and checked in the buffer: in the node's memory others could change them before
+or after. Both save and load the same bytes. A chunk is loaded in order and only as far as its pages are intact.
 """
 
 import concurrent.futures

@@ -1,7 +1,8 @@
 """What a save or a load hands to the engine, and what becomes of it."""
 
 import concurrent.futures
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class LoadJob:
 
 @dataclass
 class AgentStats:
-    """Counts since the agent was made."""
+    """Counts since the agent was made. `pages_forged`: of a keyed namespace, without its seal; of the agent's client,
+    which may be shared."""
 
     lookups: int = 0
     lookups_failed: int = 0
@@ -54,3 +56,22 @@ class AgentStats:
     loads: int = 0
     loads_failed: int = 0
     pages_loaded: int = 0
+    pages_forged: int = 0
+
+
+class AgentCounts:
+    """Those of `AgentStats` as they grow. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = AgentStats()
+
+    def add(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._stats, name, getattr(self._stats, name) + count)
+
+    def now(self, **others: int) -> AgentStats:
+        """A copy; `others` are counted elsewhere."""
+        with self._lock:
+            return replace(self._stats, **others)

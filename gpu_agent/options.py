@@ -12,19 +12,21 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gpu_agent.config import AgentConfig
-from kvstore.config import ClientConfig, check_settings, load, setting
+from kvstore.config import ClientConfig, PageKeyConfig, check_settings, load, setting
 from kvstore.credentials import DEFAULT_TENANT, tenant_of
 from kvstore.errors import ConfigError
 from kvstore.keys import TEXT_NBYTES_MAX, Namespace
 from kvstore.layout import PageLayout
+from kvstore.page_keys import page_keys
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Whose pages, of which weights. Environment: KVSTORE_TENANT, KVSTORE_MODEL, ..."""
+class Identity(PageKeyConfig):
+    """Whose pages, of which weights, sealed with which key. Environment: KVSTORE_TENANT, KVSTORE_MODEL, ..."""
 
     tenant: str = setting(DEFAULT_TENANT, "pages of other tenants are never seen; that of the token, if there is one")
     model: str = setting("", "name of the weights to everyone who shares the store; empty: the engine's name for them")
@@ -34,6 +36,12 @@ class Identity:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @cached_property
+    def key_id(self) -> str:
+        """Of the key that pages are sealed with, if one is set. Raises ConfigError."""
+        keys = page_keys(self)
+        return keys.key_id if keys else ""
 
     def namespace(self, layout: PageLayout, facts: str, **shard: int) -> Namespace:
         """The namespace of one shard (`tp_rank`, `tp_size`, ...); `facts` are the engine's, of `facts_text`."""
@@ -45,6 +53,7 @@ class Identity:
             revision=self.revision,
             salt=salt,
             epoch=self.epoch,
+            key_id=self.key_id,
             **shard,
         )
 
@@ -69,6 +78,11 @@ def read_options(
     unknown = sorted(set(values) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r} for the store; known are {', '.join(sorted(known))}")
+    secrets = {field.name for field in dataclasses.fields(ClientConfig) if field.metadata.get("secret")}
+    for name in sorted(secrets & set(values)):
+        raise ConfigError(
+            f"{name} is a secret, and everybody on the host can read an engine's arguments; set KVSTORE_{name.upper()}"
+        )
     return Options(
         identity_of(values),
         load(ClientConfig, "KVSTORE", values, defaults=defaults),

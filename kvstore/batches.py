@@ -48,7 +48,7 @@ def keyed_replies(
     link: Link, op: str, message: Any, namespace: Namespace, prefix_hashes: Sequence[bytes], deadline: Deadline
 ) -> list[Any]:
     """Replies of a request per key, one for each batch. `message`: makes the request."""
-    step = batch_pages_max(namespace.layout.page_nbytes if op == "verify" else 0, link.limits)
+    step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, link.limits)
     replies: list[Any] = []
     for start in range(0, len(prefix_hashes), step):
         request = message(namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step])
@@ -73,7 +73,7 @@ def put_request(namespace: Namespace, prefix_hashes: Sequence[bytes], keep: Keep
     return pb.PutRequest(
         namespace=namespace.digest,
         prefix_hashes=prefix_hashes,
-        page_nbytes=namespace.layout.page_nbytes,
+        page_nbytes=namespace.stored_nbytes,
         ttl_ms=max(0, round(keep.ttl_s * 1000)),
         durable=keep.durable,
         ack_all=keep.ack == ACK_ALL,

@@ -132,12 +132,17 @@ def checksum(data: memoryview | bytes, seed: int) -> bytes:
     return root(leaves(data), seed)
 
 
-def joined_checksum(parts: Iterable[memoryview], nbytes: int, seed: int) -> bytes:
-    """`checksum` of the parts' concatenation, of `nbytes` bytes, which is not made."""
+def joined_leaves(parts: Iterable[memoryview], nbytes: int) -> bytes:
+    """`leaves` of the parts' concatenation, of `nbytes` bytes, which is not made."""
     running = Leaves(nbytes)
     for part in parts:
         running.update(part)
-    return root(running.digest(), seed)
+    return running.digest()
+
+
+def joined_checksum(parts: Iterable[memoryview], nbytes: int, seed: int) -> bytes:
+    """`checksum` of the same."""
+    return root(joined_leaves(parts, nbytes), seed)
 
 
 def running_digest() -> "xxhash.xxh3_128":

@@ -8,7 +8,6 @@ checksum, and a page that could not be stored are values; errors mean the node c
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,22 +25,28 @@ from kvstore.batches import (
 from kvstore.buffers import byte_views, copy
 from kvstore.calls import Wanted, get_pages, put_pages
 from kvstore.cluster.fan_out import Places, check_knows_members, chosen
+from kvstore.cluster.spread import ELSEWHERE
+from kvstore.complaints import Complaints
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    Unavailable,
+)
 from kvstore.keys import Namespace, check_prefix_hashes
 from kvstore.layout import ByteRange
 from kvstore.link import Link
-from kvstore.log_rate import LogRate
 from kvstore.management import PREFIX_HASHES_MAX, Management
+from kvstore.page_keys import page_keys
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult
 from kvstore.results import PutOutcome as PutOutcome
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
 from kvstore.wires.shm import ShmWire
 
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
 Result = TypeVar("Result")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # what a put's promise holds for
@@ -52,11 +57,17 @@ class Client(Management):
 
     def __init__(self, config: ClientConfig | None = None) -> None:
         super().__init__(config or client_config())
-        self._corrupt_pages = 0
+        self._page_keys = page_keys(self.config)
+        self._complaints = Complaints()
 
     @property
     def stats(self) -> ClientStats:
-        return ClientStats(*self._fan_out.nodes.counts, self._corrupt_pages)
+        return ClientStats(*self._fan_out.nodes.counts, self._complaints.corrupt_pages, self._complaints.forged_pages)
+
+    @property
+    def key_id(self) -> str:
+        """Of the key that this client seals pages with, for a `Namespace`; empty: it has none."""
+        return self._page_keys.key_id if self._page_keys else ""
 
     @property
     def wire_name(self) -> str:
@@ -112,15 +123,17 @@ class Client(Management):
 
         `pages`: buffers of exactly `layout.page_nbytes` bytes each. Give the whole chain, head
         first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept,
-        and Exhausted for a durable put whose pages are visible but not safe.
+        and Exhausted for a durable put whose pages are visible but not safe. Here and in gets, ConfigError for a
+        namespace that is keyed with another key than this client has.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = byte_views(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
+        key = self._key(namespace)
 
         def near(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
             try:
-                return put_pages(link, namespace, prefix_hashes, views, keep, deadline)
+                return put_pages(link, namespace, prefix_hashes, views, keep, deadline, key)
             except InvalidRequest as error:
                 if not keep.durable:
                     raise
@@ -147,13 +160,15 @@ class Client(Management):
         deadline: Deadline,
     ) -> list[PutOutcome]:
         """Where there is no near node, or it did not do what was promised; or at the node that is alone."""
+        key = self._key(namespace)
         full: dict[int, Exhausted] = {}  # what an owner answered that has no room or could not promise, by place
 
         def ask(link: Link, deadline: Deadline, places: Places) -> list[PutOutcome]:
             try:
                 if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
                     check_knows_members(link)
-                return put_pages(link, namespace, chosen(prefix_hashes, places), chosen(views, places), keep, deadline)
+                hashes, pages = chosen(prefix_hashes, places), chosen(views, places)
+                return put_pages(link, namespace, hashes, pages, keep, deadline, key)
             except Exhausted as error:
                 if error.answered:
                     full.update(dict.fromkeys(places, error))
@@ -180,13 +195,15 @@ class Client(Management):
         prefix: bool = False,
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Reads pages into the callers' buffers; True for each that is there and intact.
+        """Reads pages into the callers' buffers; True for each that is there, intact and, if the namespace is keyed,
+        sealed by who has the key.
 
         `buffers`: writable, `layout.page_nbytes` bytes each; those of misses hold nothing of
         meaning afterwards. `prefix` stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
-        return self._get(namespace, prefix_hashes, buffers, Wanted(whole, prefix), timeout_s)
+        wanted = Wanted(whole, prefix, key=self._key(namespace))
+        return self._get(namespace, prefix_hashes, buffers, wanted, timeout_s)
 
     def get_ranges(
         self,
@@ -199,11 +216,12 @@ class Client(Management):
         """Like `get` for parts of each page: for a layer, `ranges=layout.layer_ranges(layer)`.
 
         A buffer takes the ranges one after the other. The node checks the parts of the page in which they
-        lie (`kvstore.checksum.cuts`) before it sends them.
+        lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it sends all of these parts.
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
-        return self._get(namespace, prefix_hashes, buffers, Wanted(tuple(ranges), False), timeout_s)
+        wanted = Wanted(tuple(ranges), False, key=self._key(namespace))
+        return self._get(namespace, prefix_hashes, buffers, wanted, timeout_s)
 
     def _get(
         self,
@@ -220,6 +238,7 @@ class Client(Management):
         deadline = self._deadline(timeout_s)
         view = self._fan_out.nodes.found(deadline)
         several = view is not None and (view.replicas > 1 or not view.settled)
+        forged: set[bytes] = set()
         # What is missing at one member may be at another: no member knows where the prefix ends.
         asked = replace(wanted, prefix=False) if several else wanted
 
@@ -227,10 +246,10 @@ class Client(Management):
             link: Link, deadline: Deadline, places: Places, into: Sequence[memoryview], asked: Wanted = asked
         ) -> list[bool]:
             hashes = chosen(prefix_hashes, places)
-            hits, corrupt = get_pages(link, namespace, hashes, into, asked, deadline)
-            if corrupt:
-                self._report_corrupt(link, namespace, corrupt, deadline)
-            return hits
+            found = get_pages(link, namespace, hashes, into, asked, deadline)
+            forged.update(found.forged)
+            self._complaints.about(found, link, namespace, deadline)
+            return found.hits
 
         def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
             return read(link, deadline, places, chosen(views, places))
@@ -246,7 +265,18 @@ class Client(Management):
             return [view if hit else None for view, hit in zip(apart, hits, strict=True)]
 
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
-        if hits is None and several and self.config.hedge_s:
+        if hits is not None and forged:  # it may have them from one owner, and another have the page
+            left = [place for place, hit in enumerate(hits) if not hit and prefix_hashes[place] in forged]
+
+            def ask_again(link: Link, deadline: Deadline, places: Places) -> list[bool]:
+                return ask(link, deadline, chosen(left, places))
+
+            with contextlib.suppress(*ELSEWHERE):
+                hashes = chosen(prefix_hashes, left)
+                again = self._fan_out.per_key(ask_again, namespace, hashes, not_, False, deadline)
+                for place, hit in zip(left, again, strict=True):
+                    hits[place] = hit
+        elif hits is None and several and self.config.hedge_s:
             found = self._fan_out.hedged(ask_apart, namespace, prefix_hashes, not_, None, deadline)
             for view_, page in zip(views, found, strict=True):
                 if page is not None:
@@ -257,20 +287,18 @@ class Client(Management):
         length = leading(hits) if wanted.prefix else len(hits)
         return hits[:length] + [False] * (len(views) - length)
 
-    def _report_corrupt(self, link: Link, namespace: Namespace, prefix_hashes: list[bytes], deadline: Deadline) -> None:
-        """The node checks its copies and drops bad ones; whatever it says, this read is a miss."""
-        self._corrupt_pages += len(prefix_hashes)
-        log.error(
-            "%d pages of namespace %s did not match their checksum; treated as misses",
-            len(prefix_hashes),
-            namespace.digest.hex(),
-        )
-        try:
-            distinct = list(dict.fromkeys(prefix_hashes))
-            request = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=distinct)
-            link.control.call("verify", request, deadline)
-        except KVStoreError as error:
-            log.warning("could not report corrupt pages: %s", error)
+    def _key(self, namespace: Namespace) -> bytes | None:
+        """With which its pages are sealed; None: they are not. Raises ConfigError if another key than this client's
+        was meant."""
+        if not namespace.key_id:
+            return None
+        if self._page_keys is None or self._page_keys.key_id != namespace.key_id:
+            own = f"has {self.key_id}" if self._page_keys else "has none"
+            raise ConfigError(
+                f"namespace {namespace.digest.hex()[:12]} is keyed: its pages are sealed with the key "
+                f"{namespace.key_id}, and this client {own}; set KVSTORE_PAGE_KEY_FILE to the file with that key"
+            )
+        return self._page_keys.of(namespace.digest)
 
     # ---- pages in place ------------------------------------------------------------------
 
@@ -286,7 +314,8 @@ class Client(Management):
 
         At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
         connection of its own; `timeout_s` covers all of it up to the commit. A near node that does not answer
-        leaves half of it.
+        leaves half of it. Raises InvalidRequest for a keyed namespace too: who maps the node's memory could change a
+        page between its check and its use, or before its seal is made, so that is done in memory of the caller's.
         """
         until = self._deadline(timeout_s)
 
@@ -309,13 +338,13 @@ class Client(Management):
             request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=prefix_hashes, prefix_only=prefix)
             if self._fan_out.nodes.view is not None:
                 request.near, request.wait_ms = True, near_wait_ms(deadline)
-            return wire.acquiring(request, namespace.layout.page_nbytes, deadline)
+            return wire.acquiring(request, namespace.stored_nbytes, deadline)
 
         return self._in_place(enter, namespace, self._deadline(timeout_s))
 
     def batch_pages_max(self, namespace: Namespace, timeout_s: float | None = None) -> int:
         """Pages of this namespace that one `open_put` or `open_get` may ask for."""
-        nbytes = namespace.layout.page_nbytes
+        nbytes = namespace.stored_nbytes
         deadline = self._deadline(timeout_s)
         return self._fan_out.in_place(
             lambda link, _: batch_pages_max(nbytes, link.limits), namespace, deadline, "batch_pages_max"
@@ -328,6 +357,11 @@ class Client(Management):
         namespace: Namespace,
         deadline: Deadline,
     ) -> Iterator[Slots]:
+        if namespace.key_id:
+            raise InvalidRequest(
+                "pages of a keyed namespace are sealed and checked in memory of one's own: put and get"
+            )
+
         def run(link: Link, deadline: Deadline) -> tuple[Slots, contextlib.ExitStack]:
             if not isinstance(link.wire, ShmWire):
                 raise InvalidRequest(f"the {link.wire.name} wire maps no memory of the node; use put and get")

@@ -180,8 +180,16 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageKeyConfig:
+    """The secret with which this process seals pages and knows them again, if it has one (`kvstore.page_keys`)."""
+
+    page_key_file: str = setting("", "file with the secret that pages are sealed with, 64 hex digits; empty: none")
+    page_key: str = secret("the same secret itself")
+
+
 @dataclass(frozen=True)
-class ClientConfig:
+class ClientConfig(PageKeyConfig):
     """How a client talks to a node. Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ..."""
 
     address: str = setting(

@@ -10,6 +10,7 @@ Byte-exact definitions: docs/FORMAT.md, "Keys".
 """
 
 import hashlib
+import re
 import struct
 import sys
 from array import array
@@ -19,6 +20,7 @@ from functools import cached_property
 
 from kvstore.errors import InvalidRequest, UnknownNamespace
 from kvstore.layout import PageLayout
+from kvstore.seals import seal_nbytes
 
 NAMESPACE_DIGEST_NBYTES = 16
 REMOVAL_NBYTES = 16  # of the name by which members of a cluster know the removal of a namespace
@@ -26,6 +28,7 @@ PREFIX_HASH_NBYTES_MIN = 16  # shorter digests collide within a large fleet's li
 PREFIX_HASH_NBYTES_MAX = 64
 TEXT_NBYTES_MAX = 1024  # each text field of a namespace
 _U32_MAX = 2**32 - 1
+_KEY_ID = re.compile(r"([0-9a-f]{16})?\Z")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Namespace:
 
     Two namespaces that differ in any field have different digests and never hit each other.
     `salt` takes what no other field covers: LoRA, cache salt, static quantisation scales, the
-    engine's own layout generation. `epoch` is raised after a weight update under the same name.
+    engine's own layout generation. `epoch` is raised after a weight update under the same name. `key_id` says
+    with which key pages are sealed (`kvstore.seals.PageKeys.key_id`); empty: they are not.
     """
 
     model: str
@@ -49,6 +53,7 @@ class Namespace:
     cp_size: int = 1
     salt: str = ""
     epoch: int = field(default=0)
+    key_id: str = ""
 
     def __post_init__(self) -> None:
         for name in ("tenant", "model"):
@@ -65,12 +70,20 @@ class Namespace:
                 )
         if not 0 <= self.epoch < 1 << 64:
             raise InvalidRequest(f"namespace: epoch {self.epoch} is not in 0..2^64-1")
+        if not _KEY_ID.match(self.key_id):
+            raise InvalidRequest(f"namespace: key_id {self.key_id[:32]!r} is not 16 hex digits, nor empty")
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Of a page as wires move it and nodes keep it: its bytes and, if the namespace is keyed, its seal."""
+        nbytes = self.layout.page_nbytes
+        return nbytes + seal_nbytes(nbytes) if self.key_id else nbytes
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes: the start of SHA-256 over all fields in alphabetical order."""
+        """16 bytes: the start of SHA-256 over all fields in alphabetical order, without `key_id` if it is empty."""
         sha = hashlib.sha256(b"kvstore-namespace-1\0")
-        for name in sorted(f.name for f in fields(self)):
+        for name in sorted(f.name for f in fields(self) if self.key_id or f.name != "key_id"):
             value = getattr(self, name)
             data = value.fingerprint if isinstance(value, PageLayout) else str(value).encode()
             sha.update(struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data)

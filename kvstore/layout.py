@@ -11,6 +11,7 @@ than `page_nbytes`; nobody compares a layout's name.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,3 +215,20 @@ def opaque_layout(page_nbytes: int, page_tokens: int = 1) -> PageLayout:
     """A page of `page_nbytes` bytes that nobody looks into: for tools, traces and benchmarks."""
     plane = Plane("bytes", "uint8", (page_nbytes,), unit_tokens=page_tokens)
     return PageLayout(page_tokens, (LayerGroup("opaque", (0,), (plane,)),))
+
+
+def check_ranges(ranges: Sequence[tuple[int, int]], page_nbytes: int) -> None:
+    """Of a get: (offset, nbytes), in any order, but each byte once, so that what is returned is bounded by its pages.
+    Raises InvalidRequest."""
+    end = 0
+    ordered = True
+    for offset, nbytes in ranges:
+        if not nbytes or offset + nbytes > page_nbytes:
+            raise InvalidRequest(f"range {offset}+{nbytes} is empty or leaves the page of {page_nbytes} bytes")
+        ordered = ordered and offset >= end
+        end = offset + nbytes
+    if not ordered:
+        in_order = sorted(ranges)
+        for (offset, nbytes), (following, _) in itertools.pairwise(in_order):
+            if offset + nbytes > following:
+                raise InvalidRequest(f"range {offset}+{nbytes} overlaps the one at {following}; ask for a byte once")

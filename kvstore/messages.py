@@ -20,6 +20,7 @@ _SCALARS = (
     "cp_size",
     "salt",
     "epoch",
+    "key_id",
 )
 
 

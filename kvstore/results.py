@@ -67,8 +67,9 @@ class VerifyResult(NamedTuple):
 
 
 class ClientStats(NamedTuple):
-    """Counts since the client was made."""
+    """Counts since the client was made. `forged_pages`: that matched their checksum and had not their seal."""
 
     connects: int
     failures: int
     corrupt_pages: int
+    forged_pages: int = 0

@@ -62,6 +62,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("link.py",),
         ("batches.py",),
         ("calls.py", "cluster/"),
+        ("complaints.py",),
         ("management.py",),
         ("client.py",),
         ("__init__.py",),

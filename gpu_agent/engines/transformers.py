@@ -47,7 +47,7 @@ class TransformersAdapter:
         page_tokens: int = PAGE_TOKENS,
         config: AgentConfig | None = None,
     ) -> None:
-        self.namespace = namespace_of(model, name, revision, page_tokens)
+        self.namespace = namespace_of(model, name, revision, page_tokens, client.key_id)
         self._model: Any = model
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
@@ -132,12 +132,14 @@ class TransformersAdapter:
         return KVPool(self.namespace.layout, tensors)
 
 
-def namespace_of(model: Any, name: str, revision: str | None, page_tokens: int = PAGE_TOKENS) -> Namespace:
+def namespace_of(
+    model: Any, name: str, revision: str | None, page_tokens: int = PAGE_TOKENS, key_id: str = ""
+) -> Namespace:
     """Of a model's KV. Raises InvalidRequest if it can not be stored."""
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise InvalidRequest(f"the model caches with {type(layer).__name__}; only full attention can be stored")
-    return model_namespace(model, name, revision, page_tokens)
+    return model_namespace(model, name, revision, page_tokens, key_id)
 
 
 def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

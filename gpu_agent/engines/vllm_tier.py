@@ -57,6 +57,7 @@ _COUNTERS = {
     "pages_existing": "Pages to store that were stored already.",
     "pages_dropped": "Pages to store that were not: the store failed, was too slow or full.",
     "pages_loaded": "Pages that reached the CPU tier intact.",
+    "pages_forged": "Pages of a keyed namespace without its seal: misses.",
     "loads_failed": "Loads that ended early because the store failed or was too slow.",
 }
 

@@ -18,9 +18,10 @@ from kvstore.layout import LayerGroup, PageLayout, Plane
 KV_GROUP = "attention"
 
 
-def model_namespace(model: Any, name: str, revision: str | None, page_tokens: int) -> Namespace:
+def model_namespace(model: Any, name: str, revision: str | None, page_tokens: int, key_id: str = "") -> Namespace:
     """Namespace and layout of a model's KV; its configuration's digest is the salt. Without a revision the weights
-    are digested. Raises InvalidRequest for a model whose KV does not follow from its tokens alone."""
+    are digested. `key_id`: of the key that its pages are sealed with. Raises InvalidRequest for a model whose KV does
+    not follow from its tokens alone."""
     check_model(model)
     text: Any = model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -30,7 +31,7 @@ def model_namespace(model: Any, name: str, revision: str | None, page_tokens: in
     layout = PageLayout(page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),))
     facts = facts_text("transformers", config=config_digest(model.config.to_dict()))
     revision = weights_digest(model) if revision is None else revision
-    return Namespace(model=name, layout=layout, revision=revision, salt=facts)
+    return Namespace(model=name, layout=layout, revision=revision, salt=facts, key_id=key_id)
 
 
 def check_model(model: Any) -> None:

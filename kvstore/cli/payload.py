@@ -55,7 +55,8 @@ def get(
     """Read pages. Their checksums are verified.
 
     Several pages follow one another. Exit 1 if one is missing, or if the node finds its own copy damaged
-    and drops it, 5 if one arrives with other bytes than were stored.
+    and drops it, 5 if one arrives with other bytes than were stored. Those of a keyed namespace need its key:
+    set KVSTORE_PAGE_KEY_FILE.
 
     With --json or --decode the bytes themselves go to FILE only.
 
@@ -128,9 +129,12 @@ def _read(
         else:
             hit = client.get_ranges(space, [prefix_hash], ranges or (), [data])[0]
         if not hit:
-            corrupt = client.stats.corrupt_pages > 0
-            reason = "does not match its checksum" if corrupt else "was evicted, removed, or found damaged meanwhile"
-            code = ExitCode.CORRUPT if corrupt else ExitCode.MISS
+            stats = client.stats
+            reason, code = "was evicted, removed, or found damaged meanwhile", ExitCode.MISS
+            if stats.corrupt_pages:
+                reason, code = "does not match its checksum", ExitCode.CORRUPT
+            elif stats.forged_pages:
+                reason, code = "was made or changed by somebody who has not its key", ExitCode.CORRUPT
             raise Failure(f"page {prefix_hash.hex()} {reason}; the output ends before it", code)
         yield prefix_hash, data
 
@@ -214,9 +218,8 @@ def put(
             count = len(keys) if keys else 1
             if len(data) % count:
                 raise InvalidRequest(f"{file} has {len(data)} bytes, which {count} keys can not share evenly")
-            space = Namespace(
-                create_opaque, opaque_layout(len(data) // count, len(ids) if ids else 1), tenant_of(client.config)
-            )
+            layout = opaque_layout(len(data) // count, len(ids) if ids else 1)
+            space = Namespace(create_opaque, layout, tenant_of(client.config), key_id=client.key_id)
         else:
             space, _ = find_namespace(client, namespace, model)
         hashes = [_whole(key) for key in keys or ()] if ids is None else hash_tokens(ids, space.layout.page_tokens)

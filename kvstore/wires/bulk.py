@@ -14,6 +14,7 @@ from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.seals import Seals, pieces, room
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.connections import ConnectionPool, exchange, greeting
 from kvstore.wires.frames import FrameSocket
@@ -71,11 +72,18 @@ class BulkWire:
         return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, good: Good | None = None
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[memoryview],
+        deadline: Deadline,
+        seals: Seals | None = None,
+        good: Good | None = None,
     ) -> list[int]:
         """`good` is told the key of each page that was sent, and the leaves of what was sent: False, and nothing of the
         batch is committed, InvalidRequest."""
-        found = self._shared(request, pages, lambda one, part: self._put(one, pages[part], deadline, good), deadline)
+        found = self._shared(
+            request, pages, lambda one, part: self._put(one, pages[part], deadline, seals, good), deadline
+        )
         failed = [error for _, error in found if isinstance(error, KVStoreError)]
         worse = [error for error in failed if not isinstance(error, Exhausted)]
         if worse or len(failed) == len(found) or (failed and (request.durable or request.ack_all)):
@@ -86,7 +94,12 @@ class BulkWire:
         return verdicts
 
     def _put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, good: Good | None
+        self,
+        request: pb.PutRequest,
+        pages: Sequence[memoryview],
+        deadline: Deadline,
+        seals: Seals | None,
+        good: Good | None,
     ) -> list[int]:
         def talk(connection: FrameSocket) -> list[int]:
             verdicts = list(exchange(connection, "put", request)[0].verdicts)
@@ -97,8 +110,8 @@ class BulkWire:
                 return verdicts
             # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
             # while it is in the cache.
-            connection.send_frame(b"", sum(pages[i].nbytes for i in chosen))
-            leaves = [_send_page(connection, pages[i]) for i in chosen]
+            connection.send_frame(b"", sum(pages[i].nbytes + _nbytes(seals) for i in chosen))
+            leaves = [_send_page(connection, pieces(pages, request.prefix_hashes, i, seals)) for i in chosen]
             said = (
                 [good(request.prefix_hashes[i], some) for i, some in zip(chosen, leaves, strict=True)] if good else []
             )
@@ -110,18 +123,28 @@ class BulkWire:
         return self._pool.talk(deadline, talk)
 
     def get(
-        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[memoryview],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
-        found = self.fetch(request, buffers, seeds, deadline)
+        found = self.fetch(request, buffers, seeds, deadline, seals)
         hits = [page is not None and bool(page.leaves) for page in found]
         return hits, [i for i, page in enumerate(found) if page is not None and not page.leaves]
 
     def fetch(
-        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[memoryview],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> list[Arrived | None]:
-        """The same, with what else is known of each page that is there."""
+        """The same, with what else is known of each page that is there, with its seal if it has to have one."""
         found = self._shared(
-            request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline), deadline
+            request, buffers, lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals), deadline
         )
         arrived = list[Arrived | None]()
         for _, said in found:
@@ -151,7 +174,12 @@ class BulkWire:
         return list(zip(parts, said, strict=True))
 
     def _get(
-        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[memoryview],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None,
     ) -> list[Arrived | None]:
         def talk(connection: FrameSocket) -> list[Arrived | None]:
             reply, payload_nbytes = exchange(connection, "get", request)
@@ -159,7 +187,7 @@ class BulkWire:
             found = [i for i, hit in enumerate(hits) if hit]
             if (
                 len(hits) != len(buffers)
-                or payload_nbytes != sum(buffers[i].nbytes for i in found)
+                or payload_nbytes != sum(buffers[i].nbytes + _nbytes(seals) for i in found)
                 or len(reply.checksums) != len(found)
                 or len(reply.ttls_ms) not in (0, len(found))
             ):
@@ -167,8 +195,11 @@ class BulkWire:
             arrived: list[Arrived | None] = [None] * len(hits)
             ttls_ms = reply.ttls_ms or [0] * len(found)
             for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-                leaves = _recv_page(connection, buffers[i])
-                arrived[i] = Arrived(leaves if root(leaves, seeds[i]) == expected else b"", expected, ttl_ms)
+                buffer, *seal = targets = room(buffers[i], seals)
+                leaves = _recv_page(connection, targets)
+                intact = root(leaves, seeds[i]) == expected
+                if not (intact and seals) or seals.fits(request.prefix_hashes[i], buffer, seal[0]):
+                    arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
             return arrived
 
         return self._pool.talk(deadline, talk)
@@ -226,21 +257,30 @@ def _share(request: Request, part: slice) -> Request:
     return share
 
 
-def _send_page(connection: FrameSocket, page: memoryview) -> bytes:
+def _nbytes(seals: Seals | None) -> int:
+    """That follow each page."""
+    return seals.nbytes if seals else 0
+
+
+def _send_page(connection: FrameSocket, page: Sequence[memoryview]) -> bytes:
     """The leaves of what was sent."""
-    running = Leaves(page.nbytes)
-    for start in range(0, page.nbytes, CHUNK_NBYTES):
-        chunk = page[start : start + CHUNK_NBYTES]
+    running = Leaves(sum(piece.nbytes for piece in page))
+    for chunk in _chunks(page):
         connection.send(chunk)
         running.update(chunk)
     return running.digest()
 
 
-def _recv_page(connection: FrameSocket, buffer: memoryview) -> bytes:
+def _recv_page(connection: FrameSocket, buffers: Sequence[memoryview]) -> bytes:
     """The leaves of what was received."""
-    running = Leaves(buffer.nbytes)
-    for start in range(0, buffer.nbytes, CHUNK_NBYTES):
-        chunk = buffer[start : start + CHUNK_NBYTES]
+    running = Leaves(sum(buffer.nbytes for buffer in buffers))
+    for chunk in _chunks(buffers):
         connection.recv_into(chunk)
         running.update(chunk)
     return running.digest()
+
+
+def _chunks(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    for view in views:
+        for start in range(0, view.nbytes, CHUNK_NBYTES):
+            yield view[start : start + CHUNK_NBYTES]

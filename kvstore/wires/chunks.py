@@ -1,6 +1,6 @@
 """Page bytes in gRPC messages: a run of pages is cut into chunks that know no page borders."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.buffers import copy
 from kvstore.checksum import Leaves
@@ -25,25 +25,26 @@ def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield gathered
 
 
-def fill(views: Iterable[memoryview], chunks: Iterator[memoryview]) -> list[bytes]:
-    """Copies chunks one after the other through the views, and hashes each right behind, while it is in the cache: the
-    leaves of each view. Takes no chunk more than it needs.
+def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
+    """Copies chunks one after the other through the views of each page, and hashes each right behind, while it is in
+    the cache: the leaves of each page. Takes no chunk more than it needs.
 
     Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
     """
     made = []
     rest = empty = memoryview(b"")
-    for view in views:
-        running = Leaves(view.nbytes)
-        while view.nbytes:
-            if not rest.nbytes:
-                rest = next(chunks, empty)
+    for page in pages:
+        running = Leaves(sum(view.nbytes for view in page))
+        for view in page:
+            while view.nbytes:
                 if not rest.nbytes:
-                    raise InvalidRequest(f"page bytes ended early: {view.nbytes} bytes of a page are missing")
-            count = min(rest.nbytes, view.nbytes)
-            copy(view[:count], rest[:count])
-            running.update(view[:count])
-            view, rest = view[count:], rest[count:]
+                    rest = next(chunks, empty)
+                    if not rest.nbytes:
+                        raise InvalidRequest(f"page bytes ended early: {view.nbytes} bytes of a page are missing")
+                count = min(rest.nbytes, view.nbytes)
+                copy(view[:count], rest[:count])
+                running.update(view[:count])
+                view, rest = view[count:], rest[count:]
         made.append(running.digest())
     if rest.nbytes:
         raise InvalidRequest(f"{rest.nbytes} page bytes more than announced")

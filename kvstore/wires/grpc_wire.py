@@ -1,19 +1,20 @@
 """The gRPC wire, client side: works through proxies and from any language; pages cross in chunks."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvstore.checksum import leaves, root
+from kvstore.checksum import joined_leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
 from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.seals import Seals, pieces, room
 from kvstore.wires.chunks import fill, runs
 from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
@@ -78,7 +79,9 @@ class GrpcWire:
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
-    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, seals: Seals | None = None
+    ) -> list[int]:
         outbox = Outbox()
         try:
             with _whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=self._metadata)) as replies:
@@ -87,9 +90,9 @@ class GrpcWire:
                 verdicts = list(next(replies).begin.verdicts)
                 if len(verdicts) != len(pages):
                     raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
-                chosen = [page for page, verdict in zip(pages, verdicts, strict=True) if verdict == pb.WRITE]
+                chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if chosen:
-                    _send(chosen, outbox)
+                    _send((pieces(pages, request.prefix_hashes, i, seals) for i in chosen), outbox)
                 outbox.end()
                 if chosen:
                     next(replies)  # of the commit
@@ -104,7 +107,12 @@ class GrpcWire:
             outbox.end()  # gRPC's sending thread waits there; it must not stay
 
     def get(
-        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[memoryview],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
         try:
             with _whole(self._get(request, timeout=deadline.remaining(), metadata=self._metadata)) as frames:
@@ -113,18 +121,21 @@ class GrpcWire:
                 found = [i for i, hit in enumerate(hits) if hit]
                 if len(hits) != len(buffers) or len(begin.checksums) != len(found):
                     raise ProtocolError("the reply to a get does not fit its request")
-                made = fill([buffers[i] for i in found], map(_page_bytes, frames))
+                targets = [room(buffers[i], seals) for i in found]
+                made = fill(targets, map(_page_bytes, frames))
                 if next(frames, None) is not None:
                     raise ProtocolError("the node sent more page bytes than it announced")
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
         except (StopIteration, InvalidRequest, DecodeError) as error:
             raise ProtocolError(f"the node's answer to a get is incomplete: {error}") from error
-        corrupt = [
-            i for i, of, expected in zip(found, made, begin.checksums, strict=True) if root(of, seeds[i]) != expected
-        ]
-        for i in corrupt:
-            hits[i] = False
+        corrupt = []
+        for i, target, of, expected in zip(found, targets, made, begin.checksums, strict=True):
+            if root(of, seeds[i]) != expected:
+                hits[i] = False
+                corrupt.append(i)
+            elif seals:
+                hits[i] = seals.fits(request.prefix_hashes[i], *target)
         return hits, corrupt
 
     def follow(self, number: int, seconds: float) -> "Followed":
@@ -159,14 +170,14 @@ class Followed:
         self._views.cancel()
 
 
-def _send(pages: list[memoryview], outbox: Outbox) -> None:
-    """The pages in chunks, each page hashed right behind its last one, then the commit."""
+def _send(pages: Iterable[Sequence[memoryview]], outbox: Outbox) -> None:
+    """The pages, of one or more pieces, in chunks, each page hashed right behind its last one, then the commit."""
     made = []
 
     def hashed() -> Iterator[memoryview]:
         for page in pages:
-            yield page
-            made.append(leaves(page))
+            yield from page
+            made.append(joined_leaves(page, sum(piece.nbytes for piece in page)))
 
     if all(outbox.put(chunk_frame(run)) for run in runs(hashed())):
         outbox.put(pb.PutFrame(commit=pb.CommitRequest(leaves=made)).SerializeToString())

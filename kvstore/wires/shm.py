@@ -25,6 +25,7 @@ from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.seals import Seals, pieces, room
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
@@ -131,12 +132,15 @@ class ShmWire:
 
     # ---- with the caller's buffers -------------------------------------------------------
 
-    def put(self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline) -> list[int]:
+    def put(
+        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, seals: Seals | None = None
+    ) -> list[int]:
         with self.reserving(request, deadline) as reserved:
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
 
             def write(number: int) -> bytes:
-                return _write_page(reserved.pages[number], pages[chosen[number]])
+                i = chosen[number]
+                return _write_page(reserved.pages[number], pieces(pages, request.prefix_hashes, i, seals))
 
             leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
             if chosen:
@@ -144,17 +148,26 @@ class ShmWire:
             return reserved.verdicts
 
     def get(
-        self, request: pb.GetRequest, buffers: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+        self,
+        request: pb.GetRequest,
+        buffers: Sequence[memoryview],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
-        nbytes = max(map(len, buffers), default=0)
-        count = max(1, len(request.ranges))  # of the pieces of each hit
+        nbytes = max(map(len, buffers), default=0) + (seals.nbytes if seals else 0)
+        count = max(1, len(request.ranges))  # of the parts of each hit
         with self.acquiring(request, nbytes, deadline) as acquired:
             hits = acquired.hits
             found = [i for i, hit in enumerate(hits) if hit]
 
             def read(number: int) -> bool:
-                i, pieces = found[number], acquired.pages[number * count : (number + 1) * count]
-                return root(_read_page(buffers[i], pieces), seeds[i]) == acquired.checksums[number]
+                i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
+                buffer, *seal = targets = room(buffers[i], seals)
+                intact = root(_read_page(targets, parts), seeds[i]) == acquired.checksums[number]
+                if intact and seals and not seals.fits(request.prefix_hashes[i], buffer, seal[0]):
+                    hits[i] = False
+                return intact
 
             intact = self._each(read, len(found), nbytes, deadline)
             corrupt = [i for i, good in zip(found, intact, strict=True) if not good]
@@ -278,23 +291,33 @@ class _Pace:
 _pace = _Pace()
 
 
-def _write_page(slot: memoryview, page: memoryview) -> bytes:
-    """Copies a page and hashes the caller's bytes. Returns their leaves."""
-    running = Leaves(page.nbytes)
-    _copy_hashed(slot, page, page, running)
+def _write_page(slot: memoryview, page: Sequence[memoryview]) -> bytes:
+    """Copies the pieces of a page and hashes the caller's bytes. Returns their leaves."""
+    running = Leaves(sum(piece.nbytes for piece in page))
+    for target, piece in _meeting([slot], page):
+        _copy_hashed(target, piece, piece, running)
     return running.digest()
 
 
-def _read_page(buffer: memoryview, parts: Sequence[memoryview]) -> bytes:
+def _read_page(buffers: Sequence[memoryview], parts: Sequence[memoryview]) -> bytes:
     """Copies the parts one after the other and hashes the copy: that, not the slot, is what the caller
     is going to use. Returns its leaves."""
-    running = Leaves(buffer.nbytes)
-    position = 0
-    for part in parts:
-        target = buffer[position : position + part.nbytes]
+    running = Leaves(sum(buffer.nbytes for buffer in buffers))
+    for target, part in _meeting(buffers, parts):
         _copy_hashed(target, part, target, running)
-        position += part.nbytes
     return running.digest()
+
+
+def _meeting(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Runs of bytes in both, of the same length, in order."""
+    target, *targets = targets
+    for source in sources:
+        while source.nbytes:
+            if not target.nbytes:
+                target, *targets = targets
+            count = min(target.nbytes, source.nbytes)
+            yield target[:count], source[:count]
+            target, source = target[count:], source[count:]
 
 
 def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:

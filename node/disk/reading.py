@@ -148,7 +148,7 @@ class Reading:
         record, space, prefix_hash, place, expected = borrowed
         with self._reads.of(record) as read:
             try:
-                found = read.leaves(self._files, place, space.layout.page_nbytes)
+                found = read.leaves(self._files, place, space.stored_nbytes)
             except OSError as error:
                 self._blame("reading", error)
                 raise

@@ -252,7 +252,7 @@ class Couriers:
             )
             views = [self._view(pages[key].offset, nbytes) for key in keys[part]]
             try:
-                verdicts = link.wire.put(request, views, deadline, good)
+                verdicts = link.wire.put(request, views, deadline, good=good)
             except REFUSED:
                 if not taken and not any(map(_gone, pages.values())):
                     raise

@@ -139,7 +139,7 @@ class Elsewhere:
 
         def fill(link: Link, places: Sequence[int], limit: Deadline) -> None:
             places = [place for place in places if place not in done]  # the link may have been made anew
-            nbytes = found.namespace.layout.page_nbytes
+            nbytes = found.namespace.stored_nbytes
             step = min(batch_pages_max(nbytes, link.limits), max(1, FETCHED_NBYTES // nbytes))
             for start in range(0, len(places), step):
                 if gone():
@@ -153,7 +153,7 @@ class Elsewhere:
             spread([found.routes[page.prefix_hash] for page in pages], ask, self._abreast.run, not_, False, deadline)
         with self._lock:
             self.pages_fetched += len(done)
-            self.nbytes_fetched += len(done) * found.namespace.layout.page_nbytes
+            self.nbytes_fetched += len(done) * found.namespace.stored_nbytes
             self.pages_fetch_failed += len(pages) - len(done)
 
     def _receive(
@@ -161,7 +161,7 @@ class Elsewhere:
     ) -> list[int]:
         """Of the pages at these places, those that came. The member is told of what does not match its checksum."""
         hashes = [pages[place].prefix_hash for place in places]
-        slots = [self._view(pages[place].offset, namespace.layout.page_nbytes) for place in places]
+        slots = [self._view(pages[place].offset, namespace.stored_nbytes) for place in places]
         request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes)
         arrived = cast(BulkWire, link.wire).fetch(request, slots, key_seeds(namespace, hashes), limit)
         if corrupt := [h for h, page in zip(hashes, arrived, strict=True) if page is not None and not page.leaves]:

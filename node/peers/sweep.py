@@ -242,7 +242,7 @@ class Sweep:
 
     def _get(self, member: str, namespace: Namespace, pages: Sequence[Page]) -> list[Arrived | None]:
         """In as many requests as the other one's limits ask for."""
-        hashes, nbytes = [page.prefix_hash for page in pages], namespace.layout.page_nbytes
+        hashes, nbytes = [page.prefix_hash for page in pages], namespace.stored_nbytes
         views = [self._view(page.offset, nbytes) for page in pages]
         seeds = key_seeds(namespace, hashes)
 

@@ -28,7 +28,7 @@ class NamespaceIndex:
         self.account = account
         self.peer = peer  # who opened it: it counts to its share; nobody's if it was restored from disk
         self.digest = value.digest
-        self.page_nbytes = value.layout.page_nbytes
+        self.page_nbytes = value.stored_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
         self.pages: dict[bytes, Page] = {}
         self._peak_count = 0
@@ -88,16 +88,16 @@ class Namespaces:
             raise LayoutMismatch(
                 f"namespace digest {shown(digest)} does not belong to this description, whose digest is "
                 f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
-                f"{value.layout.page_nbytes} bytes a page); compute it from the same layout"
+                f"{value.stored_nbytes} bytes a page); compute it from the same layout"
             )
         known = self._by_digest.get(digest)
         if known is not None:
             if known.value != value:
                 raise LayoutMismatch(f"namespace {digest.hex()} is registered with another layout or identity")
             return known, False
-        if value.layout.page_nbytes > self._page_nbytes_max:
+        if value.stored_nbytes > self._page_nbytes_max:
             raise InvalidRequest(
-                f"a page of this layout has {value.layout.page_nbytes} bytes, this node takes at most "
+                f"a page of this layout has {value.stored_nbytes} bytes, this node takes at most "
                 f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
             )
         index = NamespaceIndex(value, self.account_of(value.tenant), peer)

@@ -12,6 +12,7 @@ from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, speaks
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes
+from kvstore.layout import check_ranges
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import EVERYBODY, THE_NODE, Caller
@@ -39,7 +40,6 @@ from node.serve.limits import (
 )
 from node.serve.near import Near
 from node.serve.promises import Promises
-from node.serve.ranges import check_ranges
 from node.serve.replies import in_range
 from node.serve.requests import Requests
 from node.serve.scopes import scoped

@@ -23,7 +23,7 @@ def test_what_is_cut_is_filled_again_and_hashed(sizes: list[int]) -> None:
     assert all(len(chunk) == GRPC_CHUNK_NBYTES for chunk in chunks[:-1])
     assert 0 < len(chunks[-1]) <= GRPC_CHUNK_NBYTES
     buffers = [bytearray(size) for size in sizes]
-    made = fill((memoryview(buffer) for buffer in buffers), map(memoryview, chunks))
+    made = fill(([memoryview(buffer)] for buffer in buffers), map(memoryview, chunks))
     assert buffers == pages
     assert made == [leaves(page) for page in pages]
 
@@ -37,18 +37,18 @@ def test_what_is_hashed_is_what_lies_in_the_callers_memory(monkeypatch: pytest.M
 
     monkeypatch.setattr("kvstore.wires.chunks.copy", wrong)
     buffer = bytearray(4)
-    assert fill([memoryview(buffer)], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
+    assert fill([[memoryview(buffer)]], iter([memoryview(b"abcd")])) == [leaves(buffer)] != [leaves(b"abcd")]
 
 
 def test_chunks_may_be_cut_anywhere() -> None:
     buffers = [bytearray(4), bytearray(4)]
-    fill(map(memoryview, buffers), map(memoryview, [b"a", b"bcdef", b"gh"]))
+    fill(([memoryview(buffer)] for buffer in buffers), map(memoryview, [b"a", b"bcdef", b"gh"]))
     assert buffers == [b"abcd", b"efgh"]
 
 
 def test_no_chunk_is_taken_that_is_not_needed() -> None:
     chunks = map(memoryview, [b"abcd", b"next"])
-    fill([memoryview(bytearray(4))], chunks)
+    fill([[memoryview(bytearray(4))]], chunks)
     assert next(chunks) == b"next"
 
 
@@ -63,7 +63,7 @@ def test_no_chunk_is_taken_that_is_not_needed() -> None:
 )
 def test_a_wrong_number_of_bytes_is_refused(chunks: list[bytes], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
-        fill([memoryview(bytearray(4))], map(memoryview, chunks))
+        fill([[memoryview(bytearray(4))]], map(memoryview, chunks))
 
 
 def test_nothing_is_cut_into_nothing() -> None:
@@ -73,4 +73,4 @@ def test_nothing_is_cut_into_nothing() -> None:
 
 def test_other_threads_run_while_chunks_are_copied(others_run: Any) -> None:
     chunk, buffer = bytes(8 << 20), memoryview(bytearray(8 << 20))
-    assert others_run(lambda: fill([buffer], iter([memoryview(chunk)])))
+    assert others_run(lambda: fill([[buffer]], iter([memoryview(chunk)])))

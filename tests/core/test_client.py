@@ -12,7 +12,7 @@ import pytest
 import torch
 from log_windows import one_window
 
-import kvstore.client
+import kvstore.complaints
 from kvstore import (
     Client,
     ClientConfig,
@@ -277,11 +277,11 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
 ) -> None:
     with monkeypatch.context() as patch:
         if client.config.wire == "bulk":
-            patch.setattr("kvstore.wires.bulk._send_page", lambda sock, page: sock.send(page) or b"c" * 8)
+            patch.setattr("kvstore.wires.bulk._send_page", lambda sock, page: sock.send(page[0]) or b"c" * 8)
         elif client.config.wire == "shm":
             patch.setattr("kvstore.wires.shm._write_page", lambda slot, page: b"c" * 8)
         else:
-            patch.setattr("kvstore.wires.grpc_wire.leaves", lambda page: b"c" * 8)
+            patch.setattr("kvstore.wires.grpc_wire.joined_leaves", lambda page, nbytes: b"c" * 8)
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]
@@ -296,7 +296,7 @@ def test_a_way_that_damages_every_page_does_not_fill_the_log(
     shared_node: NodeProcess, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The node's copy is intact and stays; each get is a miss."""
-    one_window(kvstore.client.log, monkeypatch)
+    one_window(kvstore.complaints.log, monkeypatch)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as client:
         put(client, namespace, keys_of(1))
         monkeypatch.setattr("kvstore.wires.bulk.root", lambda leaves, seed: b"c" * 16)

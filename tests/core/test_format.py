@@ -13,6 +13,7 @@ import xxhash
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 from kvstore.checksum import checksum, key_seed, leaves
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.seals import PageKeys, Seals
 from kvstore.wires.frames import pack_fixed, unpack_fixed
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "format.json").read_text())
@@ -42,13 +43,17 @@ def test_namespace_digest() -> None:
     example = GOLDEN["namespace"]
     values = {name: text.encode() for name, text in example["fields"].items()}
     values["layout"] = bytes.fromhex(example["layout_fingerprint"])
-    data = b"kvstore-namespace-1\0"
-    for name in sorted(values):
-        data += struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(values[name])) + values[name]
-    assert hashlib.sha256(data).digest()[:16].hex() == example["digest"]
+    assert namespace_digest(values).hex() == example["digest"]
 
     fields = {k: int(v) if v.isdigit() else v for k, v in example["fields"].items()}
     assert Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields).digest.hex() == example["digest"]
+
+
+def namespace_digest(values: dict[str, bytes]) -> bytes:
+    data = b"kvstore-namespace-1\0"
+    for name in sorted(values):
+        data += struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(values[name])) + values[name]
+    return hashlib.sha256(data).digest()[:16]
 
 
 def test_prefix_hashes() -> None:
@@ -78,6 +83,34 @@ def test_checksum() -> None:
         == example["checksum_of_first_KiB"]
         == checksum(page[:1024], seed).hex()
     )
+
+
+def test_seal() -> None:
+    example, page = GOLDEN["seal"], bytes(range(256)) * GOLDEN["checksum"]["times"]
+    secret, prefix_hash = bytes.fromhex(example["secret"]), bytes.fromhex(GOLDEN["checksum"]["prefix_hash"])
+    key_id = hmac_sha256(secret, b"kvstore-page-key-id-1\0")[:8].hex()
+    assert key_id == example["key_id"] == PageKeys(secret).key_id
+
+    values = {name: text.encode() for name, text in GOLDEN["namespace"]["fields"].items()}
+    values |= {"layout": bytes.fromhex(GOLDEN["namespace"]["layout_fingerprint"]), "key_id": key_id.encode()}
+    digest = namespace_digest(values)
+    fields = {k: int(v) if v.isdigit() else v for k, v in GOLDEN["namespace"]["fields"].items()}
+    namespace = Namespace(layout=layout_of(GOLDEN["layouts"][0]), **fields, key_id=key_id)
+    assert digest.hex() == example["digest"] == namespace.digest.hex()
+
+    key = hmac_sha256(secret, b"kvstore-page-key-1\0" + digest)
+    assert key.hex() == example["key"] == PageKeys(secret).of(digest).hex()
+    seal = b""
+    for number, part in enumerate((page[: 1 << 20], page[1 << 20 :])):
+        named = struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, 2)
+        seal += hmac_sha256(key, b"kvstore-page-seal-1\0" + named + part)[:16]
+    assert seal.hex() == example["seal"] == Seals(key, len(page)).made(prefix_hash, memoryview(page)).hex()
+
+
+def hmac_sha256(key: bytes, data: bytes) -> bytes:
+    """RFC 2104, for keys of at most 64 bytes."""
+    inner, outer = (bytes(byte ^ pad for byte in key.ljust(64, b"\0")) for pad in (0x36, 0x5C))
+    return hashlib.sha256(outer + hashlib.sha256(inner + data).digest()).digest()
 
 
 def test_bulk_frames() -> None:

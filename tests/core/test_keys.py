@@ -26,6 +26,7 @@ OTHER_VALUES: dict[str, Any] = {
     "cp_size": 8,
     "salt": "lora-7",
     "epoch": 1,
+    "key_id": "0123456789abcdef",
 }
 
 
@@ -53,6 +54,9 @@ def test_text_that_moves_from_one_field_to_the_next_changes_the_digest() -> None
         ({"tp_size": 1 << 17}, "tp_rank 0"),
         ({"epoch": -1}, "epoch -1"),
         ({"epoch": 1 << 64}, "epoch 18446744073709551616"),
+        ({"key_id": "0123456789ABCDEF"}, "key_id '0123456789ABCDEF' is not 16 hex digits"),
+        ({"key_id": "0123456789abcdef0"}, "key_id"),
+        ({"key_id": "0123456789abcde\n"}, "key_id"),
     ],
 )
 def test_a_namespace_out_of_range_is_refused_with_the_field_named(fields: dict[str, Any], named: str) -> None:

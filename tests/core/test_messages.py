@@ -13,7 +13,7 @@ LAYOUT = PageLayout(
         LayerGroup("index", (1,), (Plane("row", "uint8", (132,), 16),)),
     ),
 )
-NAMESPACE = Namespace("m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1)
+NAMESPACE = Namespace("m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1, "0123456789abcdef")
 
 
 def test_a_namespace_survives_the_wire() -> None:

@@ -190,11 +190,11 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
     slot, buffer = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
-    assert root(_write_page(slot, page), 5) == checksum(page, 5)
-    assert root(_read_page(buffer, [slot.toreadonly()]), 5) == checksum(page, 5)
+    assert root(_write_page(slot, [page]), 5) == checksum(page, 5)
+    assert root(_read_page([buffer], [slot.toreadonly()]), 5) == checksum(page, 5)
     assert slot == page == buffer
     third = nbytes // 3
-    parted = root(_read_page(buffer, [slot[third:], slot[:third]]), 5)
+    parted = root(_read_page([buffer], [slot[third:], slot[:third]]), 5)
     assert parted == checksum(bytes(page[third:]) + bytes(page[:third]), 5)
     assert bytes(buffer) == bytes(page[third:]) + bytes(page[:third])
 
@@ -213,8 +213,8 @@ def test_other_threads_run_while_pages_are_copied_either_way(others_run: Any, mo
 
     monkeypatch.setattr("kvstore.wires.shm.Leaves", NoChecksum)
     page, buffer = memoryview(bytearray(8 << 20)), memoryview(bytearray(8 << 20))
-    assert others_run(lambda: _read_page(buffer, [page.toreadonly()]))
-    assert others_run(lambda: _write_page(buffer, page.toreadonly()))
+    assert others_run(lambda: _read_page([buffer], [page.toreadonly()]))
+    assert others_run(lambda: _write_page(buffer, [page.toreadonly()]))
 
 
 def test_other_threads_run_while_an_arena_is_entered(others_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,11 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
     keys, ended, wire = pages.keys(*range(6)), [], link_of_opened(client, pages)
     put = BulkWire._put
 
-    def failing(wire: BulkWire, request: Any, views: Any, deadline: Deadline, good: Any = None) -> list[int]:
+    def failing(wire: BulkWire, request: Any, views: Any, deadline: Deadline, *more: Any) -> list[int]:
         if keys[2] in request.prefix_hashes:
             raise error
         time.sleep(0.05)
-        found = put(wire, request, views, deadline, good)
+        found = put(wire, request, views, deadline, *more)
         ended.append(len(found))
         return found
 
@@ -106,10 +106,10 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
     keys, wire = pages.keys(*range(6)), link_of_opened(client, pages)
     put, refused = BulkWire._put, {keys[2]}
 
-    def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline, good: Any = None) -> list[int]:
+    def without_room(wire: BulkWire, request: Any, views: Any, deadline: Deadline, *more: Any) -> list[int]:
         if refused & set(request.prefix_hashes):
             raise Exhausted("no slot")
-        return [pb.WRITE] * len(views) if request.durable else put(wire, request, views, deadline, good)
+        return [pb.WRITE] * len(views) if request.durable else put(wire, request, views, deadline, *more)
 
     monkeypatch.setattr(BulkWire, "_put", without_room)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)

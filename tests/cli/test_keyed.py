@@ -1,0 +1,64 @@
+"""Commands on pages of a keyed namespace, with its key and without."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.measure.node_process import NodeProcess
+
+SECRET = "3c" * 32
+TOKENS = ("--tokens", "7,8,9")
+
+
+@pytest.fixture
+def stored(kvstore: Any, tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A page of a namespace that is keyed because there was a key when it was made."""
+    path = tmp_path / "pages.key"
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    monkeypatch.setenv("KVSTORE_PAGE_KEY_FILE", str(path))
+    data = bytes(range(256)) * 40
+    ran = kvstore("put", "-", "--create-opaque", space.model, *TOKENS, "--json", stdin=data)
+    assert (ran.code, ran.json["stored"], ran.json["page_nbytes"]) == (0, 1, len(data))
+    return data
+
+
+def test_with_the_key_pages_are_read_whole_by_layer_and_decoded(kvstore: Any, space: Namespace, stored: bytes) -> None:
+    assert kvstore("get", "-m", space.model, *TOKENS).data == stored
+    assert kvstore("get", "-m", space.model, *TOKENS, "--layer", "0").data == stored
+    (page,) = kvstore("get", "-m", space.model, *TOKENS, "--decode", "--json").json["pages"]
+    assert (page["nbytes"], page["planes"][0]["count"]) == (len(stored), len(stored))
+    with_key = ClientConfig(page_key=SECRET)
+    with Client(with_key) as client:
+        (listed,) = [some for some in kvstore("ls", "--json").json if some["model"] == space.model]
+        assert listed["key_id"] == client.key_id
+
+
+def test_without_the_key_it_is_said_that_there_is_one(
+    kvstore: Any, space: Namespace, stored: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVSTORE_PAGE_KEY_FILE")
+    for command in (("get", *TOKENS), ("get", *TOKENS, "--decode"), ("put", "-", *TOKENS)):
+        ran = kvstore(command[0], *command[1:], "-m", space.model, stdin=stored)
+        assert ran.code != 0
+        assert "is keyed: its pages are sealed with the key" in ran.stderr
+        assert ran.data == b""
+    for command in (("lookup", *TOKENS), ("stat", *TOKENS), ("verify", *TOKENS[:0], "--all")):
+        assert kvstore(command[0], *command[1:], "-m", space.model).code == 0
+
+
+def test_a_forged_page_is_named(
+    kvstore: Any, space: Namespace, stored: bytes, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0, page_key="4d" * 32)) as stranger:
+        ((named, _),) = [some for some in stranger.namespaces() if some[0].model == space.model]
+        (page,) = stranger.list_pages(named)
+        assert stranger._page_keys is not None
+        stranger._page_keys.key_id = named.key_id  # a lie
+        stranger.remove(named, [page.prefix_hash])
+        stranger.put(named, [page.prefix_hash], [stored])
+    ran = kvstore("get", "-m", space.model, *TOKENS)
+    assert ran.code == 5
+    assert "was made or changed by somebody who has not its key" in ran.stderr

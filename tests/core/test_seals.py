@@ -1,0 +1,157 @@
+"""Seals of pages, the secret they are made with, and the ranges of sealed pages; pure."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore import ClientConfig, ConfigError, Namespace, opaque_layout
+from kvstore.checksum import cuts
+from kvstore.page_keys import page_keys
+from kvstore.seals import MAC_NBYTES, PageKeys, SealedRanges, Seals, seal_nbytes
+
+SECRET = bytes(range(32))
+KEY, HASH = b"k" * 32, b"h" * 32
+
+
+@pytest.fixture(autouse=True)
+def _small_leaves(small_leaves: None) -> None:
+    """Parts of 256 bytes."""
+
+
+def content(nbytes: int) -> memoryview:
+    return memoryview(random.Random(nbytes).randbytes(nbytes))
+
+
+@pytest.mark.parametrize("nbytes", [1, 255, 256, 511, 512, 1000, 256 * 64, 256 * 65])
+def test_a_page_has_a_mac_for_each_part_and_they_fit_nothing_else(nbytes: int) -> None:
+    seals, page = Seals(KEY, nbytes), content(nbytes)
+    seal = seals.made(HASH, page)
+    assert seal.nbytes == seals.nbytes == seal_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
+    assert seals.fits(HASH, page, seal)
+    assert seals.forged == []
+    for place in {0, nbytes // 2, nbytes - 1}:
+        other = bytearray(page)
+        other[place] ^= 1
+        assert not seals.fits(HASH, memoryview(other), seal)
+    for place in range(seal.nbytes):
+        other = bytearray(seal)
+        other[place] ^= 1
+        assert not seals.fits(HASH, page, memoryview(other))
+    assert not seals.fits(HASH[:-1], page, seal)
+    assert not seals.fits(HASH, page, seal[: seal.nbytes - 1])
+    assert not seals.fits(HASH, page, memoryview(bytes(seal.nbytes)))
+    assert not Seals(b"l" * 32, nbytes).fits(HASH, page, seal)
+    assert set(seals.forged) == {HASH, HASH[:-1]}
+
+
+def test_parts_that_changed_places_with_their_macs_do_not_fit() -> None:
+    seals, page = Seals(KEY, 512), content(512)
+    seal = seals.made(HASH, page)
+    swapped = memoryview(bytes(page[256:]) + bytes(page[:256]))
+    assert not seals.fits(HASH, swapped, memoryview(bytes(seal[16:]) + bytes(seal[:16])))
+    zeros = memoryview(bytes(512))  # equal parts have other MACs
+    made = seals.made(HASH, zeros)
+    assert made[:16] != made[16:]
+
+
+def test_a_part_of_a_longer_page_is_no_page() -> None:
+    long, page = Seals(KEY, 768), content(768)
+    seal = long.made(HASH, page)
+    assert not Seals(KEY, 256).fits(HASH, page[:256], seal[:16])
+
+
+def test_parts_are_checked_alone() -> None:
+    nbytes = 5 * 256 + 7
+    page, seal = content(nbytes), Seals(KEY, nbytes).made(HASH, content(nbytes))
+    some = Seals(KEY, nbytes, [1, 4])
+    assert some.fits(HASH, memoryview(bytes(page[256:512]) + bytes(page[1024:])), seal)
+    assert not some.fits(HASH, memoryview(bytes(page[:256]) + bytes(page[1024:])), seal)
+    assert not some.fits(HASH, memoryview(bytes(page[256:512]) + bytes(page[1023:-1])), seal)
+
+
+def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        page = content(rng.randrange(1, 256 * 70))
+        edges = sorted(rng.sample(range(page.nbytes + 1), min(2 * rng.randrange(1, 5), (page.nbytes + 1) // 2 * 2)))
+        ranges = [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        rng.shuffle(ranges)
+        sealed = SealedRanges(page.nbytes, ranges)
+        arrived = memoryview(b"".join(page[offset : offset + nbytes] for offset, nbytes in sealed.runs))
+        assert arrived.nbytes == sealed.nbytes == sum(nbytes for _, nbytes in sealed.runs)
+        assert [bytes(some) for some in sealed.pick(arrived)] == [bytes(page[a : a + n]) for a, n in ranges]
+        seals = Seals(KEY, page.nbytes, sealed.numbers)
+        assert seals.fits(HASH, arrived, Seals(KEY, page.nbytes).made(HASH, page))
+
+
+def test_other_threads_run_while_a_page_is_sealed(others_run: Callable[[Callable[[], object]], bool]) -> None:
+    page = memoryview(bytes(4 << 20))
+    seals = Seals(KEY, page.nbytes)
+    assert others_run(lambda: seals.made(HASH, page))
+
+
+def test_a_namespace_has_a_key_of_its_own_and_the_id_says_nothing_of_the_secret() -> None:
+    keys, others = PageKeys(SECRET), PageKeys(SECRET[::-1])
+    assert len({keys.of(b"a" * 16), keys.of(b"b" * 16), others.of(b"a" * 16), SECRET}) == 4
+    assert keys.key_id != others.key_id
+    assert keys.key_id not in SECRET.hex()
+    with pytest.raises(ConfigError, match="32 bytes, this one 31"):
+        PageKeys(SECRET[1:])
+
+
+def test_a_stored_page_is_longer_by_its_seal_and_no_digest_of_an_unkeyed_namespace_changes() -> None:
+    plain = Namespace("m", opaque_layout(1000))
+    keyed = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET).key_id)
+    other = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET[::-1]).key_id)
+    assert (plain.stored_nbytes, keyed.stored_nbytes) == (1000, 1000 + 3 * 16)
+    assert len({plain.digest, keyed.digest, other.digest}) == 3
+
+
+# ---- the secret ------------------------------------------------------------------------------
+
+
+def key_file(tmp_path: Path, text: str, mode: int = 0o600) -> str:
+    path = tmp_path / "pages.key"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_file_and_a_variable_give_the_same_key(tmp_path: Path) -> None:
+    assert page_keys(ClientConfig()) is None
+    of_file = page_keys(ClientConfig(page_key_file=key_file(tmp_path, SECRET.hex() + "\n", 0o640)))
+    of_variable = page_keys(ClientConfig(page_key=SECRET.hex()))
+    assert of_file is not None
+    assert of_variable is not None
+    assert of_file.key_id == of_variable.key_id == PageKeys(SECRET).key_id
+
+
+@pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "0" * 5000, "é" * 64])
+def test_what_is_no_secret_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"pages\.key does not hold 64 hex digits") as refused:
+        page_keys(ClientConfig(page_key_file=key_file(tmp_path, text)))
+    assert not text or text not in str(refused.value)
+    if text:
+        with pytest.raises(ConfigError, match="page_key does not hold 64 hex digits"):
+            page_keys(ClientConfig(page_key=text))
+
+
+def test_a_file_that_is_open_to_everybody_or_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"open to everybody \(mode 0644\): chmod 600 it"):
+        page_keys(ClientConfig(page_key_file=key_file(tmp_path, SECRET.hex(), 0o644)))
+    with pytest.raises(ConfigError, match="can not be read: No such file"):
+        page_keys(ClientConfig(page_key_file=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="can not be read: Is a directory"):
+        page_keys(ClientConfig(page_key_file=str(tmp_path)))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        page_keys(ClientConfig(page_key_file=str(tmp_path / "pipe")))
+    with pytest.raises(ConfigError, match="both set"):
+        page_keys(ClientConfig(page_key=SECRET.hex(), page_key_file="/there"))
+
+
+def test_a_secret_is_in_no_repr() -> None:
+    assert SECRET.hex() not in repr(ClientConfig(page_key=SECRET.hex()))

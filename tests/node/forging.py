@@ -1,0 +1,54 @@
+"""A node that lies: it changes what it has in RAM, and makes all checksums fit."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvstore import Client, ClientConfig
+from kvstore.checksum import kept, leaves, root
+from kvstore.page_keys import page_keys
+from node.ram.inventory import Inventory
+from node.server import Node
+
+SECRET = "0f" * 32
+OTHER = "1e" * 32
+
+
+def key_id(secret: str = SECRET) -> str:
+    keys = page_keys(ClientConfig(page_key=secret))
+    assert keys is not None
+    return keys.key_id
+
+
+def stored(node: Node, pages: Any, key: bytes) -> bytes:
+    """A page's bytes and its seal."""
+    with Inventory(node.tier).inspected(pages.namespace.digest, key) as page:
+        assert page is not None
+        return bytes(node.arena.view(page.offset, pages.namespace.stored_nbytes))
+
+
+def forge(node: Node, pages: Any, key: bytes, change: Callable[[bytearray], None]) -> None:
+    """`change` is given what is stored of the page, seal and all."""
+    with Inventory(node.tier).inspected(pages.namespace.digest, key) as page:
+        assert page is not None
+        view = node.arena.view(page.offset, pages.namespace.stored_nbytes)
+        data = bytearray(view)
+        change(data)
+        assert len(data) == view.nbytes
+        view[:] = data
+        of_leaves = leaves(view)
+        page.leaves, page.checksum = kept(of_leaves), root(of_leaves, page.namespace.seed(key))
+
+
+def become(data: bytes) -> Callable[[bytearray], None]:
+    def change(there: bytearray) -> None:
+        there[:] = data
+
+    return change
+
+
+def pretender(client: Client) -> Client:
+    """One with another secret, which says that it has this one: what a writer without the key can do."""
+    keys = client._page_keys
+    assert keys is not None
+    keys.key_id = key_id()
+    return client

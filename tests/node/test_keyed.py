@@ -1,0 +1,308 @@
+"""Pages of a keyed namespace: what a node, or a writer without the key, makes or changes is a miss, on every wire."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
+
+from kvstore import ByteRange, Client, ConfigError, InvalidRequest, Namespace, PutOutcome, opaque_layout
+from kvstore.client import Keep
+from kvstore.seals import Seals
+from node.server import Node
+
+NBYTES = 5 * 256 + 100  # five parts, where leaves are small
+SEAL = 5 * 16
+
+
+@pytest.fixture(autouse=True)
+def _small_leaves(small_leaves: None) -> None: ...
+
+
+@pytest.fixture(params=["shm", "bulk", "grpc"])
+def wire(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def keyed(make_pages: Any, request: pytest.FixtureRequest) -> Any:
+    return make_pages(request.node.name, NBYTES, key_id=key_id())
+
+
+@pytest.fixture
+def client(node: Node, connect: Any, wire: str) -> Client:
+    client: Client = connect(node, wire, page_key=SECRET)
+    return client
+
+
+def ranged(client: Client, pages: Any, keys: list[bytes], *ranges: tuple[int, int]) -> list[bool]:
+    """The bytes of hits are compared."""
+    parts = [ByteRange(*part) for part in ranges]
+    buffers = [bytearray(sum(part.nbytes for part in parts)) for _ in keys]
+    hits = client.get_ranges(pages.namespace, keys, parts, buffers)
+    for key, hit, buffer in zip(keys, hits, buffers, strict=True):
+        wanted = b"".join(pages.content(key)[part.offset : part.offset + part.nbytes] for part in parts)
+        assert not hit or buffer == wanted, f"wrong bytes under {key.hex()}"
+    return hits
+
+
+def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: Any, wire: str) -> None:
+    keys = keyed.keys(*range(4))
+    assert keyed.put(client, keys) == [PutOutcome.STORED] * 4
+    assert client.wire_name == wire
+    assert keyed.put(client, keys) == [PutOutcome.EXISTS] * 4
+    assert keyed.get(client, [*keys, keyed.key(9), keys[0]]) == [True] * 4 + [False, True]
+    assert ranged(client, keyed, [*keys, keyed.key(9)], (1000, 380), (0, 1), (300, 10)) == [True] * 4 + [False]
+    assert client.stats.forged_pages == client.stats.corrupt_pages == 0
+    for key in keys:
+        assert stored(node, keyed, key)[:NBYTES] == keyed.content(key)
+        assert len(stored(node, keyed, key)) == NBYTES + SEAL
+    ((space, info),) = [entry for entry in client.namespaces() if entry[0].model == keyed.namespace.model]
+    assert (space, info.page_nbytes) == (keyed.namespace, NBYTES + SEAL)
+    assert client.verify(keyed.namespace, keys) == (4, 0, 0)
+
+
+def flip_first(data: bytearray) -> None:
+    data[0] ^= 1
+
+
+def flip_last(data: bytearray) -> None:
+    data[NBYTES - 1] ^= 128
+
+
+def flip_seal(data: bytearray) -> None:
+    data[-1] ^= 1
+
+
+def no_seal(data: bytearray) -> None:
+    data[NBYTES:] = bytes(SEAL)
+
+
+def half_a_seal(data: bytearray) -> None:
+    data[NBYTES + SEAL // 2 :] = bytes(SEAL - SEAL // 2)
+
+
+def zeros(data: bytearray) -> None:
+    data[:] = bytes(len(data))
+
+
+def parts_swapped(data: bytearray) -> None:
+    """With their MACs."""
+    data[:512] = data[256:512] + data[:256]
+    data[NBYTES : NBYTES + 32] = data[NBYTES + 16 : NBYTES + 32] + data[NBYTES : NBYTES + 16]
+
+
+FORGERIES = [flip_first, flip_last, flip_seal, no_seal, half_a_seal, zeros, parts_swapped]
+
+
+@pytest.mark.parametrize("change", FORGERIES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("read", ["get", "get_ranges"])
+def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
+    node: Node, client: Client, keyed: Any, change: Callable[[bytearray], None], read: str
+) -> None:
+    keys = keyed.keys(*range(4))
+    keyed.put(client, keys)
+    forge(node, keyed, keys[1], change)
+    hits = keyed.get(client, keys) if read == "get" else ranged(client, keyed, keys, (0, NBYTES - 1))
+    assert hits == [True, False, True, True]
+    assert (client.stats.forged_pages, client.stats.corrupt_pages) == (1, 0)
+    assert client.lookup(keyed.namespace, keys).present == (True, False, True, True)
+    assert keyed.put(client, keys)[1] is PutOutcome.STORED
+    assert keyed.get(client, keys) == [True] * 4
+
+
+def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Any) -> None:
+    keys = keyed.keys(*range(4))
+    keyed.put(client, keys)
+    forge(node, keyed, keys[2], flip_first)
+    buffers = [bytearray(NBYTES) for _ in keys]
+    assert client.get(keyed.namespace, keys, buffers, prefix=True) == [True, True, False, False]
+
+
+def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_key_is_none(
+    node: Node, client: Client, keyed: Any
+) -> None:
+    keys = keyed.keys(*range(3))
+    keyed.put(client, keys)
+    first, second, third = (stored(node, keyed, key) for key in keys)
+    forge(node, keyed, keys[0], become(second))
+    forge(node, keyed, keys[1], become(first))
+    client.remove(keyed.namespace, keys[2:])
+    keyed.put(client, keys[2:])
+    forge(node, keyed, keys[2], become(third))
+    assert keyed.get(client, keys) == [False, False, True]
+    assert client.stats.forged_pages == 2
+
+
+def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
+    node: Node, client: Client, keyed: Any, make_pages: Any
+) -> None:
+    """Made with the same secret, for the same prefix hash."""
+    other = make_pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
+    (key,) = keyed.keys(1)
+    for pages in (keyed, other):
+        pages.put(client, [key])
+    forge(node, keyed, key, become(stored(node, other, key)))
+    assert keyed.get(client, [key]) == [False]
+    assert other.get(client, [key]) == [True]
+
+
+def test_what_a_writer_without_the_key_stores_first_is_a_miss(
+    node: Node, client: Client, connect: Any, keyed: Any, wire: str
+) -> None:
+    keys = keyed.keys(1, 2)
+    stranger = pretender(connect(node, wire, page_key=OTHER))
+    assert keyed.put(stranger, keys) == [PutOutcome.STORED] * 2
+    assert keyed.get(stranger, keys) == [True] * 2  # it is a page like any other to who made it
+    assert keyed.put(client, keys) == [PutOutcome.EXISTS] * 2
+    assert keyed.get(client, keys) == [False, False]
+    assert keyed.put(client, keys) == [PutOutcome.STORED] * 2
+    assert keyed.get(client, keys) == [True, True]
+    assert keyed.get(stranger, keys) == [False, False]
+
+
+def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Client, keyed: Any) -> None:
+    (key,) = keyed.keys(1)
+    keyed.put(client, [key])
+
+    def change(data: bytearray) -> None:
+        data[300] ^= 1
+
+    forge(node, keyed, key, change)
+    assert ranged(client, keyed, [key], (0, 256), (512, 100)) == [True]
+    assert ranged(client, keyed, [key], (0, 257)) == [False]
+
+
+def test_bad_ranges_are_refused(client: Client, keyed: Any) -> None:
+    for ranges in ([(0, 0)], [(NBYTES, 1)], [(NBYTES - 1, 2)], [(0, 10), (5, 10)]):
+        with pytest.raises(InvalidRequest, match="range"):
+            ranged(client, keyed, keyed.keys(1), *ranges)
+
+
+def test_many_ranges_come_in_several_batches(client: Client, keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.calls.SCRATCH_NBYTES", 3 * 512)
+    keys = keyed.keys(*range(10))
+    keyed.put(client, keys)
+    client.remove(keyed.namespace, [keys[4]])
+    assert ranged(client, keyed, keys, (200, 100)) == [key != keys[4] for key in keys]
+
+
+def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
+    node: Node, client: Client, connect: Any, keyed: Any, wire: str
+) -> None:
+    (key,) = keyed.keys(1)
+    keyed.put(client, [key])
+    for settings, says in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
+        other = connect(node, wire, **settings)
+        for call in (keyed.put, keyed.get, lambda *of: ranged(*of[:1], keyed, *of[1:], (0, 1))):
+            with pytest.raises(
+                ConfigError, match=f"sealed with the key {key_id()}, and this client {says}; set KVSTORE"
+            ):
+                call(other, [key])
+        assert other.lookup(keyed.namespace, [key]).prefix_pages == 1
+        assert other.verify(keyed.namespace, [key]) == (1, 0, 0)
+    assert keyed.get(client, [key]) == [True]
+
+
+def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Any, make_pages: Any) -> None:
+    plain = make_pages(keyed.namespace.model, NBYTES)
+    keys = keyed.keys(1, 2)
+    plain.put(client, keys[:1])  # by a client that has a key, too
+    keyed.put(client, keys[1:])
+    assert plain.get(client, keys) == [True, False]
+    assert keyed.get(client, keys) == [False, True]
+
+
+def test_nothing_is_used_in_place(node: Node, connect: Any, keyed: Any) -> None:
+    client = connect(node, "shm", page_key=SECRET)
+    client.open(keyed.namespace)
+    assert client.maps_arena
+    for opened in (client.open_put, client.open_get):
+        with pytest.raises(InvalidRequest, match="keyed"), opened(keyed.namespace, keyed.keys(1)):
+            pass
+
+
+def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
+    node: Node, connect: Any, keyed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who maps the arena changes it between the copy and the check: the copy is what counts."""
+    client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
+    keyed.put(client, [key])
+    fits = Seals.fits
+
+    def late(*arguments: Any) -> bool:
+        forge(node, keyed, key, flip_first)
+        return fits(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Seals, "fits", late)
+        assert keyed.get(client, [key]) == [True]
+    assert keyed.get(client, [key]) == [False]
+
+
+def test_pages_on_disk_whole_and_in_part(
+    start_node: Any, connect: Any, keyed: Any, tmp_path: Path, settle: Any
+) -> None:
+    """Read back into RAM, or only the parts that a range needs."""
+    node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
+    client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)
+    contents = [keyed.content(key) for key in keys]
+    client.put(keyed.namespace, keys, contents, Keep(durable=True))
+    for read in (lambda: ranged(client, keyed, keys, (256, 10)), lambda: keyed.get(client, keys)):
+        evict(node, keyed, keys, settle)
+        assert read() == [True, True]
+    assert client.stats.corrupt_pages == client.stats.forged_pages == 0
+
+
+def evict(node: Node, pages: Any, keys: list[bytes], settle: Any) -> None:
+    """From RAM only."""
+    settle(node, sessions=None)
+    with node.tier.lock:
+        there = node.tier.namespaces.find(pages.namespace.digest).pages
+        for page in [there[key] for key in keys if key in there]:
+            node.tier._forget(page, "evicted")
+
+
+def test_whatever_is_changed_only_true_bytes_are_hits(node: Node, connect: Any, make_pages: Any, seed: int) -> None:
+    """Random pages, forgeries, reads and wires."""
+    rng = random.Random(seed)
+    clients = [connect(node, wire, page_key=SECRET) for wire in ("shm", "bulk", "grpc")]
+    for turn in range(40):
+        nbytes = rng.choice([rng.randrange(1, 600), rng.randrange(1, 20_000)])
+        pages = make_pages(f"random {turn}", nbytes, key_id=key_id())
+        keys = pages.keys(*range(rng.randrange(1, 6)))
+        writer, reader = rng.choices(clients, k=2)
+        pages.put(writer, keys)
+        forged = {key for key in keys if rng.random() < 0.4}
+        for key in forged:
+            change(rng, node, pages, key, keys)
+        if rng.random() < 0.5:
+            assert pages.get(reader, keys) == [key not in forged for key in keys]
+        else:
+            start = rng.randrange(nbytes)
+            hits = ranged(reader, pages, keys, (start, rng.randrange(1, nbytes - start + 1)))
+            assert all(hit for key, hit in zip(keys, hits, strict=True) if key not in forged)
+    for client in clients:
+        assert client.stats.corrupt_pages == 0
+
+
+def change(rng: random.Random, node: Node, pages: Any, key: bytes, keys: list[bytes]) -> None:
+    there = bytearray(stored(node, pages, key))
+    other = stored(node, pages, rng.choice(keys))
+    place = rng.randrange(len(there))
+    end = rng.randrange(place, len(there)) + 1
+    kinds = [other, bytes(len(there)), there[:place] + rng.randbytes(end - place) + there[end:]]
+    made = bytes(rng.choice(kinds))
+    if made == there:
+        there[place] ^= 1 << rng.randrange(8)
+        made = bytes(there)
+    forge(node, pages, key, become(made))
+
+
+def test_a_page_that_is_too_large_with_its_seal_is_refused(start_node: Any, connect: Any, node: Node) -> None:
+    client = connect(node, page_key=SECRET)
+    space = Namespace("large", opaque_layout(1 << 20), key_id=key_id())  # an extent has 1 MiB
+    with pytest.raises(InvalidRequest, match=f"has {space.stored_nbytes} bytes, this node takes at most {1 << 20}"):
+        client.open(space)
