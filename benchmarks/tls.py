@@ -144,7 +144,7 @@ def clients_of(plain: NodeProcess, secured: NodeProcess, files: dict[str, str], 
     clients = {}
     for name, wire in (("bulk", "bulk"), ("gRPC", "grpc")):
         for node, tls, suffix in ((plain, {}, ""), (secured, files, ", TLS")):
-            config = client_config(address=node.address, wire=wire, timeout_s=60.0, **tls)
+            config = client_config(address=node.address, wire=wire, timeout_s=60.0, connect_timeout_s=20.0, **tls)
             clients[name + suffix] = stack.enter_context(Client(config))
     return clients
 
