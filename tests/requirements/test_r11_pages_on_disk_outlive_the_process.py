@@ -58,6 +58,18 @@ def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
         assert client.stats.failures == 0
 
 
+def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(
+    restartable: Restartable, connect: Any, make_chain: Any
+) -> None:
+    client = connect(restartable.address, page_key="7e" * 32)
+    chain = make_chain("keyed", 100_000, key_id=client.key_id)
+    client.put(chain.namespace, KEYS[:8], [chain.content(key) for key in KEYS[:8]], Keep(durable=True))
+    restartable.kill_and_restart()
+    assert [space for space, _ in client.namespaces()] == [chain.namespace]
+    assert chain.get(client, KEYS[:9]) == [True] * 8 + [False]
+    assert client.node_status().disk.pages_read == 8
+
+
 def test_r11_what_flush_acknowledged_survives_every_kill_and_readers_under_way_hit_again(
     restartable: Restartable, connect: Any, make_chain: Any
 ) -> None:
