@@ -1,7 +1,7 @@
 """A tenant that behaves, alone and beside one that does not: its hit rate and how long its calls take.
 
-The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that behaves replays a trace of
-chains by popularity: a lookup, a get of what is there, a put of what is not, a pause. The other's processes attack
+The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that behaves replays a trace
+of chains by popularity: a lookup, a get of what is there, a put of what is not, a pause. The other's processes attack
 without end, at the lowest priority, since they share the cores with the node and with who measures: on a machine of few
 cores they take time from both all the same. Attacks take turns with being alone; each turn begins with an empty node,
 and its first third is not measured. Aim: a hit rate within 0.01 and a p99 within 2 times of being alone.
