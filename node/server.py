@@ -165,6 +165,8 @@ class Node:
             key_mark=vault.mark,
             pulse=self._pulse,
         )
+        if vault.mark:
+            log.info("the disk tier is encrypted with key %s", vault.mark)
         disk = DiskTier(directory, self.arena.view, config.disk_queue_nbytes, vault=vault)
         namespaces.below_count = disk.page_count
         self.quotas.listen(partial(self._limit_disk, disk))

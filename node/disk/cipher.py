@@ -26,7 +26,7 @@ _NONCE_NBYTES = 12
 
 
 def works() -> bool:
-    """Whether what is installed can do it where bytes lie: releases before 2025 may want longer buffers."""
+    """Whether what is installed has this mode, and works where bytes lie, without room behind them."""
     unit = memoryview(bytearray(2 * TWEAK_NBYTES))
     try:
         encrypt(bytes(range(PAGE_KEY_NBYTES)), bytes(TWEAK_NBYTES), unit, unit)

@@ -2,15 +2,16 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from locked import KEY, files, flip, found_in, key_file, pieces
-from planted import keeper_of
+from planted import PORTS, SMALL, keeper_of
 from ranged import ask
+from waiting import wait_until
 
+from kvstore import Client, ClientConfig
 from kvstore.errors import ConfigError
 from node.config import NodeConfig
 from node.disk.rows import Rows, namespace_key
@@ -141,10 +142,6 @@ def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
 
 def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, make_pages: Any, fault: Any) -> None:
     """`kill -9` of the keeper, which has the page keys with each order; the next one needs none from it."""
-    from planted import PORTS, SMALL
-
-    from kvstore import Client, ClientConfig
-
     config = NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=key_file(tmp_path / "key"))
     node = Node(config)
     node.start()
@@ -154,9 +151,7 @@ def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, mak
         with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", timeout_s=20.0)) as client:
             pages.put(client, keys[:2], durable=True)
             os.kill(keeper_of(node), signal.SIGKILL)
-            end = time.monotonic() + 20.0
-            while not node.disk.poisoned and time.monotonic() < end:  # type: ignore[union-attr]
-                time.sleep(0.01)
+            wait_until(lambda: bool(node.disk and node.disk.poisoned))
             client.recover()
             pages.put(client, keys[2:], durable=True)
             pages.drop_from_ram(node)
@@ -173,8 +168,6 @@ def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, mak
 
 
 def test_the_key_of_a_directory_is_in_no_command_line(tmp_path: Path) -> None:
-    from planted import PORTS, SMALL
-
     path = key_file(tmp_path / "key")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=path))
     try:

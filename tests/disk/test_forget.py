@@ -261,8 +261,9 @@ def test_parts_that_are_read_meanwhile_do_not_hide_what_lies_behind_them(nodes: 
     assert not in_ram(node, pieces(gone, gone.keys(1)))
 
 
-def test_no_tenant_is_no_tenant(nodes: Any, pages: Any) -> None:
-    client = nodes.connect(nodes.start())
+@pytest.mark.parametrize("wire", ["bulk", "grpc", "shm"])
+def test_no_tenant_is_no_tenant(nodes: Any, pages: Any, wire: str) -> None:
+    client = nodes.connect(nodes.start(), wire)
     pages.put(client, pages.keys(1))
     with pytest.raises(InvalidRequest, match="no tenant is named"):
         client.forget("")
