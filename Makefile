@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -24,6 +24,7 @@ help:
 	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
 	@echo "make test-etcd    nodes that register themselves in a real etcd, which is killed, paused and wiped (1 minute; etcd)"
+	@echo "make test-tls     tests of nodes that know nothing of TLS, all of it over TLS (2 minutes)"
 	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (1-2 minutes); LIVES=60 for less"
 	@echo "make test-crash   kills a node 300 times under load and checks every page (6 minutes); CYCLES=20 for less"
 	@echo "make test-power   loses power at 5,000 moments of what a node does to its disk (3 minutes); RUNS=5 for less"
@@ -86,6 +87,12 @@ test-dist: dist
 test-etcd: $(READY)
 	@command -v etcd >/dev/null && command -v etcdctl >/dev/null || { echo "needs etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client"; exit 1; }
 	$(BIN)/python -m pytest tests/etcd $(ARGS)
+
+# Files whose nodes are in the tests' own process, and that do not write HTTP/2 by hand.
+OVER_TLS := bulk_abuse bad_requests limits_requests limits_ranges limits_grpc cluster near broken_work storm hand_over grpc_abuse
+
+test-tls: $(READY)
+	PYTHONPATH=tests/common $(PYTEST) -p over_tls $(OVER_TLS:%=tests/node/test_%.py) $(ARGS)
 
 test-races: $(READY)
 	KVSTORE_RACES=$(LIVES) $(PYTEST) --dist load tests/node/test_interleaved.py
