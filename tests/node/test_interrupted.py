@@ -2,7 +2,7 @@
 caller's again."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,15 +32,15 @@ def test_a_put_over_grpc_reads_its_pages_in_the_calling_thread(
 def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
     node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any
 ) -> None:
-    client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), grpc_wire.leaves
+    client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), grpc_wire.joined_leaves
     client.open(pages.namespace)
 
-    def interrupted(page: memoryview) -> bytes:
-        if page == buffers[1]:
+    def interrupted(page: Sequence[memoryview], nbytes: int) -> bytes:
+        if page[0] == buffers[1]:
             raise KeyboardInterrupt
-        return leaves(page)
+        return leaves(page, nbytes)
 
-    monkeypatch.setattr(grpc_wire, "leaves", interrupted)
+    monkeypatch.setattr(grpc_wire, "joined_leaves", interrupted)
     buffers = [bytearray(pages.content(key)) for key in keys]
     with pytest.raises(KeyboardInterrupt) as held:  # as by an engine that looks at it
         client.put(pages.namespace, keys, buffers)

@@ -86,7 +86,7 @@ def test_threads_that_do_everything_at_once_never_read_a_wrong_byte(
     if failures:
         raise failures[0]
     assert sum(mill.hits for mill in mills) > 50
-    assert client.stats == (1, 0, 0)
+    assert client.stats == (1, 0, 0, 0)
     settle(node, sessions=None)
     assert node.tier.slots.used_nbytes == node.tier.visible_count * PAGE
 
