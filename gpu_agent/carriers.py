@@ -25,7 +25,7 @@ from kvstore.checksum import cuts, key_seed, leaf, root
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError
-from kvstore.keys import Namespace
+from kvstore.keys import Namespace, short
 from kvstore.log_rate import LogRate
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.mapped_slots import AcquiredSlots
@@ -246,7 +246,7 @@ class ArenaCarrier:
     def _report(self, chunk: Chunk, page: int) -> None:
         """The node checks its copy and drops it; whatever it says, this load ended before that page."""
         prefix_hash = chunk.prefix_hashes[page]
-        log.error("page %s of model %s did not match its checksum", prefix_hash.hex(), chunk.namespace.model)
+        log.error("page %s of model %s did not match its checksum", short(prefix_hash), chunk.namespace.model)
         try:
             self._client.verify(chunk.namespace, [prefix_hash], timeout_s=chunk.deadline.remaining())
         except KVStoreError as error:

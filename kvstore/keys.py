@@ -97,6 +97,11 @@ def shown(digest: bytes) -> str:
     return digest.hex() or "(empty)"
 
 
+def short(prefix_hash: bytes) -> str:
+    """What logs say of a page: enough to find it again, too little to ask for it or to confirm a prompt by it."""
+    return prefix_hash[:4].hex()
+
+
 def unknown(digest: bytes) -> UnknownNamespace:
     """What a node says of a namespace that it does not have, or that is not there for who asks."""
     return UnknownNamespace(f"namespace {shown(digest)} is not open here; send OpenNamespace first")

@@ -324,3 +324,13 @@ def test_every_package_folder_is_listed_for_the_build() -> None:
     )
     found = {name(path.parent).replace("/", ".") for path in sources(*PACKAGES)} | {"kvstore.pb", "node.pb"}
     assert found <= listed
+
+
+def test_no_whole_prefix_hash_is_logged_or_told() -> None:
+    """The command line shows them to who has asked for them."""
+    told = [
+        name(path)
+        for path in sources(*PACKAGES)
+        if not name(path).startswith("kvstore/cli/") and re.search(r"hash(es)?(\[\w+\])?\.hex\(\)", path.read_text())
+    ]
+    assert told == ["gpu_agent/engines/lmcache.py"]  # an answer to LMCache, which goes nowhere else

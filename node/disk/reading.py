@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvstore.checksum import kept, key_seed, root
 from kvstore.errors import Exhausted
+from kvstore.keys import short
 from node.disk.directory import Directory
 from node.disk.index import Borrowed, DiskIndex
 from node.disk.reads import Read, Reads
@@ -122,7 +123,7 @@ class Reading:
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
         """A page whose bytes are not what was written: counted, logged, forgotten; never returned."""
         self._counters.pages_corrupt += 1
-        log.error("page %s of namespace %s is damaged on disk; dropped", prefix_hash.hex(), digest.hex())
+        log.error("page %s of namespace %s is damaged on disk; dropped", short(prefix_hash), digest.hex())
         if self._records.can_be_found(record):
             self._index.forget(record)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from kvstore.keys import short
+
 P = TypeVar("P")
 
 BATCH_PAGES_MAX = 64
@@ -302,7 +304,7 @@ class HandOver(Generic[P]):
         for parcel in self._parcels:
             places = {name for name, target in self._targets.items() if parcel in target.waiting}
             if places | (parcel.busy & parcel.left) != parcel.left or places & parcel.busy:
-                found.append(f"{parcel.prefix_hash.hex()} waits for {places}, is under way to {parcel.busy}")
+                found.append(f"{short(parcel.prefix_hash)} waits for {places}, is under way to {parcel.busy}")
         return found
 
 

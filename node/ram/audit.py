@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvstore.keys import short
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import State
 from node.slots import SlotAllocator
@@ -32,7 +33,7 @@ def violations(namespaces: Sequence[NamespaceIndex], slots: SlotAllocator, count
         if said != is_
     ]
     wrong += [
-        f"page {page.prefix_hash.hex()} is forgotten, unread, but keeps its slot" for page in doomed if not page.holds
+        f"page {short(page.prefix_hash)} is forgotten, unread, but keeps its slot" for page in doomed if not page.holds
     ]
     if len({id(page) for page in owned}) != len(owned):
         wrong.append("a page owns two slots")

@@ -16,6 +16,7 @@ place that is cleared move to another slot. Not thread-safe: the tier's lock gua
 
 from collections.abc import Callable, Iterator
 
+from kvstore.keys import short
 from node.ram.accounts import Account
 from node.ram.clearing import Clearing
 from node.ram.order import UseOrder
@@ -265,6 +266,6 @@ class Eviction:
             for slot, page in enumerate(block.owners):
                 if page is not None and page.offset != block.offset + slot * block.kind.slot_nbytes:
                     wrong.append(
-                        f"page {page.prefix_hash.hex()} owns slot {slot} of block {block.start}, lies elsewhere"
+                        f"page {short(page.prefix_hash)} owns slot {slot} of block {block.start}, lies elsewhere"
                     )
         return wrong

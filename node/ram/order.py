@@ -6,6 +6,7 @@ takes longer the more pages, sizes, holds or pins there are.
 
 from collections.abc import Iterable
 
+from kvstore.keys import short
 from node.ram.accounts import Accounts
 from node.ram.page import Page, State
 from node.ram.pins import Pins
@@ -120,7 +121,7 @@ class UseOrder:
                 pinned[tenant] = pinned.get(tenant, 0) + is_pinned
                 evictable = page.order is not None and page in page.order.pool
                 if evictable != (page.state is State.VISIBLE and not is_pinned):
-                    wrong.append(f"page {page.prefix_hash.hex()} is {page.state.name}, but evictable is {evictable}")
+                    wrong.append(f"page {short(page.prefix_hash)} is {page.state.name}, but evictable is {evictable}")
         for account in self.accounts.all():
             if account.pins != pinned.get(account.tenant, 0):
                 wrong.append(

@@ -7,6 +7,7 @@ guards it. No call takes longer the more pages, sizes or holds there are.
 from collections.abc import Iterator
 from itertools import islice
 
+from kvstore.keys import short
 from node.ram.ages import Ages
 from node.ram.page import Page, State
 from node.ram.sizes import SizeOrder, rank_ms
@@ -120,7 +121,7 @@ class Pool:
                 wrong.append(f"LRU of {size}: {lru.count} pages, known is {lru.is_known}")
             for page in lru.pages():
                 if page.state is not State.VISIBLE or page.namespace.slot_nbytes != size or page.order is not lru:
-                    wrong.append(f"LRU of {size}: page {page.prefix_hash.hex()} does not belong there")
+                    wrong.append(f"LRU of {size}: page {short(page.prefix_hash)} does not belong there")
         return wrong
 
     def __contains__(self, page: Page) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvstore.keys import short
 from node.ram.lru import LruList
 from node.ram.page import Page, Waiting
 from node.ram.turn import Turn
@@ -75,5 +76,5 @@ class SizeOrder:
         """Violations of what must always hold; empty if all is well."""
         strange = [page for page in self._copies.pages() if not page.is_copy]
         strange += [page for page in self._own.pages() if page.is_copy]
-        wrong = [f"page {page.prefix_hash.hex()} is among the wrong ones" for page in strange]
+        wrong = [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]
         return wrong + self._copies.check() + self._own.check()

@@ -1,9 +1,11 @@
 """How many requests, and how many page bytes, a tenant may have in a second: buckets that fill steadily.
 
-    requests   one is taken for each; none left: refused
-    bytes      what a request moves is known when it has begun, so a bucket may be in debt; in debt: refused
+    requests   one is taken for each, and one more for every KEYS keys; none left: refused
+    bytes      what a request moves is known when it has begun; in debt: refused
 
-A bucket holds what comes in a second. Who has been quiet may have that at once, and a batch of any size can be had.
+Both may be in debt, so that a batch of any size can be had, and is paid for before the next one.
+
+A bucket holds what comes in a second: who has been quiet may have that at once.
 """
 
 import threading
@@ -12,6 +14,8 @@ from collections.abc import Callable
 
 from kvstore.errors import Exhausted
 from node.access.quotas import Quota, Quotas
+
+KEYS = 256  # a request of so many takes about as long as another of one
 
 
 class _Bucket:
@@ -46,8 +50,8 @@ class Rates:
         with self._lock:
             self._buckets = {key: bucket for key, bucket in self._buckets.items() if _rate(self._quotas, key)}
 
-    def take(self, tenant: str) -> None:
-        """For a request, before it is worked on. Raises Exhausted."""
+    def take(self, tenant: str, keys: int = 0) -> None:
+        """For a request of so many keys, before it is worked on. Raises Exhausted."""
         quota = self._quotas.of(tenant)
         if not (quota.requests_per_s or quota.nbytes_per_s):
             return
@@ -61,7 +65,7 @@ class Rates:
                 bucket = self._bucket(tenant, "requests", quota.requests_per_s, now_s)
                 if bucket.left < 1:
                     raise self._refusal(tenant, "requests", quota, (1 - bucket.left) / quota.requests_per_s)
-                bucket.left -= 1
+                bucket.left -= 1 + keys // KEYS
 
     def moves(self, tenant: str, nbytes: int) -> None:
         """A request of this tenant moves so many page bytes."""

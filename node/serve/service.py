@@ -141,7 +141,7 @@ class Service:
     def _call(self, op: str, request: Any, caller: Caller) -> Any:
         principal = self.gate.admit(op, request, caller)
         if op != "hello":
-            self.tenants.begin(principal)
+            self.tenants.begin(principal, request)
         budget = self._long_calls.get(op)
         if budget is None or caller is THE_NODE:
             return self._unary[op](request, caller)
@@ -163,7 +163,7 @@ class Service:
 
     def _begin_put(self, session: Session, request: pb.PutRequest) -> tuple[pb.PutReply, list[memoryview]]:
         principal = self.gate.admit("put", request, session.caller)
-        self.tenants.begin(principal)
+        self.tenants.begin(principal, request)
         if self.draining:
             raise Unavailable("this node is draining and takes no new pages")
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
@@ -210,7 +210,7 @@ class Service:
 
     def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         principal = self.gate.admit("get", request, session.caller)
-        self.tenants.begin(principal)
+        self.tenants.begin(principal, request)
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
         hashes = list(request.prefix_hashes)
         space = self._tier.namespace(request.namespace)

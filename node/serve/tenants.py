@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from functools import partial
+from typing import Any
 
 from kvstore.errors import Exhausted
 from kvstore.identities import ALL, Principal
@@ -48,10 +49,10 @@ class Tenants:
 
     # ---- rates ---------------------------------------------------------------------------
 
-    def begin(self, principal: Principal) -> None:
+    def begin(self, principal: Principal, request: Any) -> None:
         """A request of his is to be worked on. Raises Exhausted."""
         if principal.tenant != ALL:
-            self.rates.take(principal.tenant)
+            self.rates.take(principal.tenant, len(getattr(request, "prefix_hashes", ())))
 
     def moves(self, principal: Principal, nbytes: int) -> None:
         """It moves so many page bytes."""

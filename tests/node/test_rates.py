@@ -71,6 +71,16 @@ def test_so_many_requests_a_second_and_no_more_than_a_seconds_worth_at_once() ->
         rates.take("b")
 
 
+def test_a_request_of_many_keys_counts_as_several() -> None:
+    rates, clock, _, _ = rates_of(requests_per_s=10)
+    rates.take("a", 4096)
+    clock.now_s += 0.7
+    with pytest.raises(Exhausted, match=r"wait 0\.100 s"):
+        rates.take("a")
+    clock.now_s += 0.11
+    rates.take("a")
+
+
 def test_a_batch_larger_than_a_seconds_bytes_is_had_and_paid_for_before_the_next() -> None:
     rates, clock, _, _ = rates_of(nbytes_per_s=1000)
     rates.take("a")
