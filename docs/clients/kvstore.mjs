@@ -1,6 +1,6 @@
 // A client of kvstore for Node.js over gRPC: what docs/FORMAT.md says, and nothing else.
 //
-//   const client = new Client("localhost:7440");
+//   const client = new Client("localhost:7440");          // or with { token, tlsCa }: text, and the PEM of an authority
 //   const namespace = await client.open({ model: "my-model", layout: opaqueLayout(65536) });
 //   await client.put(namespace, hashes, pages);           // "WRITE", "EXISTS", "BUSY" or "FULL" for each key
 //   const found = await client.get(namespace, hashes);    // a Buffer or null for each key, verified
@@ -97,14 +97,26 @@ export async function checksum(digest, prefixHash, page) {
   return Buffer.from(hasher.init().update(await leaves(page)).digest("binary"));
 }
 
+// Says who asks, with each call.
+const bearer = (token) => (options, next) =>
+  new grpc.InterceptingCall(next(options), {
+    start(metadata, listener, go) {
+      metadata.set("authorization", `Bearer ${token}`);
+      go(metadata, listener);
+    },
+  });
+
 // ---- the client ----------------------------------------------------------------------------
 
 export class Client {
-  constructor(address, { timeoutMs = 10_000 } = {}) {
+  // A node with identities asks for a `token` or a certificate (`tlsCert`, `tlsKey`), one with TLS is called with `tlsCa`.
+  constructor(address, { timeoutMs = 10_000, token, tlsCa, tlsCert, tlsKey } = {}) {
     const definition = loadSync(PROTO, { keepCase: true, longs: Number, enums: String, defaults: true });
     const { KVStore } = grpc.loadPackageDefinition(definition).kvstore;
     this.timeoutMs = timeoutMs;
-    this.stub = new KVStore(address, grpc.credentials.createInsecure(), {
+    const credentials = tlsCa ? grpc.credentials.createSsl(tlsCa, tlsKey, tlsCert) : grpc.credentials.createInsecure();
+    this.stub = new KVStore(address, credentials, {
+      interceptors: token ? [bearer(token)] : [],
       "grpc.max_receive_message_length": MESSAGE_NBYTES_MAX,
       "grpc.max_send_message_length": MESSAGE_NBYTES_MAX,
     });

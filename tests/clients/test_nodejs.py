@@ -11,8 +11,10 @@ import subprocess
 from typing import Any
 
 import pytest
+from authorities import of_client, of_node, pair
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
+from kvstore.identity_file import add, certificate_line, new_token, token_line
 from kvstore.measure.node_process import NodeProcess
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -124,3 +126,50 @@ stub.close();
         secrets.token_hex(4),
     )
     assert found is None
+
+
+@pytest.mark.parametrize("who", ["token", "certificate"])
+def test_a_node_with_tls_and_identities(ours: Any, tmp_path: pathlib.Path, who: str) -> None:
+    """A client that is not ours gets in, over TLS with a token or a certificate, and strangers do not."""
+    identities, token = tmp_path / "identities", new_token("team-a")
+    add(identities, token_line("engine", token, tenant="team-a", role="write"))
+    add(identities, certificate_line("team-a", tenant="team-a", role="write"))
+    settings = of_node(ours) if who == "certificate" else pair(ours, "node")
+    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
+    shown = of_client(ours) if who == "certificate" else {"tls_ca": str(ours.path)}
+    with NodeProcess("--identities", str(identities), "--ram-bytes", "64MiB", *flags) as node:
+        found = node_js(
+            """
+import { readFileSync } from "node:fs";
+const read = (path) => (path ? readFileSync(path) : undefined);
+const tls = { tlsCa: read(args[1]), tlsCert: read(args[2]), tlsKey: read(args[3]) };
+const space = { model: "m", tenant: "team-a", layout: kv.opaqueLayout(5000) };
+const hash = Buffer.alloc(32, 7);
+const attempt = async (options, about = space) => {
+  const client = new kv.Client(args[0], { timeoutMs: 5000, ...options });
+  try {
+    const namespace = await client.open(about);
+    const verdicts = await client.put(namespace, [hash], [Buffer.alloc(5000, 9)]);
+    const [page] = await client.get(namespace, [hash]);
+    return { verdicts, equal: page.equals(Buffer.alloc(5000, 9)) };
+  } catch (error) {
+    return error.code;
+  } finally {
+    client.close();
+  }
+};
+console.log(JSON.stringify([
+  await attempt({ ...tls, token: args[4] }),
+  await attempt({ ...tls, token: args[4] }, { ...space, tenant: "team-b" }),
+  await attempt({ ...tls, token: "wrong" }),
+  await attempt({ token: args[4] }),
+]));
+""",
+            node.address.replace("127.0.0.1", "localhost"),
+            shown["tls_ca"],
+            shown.get("tls_cert", ""),
+            shown.get("tls_key", ""),
+            token if who == "token" else "",
+        )
+    denied, unavailable, unauthenticated = 7, 14, 16
+    assert found == [{"verdicts": ["WRITE"], "equal": True}, denied, unauthenticated, unavailable]
