@@ -83,12 +83,13 @@ def get_pages(
 ) -> Found:
     page_nbytes = namespace.layout.page_nbytes
     whole = wanted.ranges == (ByteRange(0, page_nbytes),)
+    ranges = tuple((part.offset, part.nbytes) for part in wanted.ranges)
     if wanted.key is None:
-        return _get(link, namespace, prefix_hashes, views, _Asked(() if whole else wanted.ranges), wanted, deadline)
+        return _get(link, namespace, prefix_hashes, views, _Asked(() if whole else ranges), wanted, deadline)
     if whole:
         asked = _Asked((), Seals(wanted.key, page_nbytes))
         return _get(link, namespace, prefix_hashes, views, asked, wanted, deadline)
-    return _get_sealed_ranges(link, namespace, prefix_hashes, views, wanted, deadline)
+    return _get_sealed_ranges(link, namespace, prefix_hashes, views, ranges, wanted, deadline)
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _get_sealed_ranges(
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     views: Sequence[memoryview],
+    ranges: Sequence[tuple[int, int]],
     wanted: Wanted,
     deadline: Deadline,
 ) -> Found:
@@ -151,8 +153,8 @@ def _get_sealed_ranges(
     there when that fits."""
     assert wanted.key is not None
     page_nbytes = namespace.layout.page_nbytes
-    check_ranges(wanted.ranges, page_nbytes)
-    sealed = SealedRanges(page_nbytes, wanted.ranges)
+    check_ranges(ranges, page_nbytes)
+    sealed = SealedRanges(page_nbytes, ranges)
     behind = (page_nbytes, namespace.stored_nbytes - page_nbytes)
     found = Found([], [], [])
     step = min(len(views), max(1, SCRATCH_NBYTES // sealed.nbytes))

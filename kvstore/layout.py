@@ -223,7 +223,7 @@ def check_ranges(ranges: Sequence[tuple[int, int]], page_nbytes: int) -> None:
     end = 0
     ordered = True
     for offset, nbytes in ranges:
-        if not nbytes or offset + nbytes > page_nbytes:
+        if offset < 0 or nbytes < 1 or offset + nbytes > page_nbytes:
             raise InvalidRequest(f"range {offset}+{nbytes} is empty or leaves the page of {page_nbytes} bytes")
         ordered = ordered and offset >= end
         end = offset + nbytes

@@ -176,7 +176,7 @@ def test_a_range_is_checked_by_the_parts_that_it_lies_in(node: Node, client: Cli
 
 
 def test_bad_ranges_are_refused(client: Client, keyed: Any) -> None:
-    for ranges in ([(0, 0)], [(NBYTES, 1)], [(NBYTES - 1, 2)], [(0, 10), (5, 10)]):
+    for ranges in ([(0, 0)], [(NBYTES, 1)], [(NBYTES - 1, 2)], [(-5, 10)], [(0, 10), (5, 10)]):
         with pytest.raises(InvalidRequest, match="range"):
             ranged(client, keyed, keyed.keys(1), *ranges)
 

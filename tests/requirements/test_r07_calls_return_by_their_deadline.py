@@ -122,7 +122,14 @@ def refuse_at_once(clients: dict[str, Client], chain: Any) -> None:
 
 
 def test_r07_every_call_of_the_client_is_tried_here() -> None:
-    others = {"stats", "wire_name", "maps_arena", "close", "view"}  # the last one asks nobody who has said hello
+    others = {
+        "stats",
+        "wire_name",
+        "maps_arena",
+        "key_id",
+        "close",
+        "view",
+    }  # the last one asks nobody who has said hello
     assert {name for name in dir(Client) if not name.startswith("_")} == CALLS.keys() | others
 
 
