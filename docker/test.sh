@@ -83,7 +83,7 @@ build() {
     DOCKER_BUILDKIT=1 "$DOCKER" build ${BUILD_FLAGS[@]+"${BUILD_FLAGS[@]}"} ${secret[@]+"${secret[@]}"} \
         --build-arg "BASE=$base" --file docker/node.Dockerfile --tag "$IMAGE" . >"$WORK/build.log" 2>&1 \
         || fail "the image does not build: $(tail -n 25 "$WORK/build.log")"
-    step "built in $((SECONDS - started)) s: $(megabytes "$IMAGE") MB, $(megabytes "$base") MB of them base"
+    step "built in $((SECONDS - started)) s: $(megabytes "$IMAGE") MB; the base that it was gathered from has $(megabytes "$base") MB"
 }
 
 # Other ports than the default ones: a node may run on this host. RAM is more than /dev/shm has (64 MB),
