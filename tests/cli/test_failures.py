@@ -53,7 +53,7 @@ def test_every_command_that_talks_to_a_node_exits_3_without_one(kvstore: Kvstore
     page.write_bytes(b"x")
     trace = tmp_path / "trace"
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n')
-    positional = {"put": [str(page), "ab" * 16], "replay": [str(trace)]}
+    positional = {"put": [str(page), "ab" * 16], "replay": [str(trace)], "forget": ["--tenant", "t", "--yes"]}
     for command in app.registered_commands:
         ran = kvstore(str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json")
         assert (ran.code, ran.stdout, ran.error["kind"]) == (3, "", "Unavailable"), command.name

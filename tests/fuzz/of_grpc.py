@@ -32,7 +32,8 @@ class Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
-    def peer_identities(self) -> None: ...
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
 
     def set_code(self, code: Any) -> None: ...
 
