@@ -20,7 +20,7 @@ from node.disk.kept_dir import KeptDir
 from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
-from node.peers.address import advertised, check_address
+from node.peers.address import advertised, check_address, check_listens
 from node.peers.links import known_by
 from node.peers.membership import Membership
 from node.peers.peers import Peers
@@ -75,6 +75,8 @@ class Node:
         self._take_quotas(self.access.identities)
         self.quotas.listen(self._limit_ram)
         self.membership = Membership(config.cluster, config.member, config.replicas)
+        if view := self.membership.view:
+            check_listens(config.host, view.by_id[self.membership.member].address)
         tenants = Tenants(self.quotas, self.tier)
         self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max, tenants)
         self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None

@@ -125,6 +125,7 @@ class Fleet:
         """Again, after it was killed or stopped: at the same address, with the same data directory."""
         place, port = self._places[member]
         flags = ["--member", member, "--cluster", self._cluster(), "--host", place.host, "--port", str(port)]
+        flags += ["--insecure"]  # its hosts are namespaces of this one, or it is this one
         if self._etcd:
             flags += ["--advertise", f"{place.host}:{port}"]
         if self._data:

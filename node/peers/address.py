@@ -1,12 +1,13 @@
 """The address under which the others reach this node: told or guessed, and tried before anybody hears of it."""
 
 import contextlib
+import ipaddress
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore.config import ClientConfig, split_address
+from kvstore.config import ClientConfig, is_loopback, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -46,6 +47,17 @@ def _own_address(towards: Sequence[str]) -> str:
                     sock.connect(where)
                     return str(sock.getsockname()[0])
     raise ConfigError("no address of this host is known that others could reach; name one with advertise (--advertise)")
+
+
+def check_listens(host: str, address: str) -> None:
+    """Raises ConfigError for a member that others reach at `address`, and that listens for its own host only."""
+    named = split_address(address)[0]
+    with contextlib.suppress(ValueError):  # what a name means is for a resolver
+        if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
+            raise ConfigError(
+                f"others reach this member at {address}, and with host={host} it listens for its own host only; "
+                f"name an address to listen on (--host {named}, or 0.0.0.0), with TLS and identities (docs/SECURITY.md)"
+            )
 
 
 def check_address(

@@ -126,7 +126,7 @@ def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Any) -> None:
 
 def test_two_nodes_with_one_id(fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, settled: Any) -> None:
     other: Place = hosts.places[3]
-    words = ("--member", "n1", "--cluster", f"etcd://{etcd.address}/fleet", "--cluster-wait-s", "5")
+    words = ("--member", "n1", "--cluster", f"etcd://{etcd.address}/fleet", "--cluster-wait-s", "5", "--insecure")
     with pytest.raises(Unavailable, match="n1"):
         NodeProcess("--ram-bytes", "64MiB", *words, "--host", other.host, "--port", "7440", inside=other.inside)
     assert members(fleet, "n2") == {"n1", "n2", "n3"}
