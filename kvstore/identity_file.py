@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore import whole_file
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identities import ALL, Identities, parse, token_hash
+from kvstore.whole_file import write_whole
 
 MODE_NEW = 0o640
 SECRET_NBYTES = 32
@@ -100,6 +100,6 @@ def _write(path: Path, lines: list[str], about: os.stat_result | None) -> None:
     """With the mode and owner that it had."""
     content = "".join(f"{line}\n" for line in lines).encode()
     if about is None:
-        whole_file.write(path, content, MODE_NEW)
+        write_whole(path, content, MODE_NEW)
     else:
-        whole_file.write(path, content, about.st_mode & 0o7777, (about.st_uid, about.st_gid))
+        write_whole(path, content, about.st_mode & 0o7777, (about.st_uid, about.st_gid))

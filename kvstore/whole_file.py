@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 
-def write(path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
+def write_whole(path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
     """`owner`: (user, group), another than this process's. It is there after a loss of power, too, and nobody has read
     it with another mode. Raises OSError."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

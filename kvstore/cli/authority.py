@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvstore import whole_file
 from kvstore.errors import ConfigError
+from kvstore.whole_file import write_whole
 
 CA = "ca"
 EARLIER = datetime.timedelta(minutes=5)  # valid from then on: clocks differ
@@ -169,8 +169,8 @@ def _write(folder: Path, file: str, certificate: x509.Certificate, key: Any, for
     secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        whole_file.write(paths[1], secret, 0o600)
-        whole_file.write(paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        write_whole(paths[1], secret, 0o600)
+        write_whole(paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
     return paths
