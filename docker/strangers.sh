@@ -1,12 +1,17 @@
 # shellcheck shell=bash
 # Checks for docker/test.sh who is let in by docker/compose.yaml's node: over the published ports, who has the authority's
-# certificate and a token of this project, and nobody else. Sourced; needs `step`, `fail`, `in_node`, `compose`, WORK, NODE,
-# KVSTORE and what `start` exported.
+# certificate and a token of this project, and nobody else. Sourced; needs `step`, `fail`, `pick`, `in_node`, `compose`, DOCKER,
+# IMAGE, PROJECT, WORK, NODE, KVSTORE and what `start` exported.
 #
+#   BY_HAND            volume of the last of them
+#   add_neighbour      somebody of another tenant
 #   copy_out           ca.pem and engine.token, as docker/compose.yaml says, into WORK
 #   check_published    the engine's pages over gRPC and bulk TCP, counts over HTTPS
 #   check_strangers    without a token, with a wrong one, plainly, of another tenant, revoked
 #   check_up_again     nothing is made anew
+#   check_by_hand      the commands of docker/node.Dockerfile
+
+BY_HAND=$PROJECT-by-hand
 
 copy_out() {
     local file
@@ -25,6 +30,12 @@ host() {
     done
     env KVSTORE_ADDRESS="127.0.0.1:$KVSTORE_NODE_PORT" KVSTORE_TLS_CA="$WORK/ca.pem" \
         KVSTORE_TOKEN_FILE="$WORK/engine.token" ${variables[@]+"${variables[@]}"} "$KVSTORE" "$@"
+}
+
+# add_neighbour: an identity of tenant team-b; prints its token.
+add_neighbour() {
+    in_node kvstore tokens add neighbour --tenant team-b 2>"$WORK/tokens.log" \
+        || fail "kvstore tokens add failed: $(cat "$WORK/tokens.log")"
 }
 
 # refused STATUS SAID VARIABLE=VALUE... COMMAND...: it ends so, and says that; over both wires that cross the network.
@@ -61,7 +72,7 @@ check_strangers() {
     refused 2 "does not know this token" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN=default.wrong "${get[@]}"
     refused 3 "the node speaks TLS" KVSTORE_TLS_CA= "${get[@]}"
     refused 2 "flush asks for admin" flush
-    token=$(in_node kvstore tokens add neighbour --tenant team-b) || fail "kvstore tokens add failed"
+    token=$(add_neighbour)
     _await_known "$token" 1
     refused 1 "no namespace with model 'durable'" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN="$token" "${get[@]}"
     in_node kvstore tokens revoke neighbour >/dev/null || fail "kvstore tokens revoke failed"
@@ -77,6 +88,39 @@ check_up_again() {
         || fail "another token"
     [[ $(in_node kvstore tokens list --json | pick identities | tr -d -c '{' | wc -c) == 3 ]] || fail "other identities"
     step "compose up again: the same container, authority and tokens"
+}
+
+# What it does without a setting, and with those that docker/node.Dockerfile names.
+check_by_hand() {
+    local bare secured run=(run --label "$PROJECT" --network "${PROJECT}_default" --read-only)
+    local secrets=(--volume "$BY_HAND:/secrets")
+    local told=(--env KVSTORE_NODE_HOST=0.0.0.0 --env KVSTORE_NODE_IDENTITIES=/secrets/identities
+        --env KVSTORE_NODE_TLS_CERT=/secrets/node.pem --env KVSTORE_NODE_TLS_KEY=/secrets/node.key
+        --env KVSTORE_TLS_CA=/secrets/ca.pem --env KVSTORE_TOKEN_FILE=/secrets/operator.token)
+    bare=$("$DOCKER" "${run[@]}" --detach --network-alias bare "$IMAGE" --ram-bytes 64MiB)
+    "$DOCKER" "${run[@]}" --rm "${secrets[@]}" --entrypoint python "$IMAGE" /opt/kvstore/first_start.py /secrets secured \
+        >"$WORK/first_start.log" || fail "first_start.py failed: $(cat "$WORK/first_start.log")"
+    secured=$("$DOCKER" "${run[@]}" --detach --network-alias secured "${secrets[@]}" "${told[@]}" "$IMAGE" --ram-bytes 64MiB)
+    _await_status "$bare"
+    _await_status "$secured"
+    "$DOCKER" exec "$secured" python /opt/kvstore/health.py || fail "a node by hand is not healthy"
+    "$DOCKER" "${run[@]}" --rm "${secrets[@]}" "${told[@]}" --env KVSTORE_ADDRESS=secured --entrypoint kvstore "$IMAGE" \
+        status >/dev/null || fail "a node by hand does not answer who has its operator's token"
+    if "$DOCKER" "${run[@]}" --rm --env KVSTORE_ADDRESS=bare --entrypoint kvstore "$IMAGE" status >/dev/null 2>&1; then
+        fail "a node that was told nothing answers other containers"
+    fi
+    "$DOCKER" rm --force "$bare" "$secured" >/dev/null
+    step "by hand: without settings a node answers docker exec alone, with those of docker/node.Dockerfile who has a token"
+}
+
+# _await_status CONTAINER: until `kvstore status` in it works.
+_await_status() {
+    local tries
+    for ((tries = 0; tries < 60; tries++)); do
+        if "$DOCKER" exec "$1" kvstore status >"$WORK/status.log" 2>&1; then return; fi
+        sleep 0.25
+    done
+    fail "a node by hand does not serve: $(cat "$WORK/status.log") $("$DOCKER" logs "$1" 2>&1)"
 }
 
 # _await_known TOKEN STATUS: until `kvstore ls` as who has it ends so: 1, nothing is his; 2, nobody knows him. The file is
