@@ -68,6 +68,7 @@ check_cluster() {
     if [[ ${2:-} == etcd ]]; then export COMPOSE_PROFILES=etcd KVSTORE_NODE_CLUSTER=etcd://etcd:2379/fleet; fi
     cluster_compose up --detach --no-build >"$WORK/up.log" 2>&1 || fail "compose up: $(tail -n 5 "$WORK/up.log")"
     cluster_answers 3
+    in_cluster python /opt/kvstore/health.py || fail "n1 is not healthy"
     cluster_put
     back=$(cluster_back)
     [[ $back == "$CLUSTER_PAGES" ]] || fail "$back of $CLUSTER_PAGES pages came back"

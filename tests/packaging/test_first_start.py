@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from authorities import ours as ours
 from fleets import SMALL
 
 from kvstore import Client, ClientConfig, Forbidden, Namespace, PutOutcome, Unauthenticated, Unavailable, opaque_layout
-from kvstore.cli.authority import hosts_of
+from kvstore.cli.authority import Authority, hosts_of
 from kvstore.identities import token_hash
 from kvstore.identity_file import read, revoke
 from node.config import NodeConfig
@@ -197,6 +198,17 @@ def test_tokens_of_ones_own_are_taken(first_start: Any, tmp_path: Path) -> None:
     assert first_start.main([str(tmp_path), "node"]) == 0
     assert own.read_text() == "default.my-own\n"
     assert read(tmp_path / "identities").tokens[token_hash("default.my-own")].name == "engine"
+
+
+def test_an_authority_of_ones_own_needs_no_key_there(first_start: Any, tmp_path: Path, ours: Authority) -> None:
+    for name in (*PUBLIC, "node.key"):
+        shutil.copy2(ours.path.parent / name, tmp_path)
+    before = contents(tmp_path)
+    assert first_start.main([str(tmp_path), "localhost"]) == 0
+    after = contents(tmp_path)
+    assert {*after} - {*before} == {*TOKENS, "identities"}
+    assert before.items() <= after.items()
+    serves(tmp_path)
 
 
 @pytest.mark.parametrize(
