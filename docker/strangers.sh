@@ -1,10 +1,11 @@
 # shellcheck shell=bash
-# Checks for docker/test.sh who is let in by docker/compose.yaml's node: over the published ports, who has the authority's
-# certificate and a token of this project, and nobody else. Sourced; needs `step`, `fail`, `pick`, `in_node`, `compose`, DOCKER,
-# IMAGE, PROJECT, WORK, NODE, KVSTORE and what `start` exported.
+# Checks for docker/test.sh who is let in by docker/compose.yaml's node: over the published ports, who has the
+# authority's certificate and a token of this project, and nobody else. Sourced; needs `step`, `fail`, `pick`, `in_node`,
+# `compose`, DOCKER, IMAGE, PROJECT, WORK, NODE, KVSTORE and what `start` exported.
 #
 #   BY_HAND            volume of the last of them
 #   add_neighbour      somebody of another tenant
+#   await_known        until the node knows who was added, or who was revoked no more
 #   copy_out           ca.pem and engine.token, as docker/compose.yaml says, into WORK
 #   check_published    the engine's pages over gRPC and bulk TCP, counts over HTTPS
 #   check_strangers    without a token, with a wrong one, plainly, of another tenant, revoked
@@ -18,7 +19,7 @@ copy_out() {
     for file in ca.pem engine.token; do
         "$DOCKER" cp "$NODE:/secrets/$file" "$WORK/$file" || fail "docker cp of $file failed"
     done
-    [[ $(stat -c %a "$WORK/engine.token") == 600 ]] || fail "engine.token came out with mode $(stat -c %a "$WORK/engine.token")"
+    [[ $(stat -c %a "$WORK/engine.token") == 600 ]] || fail "others may read engine.token when it has come out"
 }
 
 # host VARIABLE=VALUE... COMMAND...: `kvstore COMMAND` on this host with the files that were copied out.
@@ -73,10 +74,10 @@ check_strangers() {
     refused 3 "the node speaks TLS" KVSTORE_TLS_CA= "${get[@]}"
     refused 2 "flush asks for admin" flush
     token=$(add_neighbour)
-    _await_known "$token" 1
+    await_known "$token" 1
     refused 1 "no namespace with model 'durable'" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN="$token" "${get[@]}"
     in_node kvstore tokens revoke neighbour >/dev/null || fail "kvstore tokens revoke failed"
-    _await_known "$token" 2
+    await_known "$token" 2
     step "refused: no token, a wrong one, no TLS, what an engine may not do, another tenant's page; a token that was revoked"
 }
 
@@ -123,13 +124,14 @@ _await_status() {
     fail "a node by hand does not serve: $(cat "$WORK/status.log") $("$DOCKER" logs "$1" 2>&1)"
 }
 
-# _await_known TOKEN STATUS: until `kvstore ls` as who has it ends so: 1, nothing is his; 2, nobody knows him. The file is
+# await_known TOKEN STATUS: until `kvstore ls` as who has it ends so: 1, nothing is his; 2, nobody knows him. The file is
 # looked at each second.
-_await_known() {
+await_known() {
     local tries status
     for ((tries = 0; tries < 60; tries++)); do
         status=0
-        host KVSTORE_TOKEN_FILE= KVSTORE_TOKEN="$1" ls >"$WORK/known" 2>&1 || status=$?
+        KVSTORE_TOKEN=$1 "$DOCKER" exec --env KVSTORE_TOKEN --env KVSTORE_TOKEN_FILE= "$NODE" kvstore ls \
+            >"$WORK/known" 2>&1 || status=$?
         [[ $status != "$2" ]] || return 0
         sleep 0.25
     done
@@ -141,7 +143,8 @@ _scrape() {
     local status
     status=$(python3 -c 'import ssl, sys, urllib.error, urllib.request
 authority, port, token = *sys.argv[1:3], sys.stdin.read().strip()
-request = urllib.request.Request(f"https://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
+credentials = {"Authorization": f"Bearer {token}"} if token else {}
+request = urllib.request.Request(f"https://127.0.0.1:{port}/metrics", headers=credentials)
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}),
     urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=authority)))
 try:

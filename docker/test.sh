@@ -246,12 +246,13 @@ check_shared() {
         || fail "bench --wire shm as user 20002: exit status $status: $said"
     step "another container, --user 20002, --wire shm: exit status 3, Permission denied"
     KVSTORE_TOKEN=$(add_neighbour)
-    sleep 3 # the file is looked at each second
+    await_known "$KVSTORE_TOKEN" 1
     status=0
     said=$(client --rm "${other[@]}" --user 10001 "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
     [[ $status != 0 && $said == *"does not trust tenant team-b with its memory"* ]] \
         || fail "bench --wire shm of tenant team-b: exit status $status: $said"
     in_node kvstore tokens revoke neighbour >/dev/null || fail "kvstore tokens revoke failed"
+    unset KVSTORE_TOKEN
     step "another container, tenant team-b, --wire shm: exit status $status, does not trust tenant team-b with its memory"
     client --rm --env KVSTORE_WIRE=shm "$IMAGE" get --model drained --tokens 1 >"$WORK/shared" \
         2>"$WORK/client.log" || fail "get over shared memory failed: $(cat "$WORK/client.log")"
