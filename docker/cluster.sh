@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Checks docker/compose.cluster.yaml for docker/test.sh: three nodes are one store, and one of them is killed.
-# Sourced; needs `step`, `fail`, `pick`, WORK, PROJECT, DOCKER, COMPOSE and what `start` exported.
+# Sourced; needs `step`, `fail`, `pick`, WORK, PROJECT, IMAGE, DOCKER, COMPOSE and what `start` exported.
 #
 #   check_cluster R [etcd]   puts, kills, gets, restarts; on a fixed list, or on etcd
 #   cluster_stop             removes containers and volumes
@@ -50,16 +50,30 @@ cluster_put() {
     in_cluster kvstore flush >/dev/null || fail "flush of the cluster failed"
 }
 
+# The members know each other by a certificate and a token; who has none of both is told of none of them.
+cluster_stranger() {
+    local said status=0
+    said=$("$DOCKER" run --rm --label "$PROJECT" --network "$PROJECT-cluster_default" \
+        --volume "$PROJECT-cluster_secrets:/secrets:ro" --env KVSTORE_TLS_CA=/secrets/ca.pem --env KVSTORE_ADDRESS=n2:7440 \
+        --entrypoint kvstore "$IMAGE" cluster 2>&1) || status=$?
+    [[ $status == 2 && $said == *"asks who you are"* ]] || fail "a stranger at n2: exit status $status: $said"
+    said=$("$DOCKER" run --rm --label "$PROJECT" --network "$PROJECT-cluster_default" --env KVSTORE_ADDRESS=n2:7440 \
+        --entrypoint kvstore "$IMAGE" cluster 2>&1) && fail "a stranger without TLS was answered: $said"
+    [[ $said == *"the node speaks TLS"* ]] || fail "a stranger without TLS at n2: $said"
+}
+
 check_cluster() {
     local back victim
     export KVSTORE_NODE_REPLICAS=$1
     if [[ ${2:-} == etcd ]]; then export COMPOSE_PROFILES=etcd KVSTORE_NODE_CLUSTER=etcd://etcd:2379/fleet; fi
     cluster_compose up --detach --no-build >"$WORK/up.log" 2>&1 || fail "compose up: $(tail -n 5 "$WORK/up.log")"
     cluster_answers 3
+    in_cluster python /opt/kvstore/health.py || fail "n1 is not healthy"
     cluster_put
     back=$(cluster_back)
     [[ $back == "$CLUSTER_PAGES" ]] || fail "$back of $CLUSTER_PAGES pages came back"
-    step "three nodes, R=$1${2:+, on $2}: $CLUSTER_PAGES pages put and got"
+    cluster_stranger
+    step "three nodes, R=$1${2:+, on $2}: $CLUSTER_PAGES pages put and got, with TLS and tokens; strangers are refused"
     victim=$(cluster_compose ps --quiet n2)
     "$DOCKER" kill "$victim" >/dev/null
     cluster_answers 2

@@ -5,14 +5,25 @@
 # Another base with Python >= 3.10 and pip:  --build-arg BASE=registry.example/python:3.11
 # A package index behind a private CA:       --secret id=ca,src=/path/to/bundle.crt
 #
-# Run it with docker/compose.yaml, or by hand:
+# Run it with docker/compose.yaml, which secures it, or by hand. By itself a node listens on its container's own loopback,
+# where only `docker exec` and who shares its network reach it. Others do with TLS and identities, which first_start.py
+# makes, for HOST, by which they call the node. Settings of both are variables: the health check does not see flags.
 #
+#   docker run --rm --network none -v kvstore_secrets:/secrets --entrypoint python kvstore-node \
+#       /opt/kvstore/first_start.py /secrets HOST
 #   docker run -d --name kvstore-node --read-only --memory 3g --stop-timeout 30 \
-#       -p 127.0.0.1:7440-7442:7440-7442 -v kvstore-data:/data -v kvstore_socket:/run/kvstore kvstore-node \
-#       --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB --shm-socket /run/kvstore/node.sock
+#       -p 7440-7442:7440-7442 -v kvstore-data:/data -v kvstore_socket:/run/kvstore -v kvstore_secrets:/secrets \
+#       -e KVSTORE_NODE_HOST=0.0.0.0 -e KVSTORE_NODE_IDENTITIES=/secrets/identities \
+#       -e KVSTORE_NODE_TLS_CERT=/secrets/node.pem -e KVSTORE_NODE_TLS_KEY=/secrets/node.key \
+#       -e KVSTORE_TLS_CA=/secrets/ca.pem -e KVSTORE_TOKEN_FILE=/secrets/operator.token \
+#       kvstore-node --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB --shm-socket /run/kvstore/node.sock
 #
-# Without --data-dir it is a node with RAM only, and /data stays empty. Without --shm-socket nobody
-# shares its memory: other containers on this host take TCP. How they share it: docs/operations.md.
+# The last two variables are for `docker exec kvstore-node kvstore status`. In place of all of them and of the volume
+# `-e KVSTORE_NODE_HOST=0.0.0.0 -e KVSTORE_NODE_INSECURE=1` lets everybody who reaches the ports do everything.
+#
+# Without --data-dir it is a node with RAM only, and /data stays empty. Without --shm-socket nobody shares its memory:
+# other containers on this host take TCP, as they do at a node with identities that trusts no tenant with its memory
+# (KVSTORE_NODE_SHM_TRUST). How they share it: docs/operations.md.
 #
 # Memory: pages live in an anonymous shared-memory file (memfd), all of it touched at the start. The
 # size of /dev/shm does not bound it, so --shm-size is not needed; the container's memory limit does.
@@ -32,13 +43,13 @@ RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,targ
     && python3 -m venv --without-pip /opt/kvstore \
     && python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
         install --constraint constraints.txt '.[node,cli]'
-COPY docker/health.py /opt/kvstore/health.py
+COPY docker/first_start.py docker/health.py /opt/kvstore/
 COPY docker/runtime.py ./
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
 # owner and mode of its directory from here; a bind mount must be given to this user by hand. Others may look
 # into /run/kvstore, or they would be told that there is no socket; the socket itself lets nobody else in.
 RUN python3 runtime.py /opt/kvstore /runtime \
-    && install -d -o 10001 -g 10001 -m 0750 /runtime/data \
+    && install -d -o 10001 -g 10001 -m 0750 /runtime/data /runtime/secrets \
     && install -d -o 10001 -g 10001 -m 0755 /runtime/run/kvstore
 
 # Python and the node: no shell, no package manager, no pip. `docker exec NODE kvstore status` needs none.

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Builds the node's image, runs docker/compose.yaml with it and checks what they promise: healthy, user
-# 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, a second
-# container kept off the volume, SIGTERM drains, other containers share the node's memory if they may, and
-# leave nothing behind when they are killed; then docker/compose.cluster.yaml, three nodes of which one is
-# killed (docker/cluster.sh). `make docker-test` runs it; 10 to 15 minutes on two busy cores. Leaves
-# behind what apt-get installed, CACHE and, in a Docker that was there, the images that it pulled and the
-# build cache.
+# 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, from the host
+# with TLS and a token, and strangers kept out (docker/strangers.sh), a second container kept off the volume,
+# SIGTERM drains, other containers share the node's memory if they may, and leave nothing behind when they are
+# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (docker/cluster.sh).
+# `make docker-test` runs it; 3 minutes on two idle cores, 10 to 15 on busy ones. Leaves behind what apt-get installed, CACHE
+# and, in a Docker that was there, the images that it pulled and the build cache.
 #
 # Uses the Docker that is there, or as root on Debian one of its own (docker/daemon.sh).
 #   BASE           base image; without a registry one is made with mmdebstrap
@@ -26,7 +26,7 @@ CACHE=${CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvstore-docker-test}
 KVSTORE=${KVSTORE:-.venv/bin/kvstore}
 RAM_MIB=256
 PAGE_NBYTES=$((4 << 20))
-DOCKER="" COMPOSE=() NODE="" PUBLISHED="published ports,"
+DOCKER="" COMPOSE=() NODE="" PUBLISHED="published ports with TLS and tokens, strangers refused,"
 
 step() { printf 'docker-test %4ds  %s\n' "$SECONDS" "$*"; }
 
@@ -37,6 +37,8 @@ fail() {
 
 # shellcheck source=docker/daemon.sh
 . docker/daemon.sh
+# shellcheck source=docker/strangers.sh
+. docker/strangers.sh
 # shellcheck source=docker/cluster.sh
 . docker/cluster.sh
 
@@ -51,6 +53,7 @@ clean_up() {
     if [[ ${#COMPOSE[@]} -gt 0 ]]; then
         "$DOCKER" ps --all --quiet --filter "label=$PROJECT" \
             | xargs --no-run-if-empty "$DOCKER" rm --force >/dev/null 2>&1 || true
+        "$DOCKER" volume rm --force "$BY_HAND" >/dev/null 2>&1 || true
         compose down --volumes --remove-orphans >/dev/null 2>&1 || true
         cluster_stop
         "$DOCKER" image rm --force "$IMAGE" "$IMAGE-base" >/dev/null 2>&1 || true
@@ -159,19 +162,10 @@ check_confinement() {
 for folder in ("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin")))' "$tool" || fail "the image has $tool"
     done
     in_node python -c 'import ssl; ssl.create_default_context()' || fail "the image has no TLS"
-    step "user 10001, root file system read-only, /data writable; no shell, no package manager, no pip"
-}
-
-check_published() {
-    if [[ ! -x $KVSTORE ]]; then
-        step "LEFT OUT: published ports; there is no $KVSTORE on this host (make setup)"
-        PUBLISHED=""
-        return
-    fi
-    KVSTORE_WIRE=bulk "$KVSTORE" --address "127.0.0.1:$KVSTORE_NODE_PORT" get --model durable --tokens 1 \
-        --output "$WORK/host" || fail "get through the published ports failed"
-    cmp "$WORK/durable" "$WORK/host" || fail "the host read other bytes"
-    step "page 'durable': same bytes through the published gRPC and bulk ports"
+    in_node python -c 'import os, stat, sys
+others = [name for name in os.listdir("/secrets") if os.stat("/secrets/" + name).st_mode & stat.S_IRWXO]
+sys.exit(sorted(others) != ["ca.pem", "node.pem"] or os.stat("/secrets").st_mode & stat.S_IRWXO)' || fail "/secrets lies open"
+    step "user 10001, root file system read-only, /data writable, /secrets closed; no shell, no package manager, no pip"
 }
 
 # SIGKILL right after the acknowledgement of the durable put; nothing of it was flushed.
@@ -218,11 +212,13 @@ check_stop() {
     same drained "after docker stop"
 }
 
-# client FLAG... IMAGE COMMAND...: `kvstore COMMAND` in a container that has the network and the socket's
-# volume in common with the node's, and nothing else. Its memory limit is half of the arena that it maps, and
-# its seccomp profile is Docker's own.
+# client FLAG... IMAGE COMMAND...: `kvstore COMMAND` in a container that has the network, the socket's volume and
+# the secrets in common with the node's, and nothing else; as the engine. Its memory limit is half of the arena
+# that it maps, and its seccomp profile is Docker's own.
 client() {
     "$DOCKER" run --label "$PROJECT" --network "${PROJECT}_default" --volume "${PROJECT}_socket:/run/kvstore:ro" \
+        --volume "${PROJECT}_secrets:/secrets:ro" --env KVSTORE_TLS_CA=/secrets/ca.pem \
+        --env KVSTORE_TOKEN_FILE=/secrets/engine.token \
         --read-only --memory $((RAM_MIB / 2))m --memory-swap $((RAM_MIB / 2))m \
         --env "KVSTORE_ADDRESS=node:$KVSTORE_NODE_PORT" --entrypoint kvstore "$@"
 }
@@ -239,14 +235,25 @@ travels() {
 }
 
 check_shared() {
-    local said status=0
+    local said status=0 other=(--user 20002 --group-add 10001 --env KVSTORE_TOKEN_FILE= --env KVSTORE_TOKEN)
     travels auto shm --user 10001 --cap-drop ALL
     travels shm shm --user 0 --env KVSTORE_SHM_DIR=/run/kvstore
-    travels auto bulk --user 20002
-    said=$(client --rm --user 20002 "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
+    local -x KVSTORE_TOKEN # of user 20002, who sees the authority's certificate and can not read the token's file
+    KVSTORE_TOKEN=$(cat "$WORK/engine.token")
+    travels auto bulk "${other[@]}"
+    said=$(client --rm "${other[@]}" "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
     [[ $status == 3 && $said == *"/run/kvstore/node.sock failed: "*"Permission denied"* ]] \
         || fail "bench --wire shm as user 20002: exit status $status: $said"
     step "another container, --user 20002, --wire shm: exit status 3, Permission denied"
+    KVSTORE_TOKEN=$(add_neighbour)
+    await_known "$KVSTORE_TOKEN" 1
+    status=0
+    said=$(client --rm "${other[@]}" --user 10001 "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
+    [[ $status != 0 && $said == *"does not trust tenant team-b with its memory"* ]] \
+        || fail "bench --wire shm of tenant team-b: exit status $status: $said"
+    in_node kvstore tokens revoke neighbour >/dev/null || fail "kvstore tokens revoke failed"
+    unset KVSTORE_TOKEN
+    step "another container, tenant team-b, --wire shm: exit status $status, does not trust tenant team-b with its memory"
     client --rm --env KVSTORE_WIRE=shm "$IMAGE" get --model drained --tokens 1 >"$WORK/shared" \
         2>"$WORK/client.log" || fail "get over shared memory failed: $(cat "$WORK/client.log")"
     cmp "$WORK/drained" "$WORK/shared" || fail "another container read other bytes from shared memory"
@@ -298,11 +305,14 @@ await_healthy
 step "healthy, with $RAM_MIB MiB of RAM tier in $KVSTORE_MEMORY_LIMIT of memory"
 check_confinement
 check_kill
+copy_out
 check_published
+check_up_again
 check_second
 check_stop
 check_shared
 check_killed_client
+check_by_hand
 check_cluster 1
 KVSTORE_ETCD_IMAGE=$(daemon_image "${KVSTORE_ETCD_IMAGE:-quay.io/coreos/etcd:v3.5.21}" "$IMAGE-base")
 export KVSTORE_ETCD_IMAGE

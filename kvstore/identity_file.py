@@ -7,12 +7,12 @@ import contextlib
 import fcntl
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.identities import ALL, Identities, parse, token_hash
+from kvstore.whole_file import write_whole
 
 MODE_NEW = 0o640
 SECRET_NBYTES = 32
@@ -90,7 +90,6 @@ def _replaced(path: Path) -> Iterator[list[str]]:
         yield lines
         if lines != before:
             _write(path, lines, os.stat(path) if there else None)
-            os.fsync(directory)
     except OSError as error:
         raise ConfigError(f"{path} can not be written: {error.strerror}") from error
     finally:
@@ -99,17 +98,8 @@ def _replaced(path: Path) -> Iterator[list[str]]:
 
 def _write(path: Path, lines: list[str], about: os.stat_result | None) -> None:
     """With the mode and owner that it had."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(fd, "w") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-            file.flush()
-            os.fchmod(fd, about.st_mode & 0o7777 if about else MODE_NEW)
-            if about and (about.st_uid, about.st_gid) != (os.geteuid(), os.getegid()):
-                os.fchown(fd, about.st_uid, about.st_gid)
-            os.fsync(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    content = "".join(f"{line}\n" for line in lines).encode()
+    if about is None:
+        write_whole(path, content, MODE_NEW)
+    else:
+        write_whole(path, content, about.st_mode & 0o7777, (about.st_uid, about.st_gid))

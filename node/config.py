@@ -41,6 +41,7 @@ class NodeConfig:
     )
     audit_log: str = setting("", "file for what was refused and what administrators did; empty: the log")
     token: str = secret("this node's token towards the other members of its cluster")
+    token_file: str = setting("", "file with that token, read at each connection to one of them")
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
     metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
@@ -179,6 +180,8 @@ class NodeConfig:
         return "" if self.tls_cert else f"tokens and pages cross the network of {self.host} unencrypted"
 
     def _check_access(self) -> None:
+        if self.token and self.token_file:
+            raise ConfigError("token and token_file are both set; one of them is this node's towards the others")
         if self.shm_trust and not self.identities:
             raise ConfigError(f"shm_trust={self.shm_trust} names tenants, which only a node with identities has")
         if self.insecurity and not self.insecure:

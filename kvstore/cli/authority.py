@@ -6,7 +6,6 @@ NAME.pem  NAME.key    what it signed; every key is readable by its owner alone
 
 import datetime
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvstore.errors import ConfigError
+from kvstore.whole_file import write_whole
 
 CA = "ca"
 EARLIER = datetime.timedelta(minutes=5)  # valid from then on: clocks differ
@@ -107,6 +107,20 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256()), key
 
 
+def hosts_of(path: Path) -> list[str]:
+    """The names and addresses by which a node with this certificate is reached. Raises ConfigError."""
+    try:
+        extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+        hosts = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no certificate in PEM form") from error
+    return [str(host.value) for host in hosts]
+
+
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float, since_days: float = 0.0
 ) -> x509.CertificateBuilder:
@@ -155,17 +169,8 @@ def _write(folder: Path, file: str, certificate: x509.Certificate, key: Any, for
     secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(paths[1], secret, 0o600)
-        _replace(paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+        write_whole(paths[1], secret, 0o600)
+        write_whole(paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
     return paths
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Whole or not at all: a node may be looking at it."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with open(fd, "wb") as opened:
-        opened.write(content)
-    new.replace(path)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore.config import ClientConfig, is_loopback, split_address
+from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -84,7 +85,7 @@ def _instance_at(config: ClientConfig) -> bytes:
     host, port = split_address(config.address)
     limit = Deadline(TRY_S)
     tls, found = client_tls(config, host), Addresses(host).resolve(limit)
-    wire = GrpcWire(grpc_target(found, port), config.address, tls, config.token)
+    wire = GrpcWire(grpc_target(found, port), config.address, tls, token_of(config))
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
     except Unavailable as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
+from kvstore.credentials import token_of
 from kvstore.errors import Unavailable
 from kvstore.link import NodeLink
 from node.config import NodeConfig
@@ -18,8 +19,9 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
     """Fields of a ClientConfig for connections to other members: this node's token and its own certificate. Without TLS
-    it was told to be insecure, or is for its own host."""
-    known: dict[str, Any] = {"token": config.token, "insecure": True}
+    it was told to be insecure, or is for its own host. Raises ConfigError for a token that can not be used."""
+    known: dict[str, Any] = {"token": config.token, "token_file": config.token_file, "insecure": True}
+    token_of(ClientConfig(**known))
     if config.tls_cert:
         known |= {"tls_ca": config.members_ca, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
     return known

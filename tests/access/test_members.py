@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 from fake_etcd import FakeEtcd
-from fleets import Start, members, peers
+from fleets import SMALL, Start, members, peers
 from fleets import etcd as etcd
 from fleets import fleet as fleet
-from people import PAGE_NBYTES, People, namespace
+from people import PAGE_NBYTES, People, namespace, taken_up
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, ConfigError, Keep, PutOutcome, Unauthenticated, Unavailable
 from kvstore.identities import ALL
+from kvstore.identity_file import read
 from kvstore.results import ACK_ALL
+from node.config import NodeConfig
 from node.server import Node
 
 KEYS = [number.to_bytes(32, "big") for number in range(16)]
@@ -59,6 +61,45 @@ def test_pages_cross_from_member_to_member(fleet: Start, crew: People, etcd: Fak
     with client(two, crew.tokens["operator"]) as operator:
         operator.remove_namespace(namespace())
     wait_until(lambda: not any(node.tier.visible_count for node in (one, two)))
+
+
+def test_a_members_token_may_lie_in_a_file_and_be_changed(fleet: Start, crew: People, tmp_path: Path) -> None:
+    file = tmp_path / "member.token"
+    file.write_text(crew.tokens["member"] + "\n")
+    file.chmod(0o600)
+    settings = {"identities": str(crew.path), "token_file": str(file), "replicas": 2}
+    one, two = fleet("n1", **settings), fleet("n2", **settings)
+    wait_until(lambda: all(node.membership.view.settled for node in (one, two)))  # type: ignore[union-attr]
+    with client(one, crew.tokens["engine"]) as engine:
+        assert engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(KEYS)
+        file.write_text(crew.join("renewed", ALL, "node"))
+        crew.leave("member")
+        for node in (one, two):
+            taken_up(node, lambda node=node: node.access.identities.tokens.keys() == known(crew))  # type: ignore[misc]
+        space = namespace(salt="after")
+        assert engine.put(space, KEYS, PAGES, Keep(ack=ACK_ALL)) == [PutOutcome.STORED] * len(KEYS)
+    for node in (one, two):
+        assert node.tier.lookup(space.digest, KEYS, touch=False) == [True] * len(KEYS)
+    assert peers(one).pages_dropped == peers(two).pages_dropped == 0
+
+
+def known(crew: People) -> set[bytes]:
+    return set(read(crew.path).tokens)
+
+
+@pytest.mark.parametrize(("mode", "said"), [(None, "can not be read"), (0o644, "chmod o-r")])
+def test_a_node_does_not_start_with_a_token_file_that_it_can_not_use(
+    tmp_path: Path, mode: int | None, said: str
+) -> None:
+    file = tmp_path / "member.token"
+    if mode is not None:
+        file.write_text("secret-of-a-member")
+        file.chmod(mode)
+    with pytest.raises(ConfigError, match=said) as told:
+        Node(NodeConfig(**{**SMALL, "token_file": str(file)}))
+    assert "secret-of-a-member" not in str(told.value)
+    with pytest.raises(ConfigError, match="token and token_file are both set"):
+        NodeConfig(token="x", token_file=str(file))
 
 
 def test_a_member_that_nobody_knows_does_not_join(fleet: Start, crew: People) -> None:

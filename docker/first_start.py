@@ -1,0 +1,109 @@
+"""Whom the nodes of a compose project let in, and by what clients know them: made once, in a folder of theirs.
+
+    python first_start.py /secrets NAME...
+
+ca.pem  ca.key        an authority of its own
+node.pem  node.key    the nodes' certificate: for the NAMEs, hosts or addresses, and for localhost and 127.0.0.1
+operator.token        of all tenants (*), role admin
+member.token          of all tenants, role node: what nodes show each other
+engine.token          tenant default, role write: what engines show
+identities            who has these tokens: what the nodes read
+
+What is there stays as it is, so this may run before each start of a node. Each file is written whole; of a pair the
+certificate, and of tokens and identities the latter, comes last and says that all of it is there. So a run that is
+killed is gone on with by the next one, and a token that was revoked or taken away does not come back.
+"""
+
+import fcntl
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore import identity_file
+from kvstore.cli.authority import Authority, hosts_of
+from kvstore.config import ClientConfig
+from kvstore.credentials import DEFAULT_TENANT, token_of
+from kvstore.errors import ConfigError
+from kvstore.identities import ALL
+from kvstore.whole_file import write_whole
+
+CA_NAME, DAYS = "kvstore compose CA", 3650.0  # nobody is there to renew them
+HERE = ("localhost", "127.0.0.1")
+WHO = {"operator": (ALL, "admin"), "member": (ALL, "node"), "engine": (DEFAULT_TENANT, "write")}  # (tenant, role)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 2 or not all(arguments):
+        return _failed("say which folder, and by which names clients reach the nodes: first_start.py /secrets NAME...")
+    folder, names = Path(arguments[0]), [name.strip("[]") for name in arguments[1:]]
+    try:
+        made = _make(folder, list(dict.fromkeys([*names, *HERE])))
+    except ConfigError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{error.filename or folder}: {error.strerror}; user {os.geteuid()} must be able to write there")
+    if made:
+        print(f"{folder}: made {', '.join(made)}")
+        print(f"clients need ca.pem and a token: docker cp CONTAINER:{folder}/ca.pem . , and engine.token likewise")
+    else:
+        print(f"{folder}: all is there already")
+    return 0
+
+
+def _make(folder: Path, hosts: list[str]) -> list[str]:
+    """What was not there."""
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # one at a time, and `kvstore tokens` not meanwhile
+        made = [] if (folder / "ca.pem").exists() else _found(folder)
+        if (folder / "node.pem").exists():
+            _compare(folder, hosts)
+        else:
+            Authority.open(folder).node("node", hosts, DAYS, force=True)
+            made.append("node.pem")
+        if not (folder / "identities").exists():
+            made += _introduce(folder)
+        return made
+    finally:
+        os.close(directory)
+
+
+def _found(folder: Path) -> list[str]:
+    Authority.found(folder, CA_NAME, DAYS, force=True)
+    return ["ca.pem"]
+
+
+def _introduce(folder: Path) -> list[str]:
+    """Each with a token, a new one or that of a run before."""
+    made, lines = [], []
+    for name, (tenant, role) in WHO.items():
+        path = folder / f"{name}.token"
+        if not path.exists():
+            write_whole(path, f"{identity_file.new_token(tenant)}\n".encode(), 0o600)
+            made.append(path.name)
+        token = token_of(ClientConfig(token_file=str(path)))
+        if not token:
+            raise ConfigError(f"{path} is empty; remove it, and a token is made")
+        lines.append(identity_file.token_line(name, token, tenant=tenant, role=role))
+    write_whole(folder / "identities", "".join(f"{line}\n" for line in lines).encode(), identity_file.MODE_NEW)
+    return [*made, "identities"]
+
+
+def _compare(folder: Path, hosts: list[str]) -> None:
+    missing = [host for host in hosts if host not in hosts_of(folder / "node.pem")]
+    if missing:
+        print(
+            f"{folder}/node.pem stays as it is, and does not name {', '.join(missing)}, so clients that call a node by "
+            f"that refuse it. For another one: kvstore certs node {' '.join(hosts)} --dir {folder} --file node --force",
+            file=sys.stderr,
+        )
+
+
+def _failed(why: str) -> int:
+    print(f"first_start: {why}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
