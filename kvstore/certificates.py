@@ -27,7 +27,11 @@ PAIR_TRIES, PAIR_S = 5, 0.05
 _OTHERS = stat.S_IRWXO
 _UTC_TIME = 0x17  # DER's tag of a time with two digits of the year
 _VERSION = 0xA0  # and of a field that not every certificate has
-_VALIDITY = 3  # place of a certificate's dates among its other fields
+_VALIDITY = 3  # place of a certificate's dates among its other fields; the next is whose it is
+_EXTENSIONS = 0xA3
+_ALTERNATIVE_NAMES = bytes.fromhex("551d11")
+_NO_TEXT = (0x06, 0x87, 0x88, 0xA0, 0xA3, 0xA4, 0xA5)  # in names: identifiers, addresses, what has parts
+_WIDE = {0x1C: "utf-32-be", 0x1E: "utf-16-be"}
 
 
 class OutOfDate(ConfigError):
@@ -217,13 +221,34 @@ def system_roots() -> list[bytes]:
 def validity(pem: bytes) -> tuple[float, float]:
     """When a certificate's time begins and ends, in seconds of Unix time. Raises ConfigError for what is none."""
     try:
-        signed = _parts(ssl.PEM_cert_to_DER_cert(pem.decode("ascii")))[0][1]
-        said = _parts(signed)[0][1]
-        fields = [content for tag, content in _parts(said) if tag != _VERSION]
-        begins, ends = (_seconds(tag, content) for tag, content in _parts(fields[_VALIDITY]))
+        begins, ends = (_seconds(tag, content) for tag, content in _parts(_fields(pem)[_VALIDITY][1]))
     except (ValueError, IndexError) as error:
         raise ConfigError(f"a certificate that can not be read: {error}") from error
     return begins, ends
+
+
+def names_end_early(pem: bytes) -> bool:
+    """Whether a name in a certificate has a NUL inside, at which gRPC ends it: `admin\\0.example` would be `admin`."""
+    try:
+        _, subject, *rest = _fields(pem)[_VALIDITY:]
+        named = [pair for _, entry in _parts(subject[1]) for _, some in _parts(entry) for pair in _parts(some)]
+        for _, extension in (some for tag, all_of_them in rest if tag == _EXTENSIONS for some in _in(all_of_them)):
+            (_, kind), *_, (_, value) = _parts(extension)
+            named += _in(value) if kind == _ALTERNATIVE_NAMES else []
+        return any("\0" in content.decode(_WIDE.get(tag, "latin-1")) for tag, content in named if tag not in _NO_TEXT)
+    except (ValueError, IndexError):
+        return True
+
+
+def _fields(pem: bytes) -> list[tuple[int, bytes]]:
+    """What is signed, from the serial number on."""
+    signed = _parts(ssl.PEM_cert_to_DER_cert(pem.decode("ascii")))[0][1]
+    return [part for part in _parts(_parts(signed)[0][1]) if part[0] != _VERSION]
+
+
+def _in(der: bytes) -> list[tuple[int, bytes]]:
+    """What is in a sequence."""
+    return _parts(_parts(der)[0][1])
 
 
 def _parts(der: bytes) -> list[tuple[int, bytes]]:

@@ -118,7 +118,8 @@ def check_settings(config: Any) -> None:
         if not isinstance(value, (int, float) if kind is float else kind) or (
             isinstance(value, bool) and kind is not bool
         ):
-            raise ConfigError(f"{field.name}={value!r} must be a {kind.__name__}")
+            said = field.name if meta.get("secret") else f"{field.name}={value!r}"
+            raise ConfigError(f"{said} must be a {kind.__name__}")
         if meta.get("choices") and value not in meta["choices"]:
             raise ConfigError(f"{field.name}={value!r} must be one of {', '.join(meta['choices'])}")
         low, high = meta.get("low"), meta.get("high")

@@ -6,14 +6,17 @@
 Connections that are there stay as they are. What can not come into force does not: what was before does.
 """
 
+import contextlib
+import ipaddress
 import logging
 import ssl
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from kvstore.certificates import PemFiles, Pems, date
+from kvstore.certificates import PemFiles, Pems, date, names_end_early
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
@@ -24,6 +27,7 @@ log.addFilter(LogRate())
 
 NEAR_END_S = 7 * 24 * 3600.0
 WARN_AGAIN_S = 6 * 3600.0
+_names_end_early = lru_cache(256)(names_end_early)  # a connection makes many calls
 SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")
 
 
@@ -113,15 +117,27 @@ def shown_by(certificate: Mapping[str, Any]) -> Shown | None:
         return None
     subject = (pair for part in certificate.get("subject", ()) for pair in part)
     common = next((value for kind, value in subject if kind == "commonName"), "")
-    return Shown(common, tuple(value for _, value in certificate.get("subjectAltName", ())))
+    named = certificate.get("subjectAltName", ())
+    return Shown(common, tuple(_as_grpc_has_it(value) if kind == "IP Address" else value for kind, value in named))
+
+
+def _as_grpc_has_it(address: str) -> str:
+    """Python writes 0:0:0:0:0:0:0:1 for ::1."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(address.strip()))
+    return address
 
 
 def shown_to_grpc(auth: Mapping[str, Iterable[bytes]]) -> Shown | None:
-    """Of a call's `auth_context`. None: the client showed none."""
+    """Of a call's `auth_context`, of which Python gets each name as far as its first NUL: a certificate that has one
+    names nobody. None: the client showed none."""
 
     def told(name: str) -> tuple[str, ...]:
         return tuple(value.decode(errors="replace") for value in auth.get(name, ()))
 
-    if not auth.get("x509_pem_cert"):
+    pem = next(iter(auth.get("x509_pem_cert", ())), b"")
+    if not pem:
         return None
+    if _names_end_early(pem):
+        return Shown("", ())
     return Shown(next(iter(told("x509_common_name")), ""), told("x509_subject_alternative_name"))

@@ -57,15 +57,11 @@ class Audit:
             except OSError as error:
                 raise ConfigError(f"audit_log={path} can not be written: {error.strerror}") from error
 
-    def refused(self, op: str, peer: str, who: str, why: str) -> None:
-        self._write("refused", op=op, who=who, peer=peer, why=why[:WHY_LENGTH_MAX])
+    def refused(self, op: str, peer: str, who: str, why: str, request: Any = None) -> None:
+        self._write("refused", op=op, who=who, peer=peer, **_about(request), why=why[:WHY_LENGTH_MAX])
 
     def acted(self, op: str, peer: str, who: str, request: Any) -> None:
-        digest = getattr(request, "namespace", b"")
-        about = {"namespace": digest[:SHOWN_NBYTES].hex()} if isinstance(digest, bytes) and digest else {}
-        if tenant := getattr(request, "tenant", ""):
-            about["tenant"] = str(tenant)[:64]
-        self._write("act", op=op, who=who, peer=peer, **about)
+        self._write("act", op=op, who=who, peer=peer, **_about(request))
 
     def _write(self, what: str, **facts: str) -> None:
         with self._lock:
@@ -86,6 +82,12 @@ class Audit:
     def close(self) -> None:
         if self._handler is not None:
             self._handler.close()
+
+
+def _about(request: Any) -> dict[str, str]:
+    digest, tenant = getattr(request, "namespace", b""), getattr(request, "tenant", "")
+    about = {"namespace": digest[:SHOWN_NBYTES].hex()} if isinstance(digest, bytes) and digest else {}
+    return about | ({"tenant": str(tenant)[:64]} if tenant else {})
 
 
 class _File(logging.handlers.WatchedFileHandler):

@@ -21,6 +21,10 @@ Info = TypeVar("Info", bound=Any)  # NamespaceInfo
 SHARED = ("lookup", "get", "list", "stat", "verify")
 
 
+class _NotHis(Exception):
+    """A namespace of somebody else: he is told that it is not there, and the audit log that he asked."""
+
+
 class Gate:
     """Thread-safe. `find` gives the description of a namespace by its digest, or raises UnknownNamespace."""
 
@@ -47,19 +51,27 @@ class Gate:
             self.audit.refused(op, peer, "", str(error))
             raise
 
+    def turned_away(self, op: str, peer: str, principal: Principal, why: str) -> Forbidden:
+        """The error for who is known and not let in at this door, written down."""
+        self.audit.refused(op, peer, principal.name, why)
+        return Forbidden(why)
+
     def admit(self, op: str, request: Any, caller: Caller) -> Principal:
         """Who asks. Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else."""
-        name, rule = "", RULES[op]
+        name, rule, at = "", RULES[op], caller.at or caller.peer
         try:
             principal = self.who(caller)
             name = principal.name
             if principal is not EVERYBODY and principal is not ITSELF:
                 self._check(op, rule, request, principal)
         except (Unauthenticated, Forbidden) as error:
-            self.audit.refused(op, caller.at or caller.peer, name, str(error))
+            self.audit.refused(op, at, name, str(error), request)
             raise
+        except _NotHis:
+            self.audit.refused(op, at, name, "a namespace of others", request)
+            raise unknown(request.namespace) from None
         if rule.is_act and principal is not ITSELF:
-            self.audit.acted(op, caller.at or caller.peer, name, request)
+            self.audit.acted(op, at, name, request)
         return principal
 
     def _check(self, op: str, rule: Rule, request: Any, principal: Principal) -> None:
@@ -76,7 +88,7 @@ class Gate:
         if principal.owns(namespace.tenant, namespace.model):
             return
         if not self.access.sees(principal, namespace.tenant, namespace.model):
-            raise unknown(digest)
+            raise _NotHis
         if op not in SHARED:
             raise Forbidden(f"{principal.name} may read this namespace, which {namespace.tenant} shares, and no more")
 

@@ -103,7 +103,7 @@ class Namespaces:
         index = NamespaceIndex(value, self.account_of(value.tenant), peer)
         if peer:
             own = [other for other in self._by_digest.values() if other.peer == peer]
-            self._make_room(index, own, -(-self._count_max // 2), DESCRIPTIONS_NBYTES_MAX // 2, f"of {peer} ")
+            self._make_room(index, own, -(-self._count_max // 2), DESCRIPTIONS_NBYTES_MAX // 2, f"of {peer}")
         if not restored:
             self._make_room(index, self.all(), self._count_max, DESCRIPTIONS_NBYTES_MAX, "")
         self._by_digest[digest] = index
@@ -123,10 +123,13 @@ class Namespaces:
                 del self._by_digest[index.digest]
                 count, described = count - 1, described - index.described_nbytes
         if count > count_max or described > nbytes_max:
+            there_now = f"{count - 1} namespaces {whose} with pages are open, described by "
+            there_now += f"{described - new.described_nbytes} bytes"
+            if not whose:  # who asks is not told how much others have
+                there_now = "there is no room for one more namespace"
             raise Exhausted(
-                f"{count - 1} namespaces {whose}with pages are open, described by "
-                f"{described - new.described_nbytes} bytes; allowed are {count_max} (namespaces_max) and "
-                f"{nbytes_max} bytes, remove some of their pages"
+                f"{there_now}; allowed are {count_max} (namespaces_max) and {nbytes_max} bytes of descriptions, "
+                "remove some of their pages"
             )
 
     def find(self, digest: bytes) -> NamespaceIndex:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 from google.protobuf.message import DecodeError
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import Exhausted, Forbidden, InvalidRequest, KVStoreError, ProtocolError
+from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unauthenticated
 from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
@@ -103,9 +103,18 @@ class Connection(abc.ABC):
         who = gate.access.known_by(request.token if op == "hello" else "", self.shown.names if self.shown else ())
         principal = gate.known(op, self.peer, who)
         if why := self.refusal(principal):
-            raise Forbidden(why)
+            raise gate.turned_away(op, self.peer, principal, why)
+
+        def still() -> Principal:
+            now = who()
+            if now.tenant != principal.tenant or self.refusal(now):
+                raise Unauthenticated(
+                    f"{now.name} may no longer what it might when this connection began; connect anew"
+                )
+            return now
+
         share = "" if self.maps_arena else gate.access.share(principal)  # a process has a share of its own
-        self.caller = replace(self.caller, peer=share or self.peer, who=who, at=self.peer)
+        self.caller = replace(self.caller, peer=share or self.peer, who=still, at=self.peer)
         if share:
             self.peer = share
             server.change_share(self)

@@ -30,6 +30,11 @@ class People:
     def leave(self, name: str) -> None:
         revoke(self.path, name)
 
+    def change(self, name: str, tenant: str, role: str) -> None:
+        """What who has this token is from now on."""
+        revoke(self.path, name)
+        add(self.path, token_line(name, self.tokens[name], tenant=tenant, role=role))
+
     def say(self, line: str) -> None:
         with self.path.open("a") as file:
             file.write(line + "\n")

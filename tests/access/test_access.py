@@ -10,9 +10,22 @@ from typing import Any
 import pytest
 from people import PAGE_NBYTES, People, client, namespace, taken_up
 
-from kvstore import Client, ClientConfig, ConfigError, Forbidden, PutOutcome, Unauthenticated, Unavailable
-from kvstore.identities import token_hash
+from kvstore import (
+    Client,
+    ClientConfig,
+    ConfigError,
+    Forbidden,
+    PutOutcome,
+    Unauthenticated,
+    Unavailable,
+    UnknownNamespace,
+)
+from kvstore.deadline import Deadline
+from kvstore.identities import Role, token_hash
 from kvstore.identity_file import new_token, token_line
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.shm import ShmWire
 from node.access.access import Access
 from node.access.audit import LINES_AT_ONCE, Audit
 from node.config import NodeConfig
@@ -88,6 +101,39 @@ def test_a_token_that_is_revoked_ends_what_was_opened_with_it(node: Node, people
             leaver.lookup(namespace(salt=wire), [KEY])
 
 
+@pytest.mark.parametrize("wire", ["bulk", "shm"])
+def test_a_connection_is_of_one_tenant(node: Node, people: People, wire: str) -> None:
+    """It counts to its tenant, and over shared memory maps what that tenant is trusted with."""
+    token = people.join(f"mover-{wire}", "team-a", "write")
+    taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
+    config = ClientConfig(token=token, connect_timeout_s=5.0)
+    assert node.shm is not None
+    connection: Any = (
+        ShmWire(node.shm.path, node.service.instance_id, config)
+        if wire == "shm"
+        else BulkWire("127.0.0.1", node.bulk.port, config)
+    )
+    connection.call("list_namespaces", pb.ListNamespacesRequest(), Deadline(20.0))
+    people.change(f"mover-{wire}", "team-b", "write")
+    taken_up(node, lambda: node.access.of_token(token).tenant == "team-b")
+    with pytest.raises(Unauthenticated, match="connect anew"):
+        connection.call("list_namespaces", pb.ListNamespacesRequest(), Deadline(20.0))
+    connection.close()
+
+
+def test_who_may_not_map_the_memory_any_more_goes_on_over_tcp(node: Node, people: People) -> None:
+    token = people.join("lowered", "team-a", "write")
+    taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
+    with client(node, token) as lowered:
+        lowered.put(namespace(salt="lowered"), [KEY], [PAGE])
+        assert lowered.wire_name == "shm"
+        people.change("lowered", "team-a", "read")
+        taken_up(node, lambda: node.access.of_token(token).role is Role.READ)
+        into = bytearray(PAGE_NBYTES)
+        assert lowered.get(namespace(salt="lowered"), [KEY], [into]) == [True]
+        assert lowered.wire_name == "bulk"
+
+
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
 def test_a_token_is_changed_under_load_and_no_call_fails(node: Node, people: People, tmp_path: Path, wire: str) -> None:
     """The new one is added, clients are given it, the old one goes."""
@@ -160,6 +206,27 @@ class TestAudit:
         }  # fmt: skip
         assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
         assert "role read" in refused["why"]
+
+    def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_down(
+        self, start_node: Any, people: People, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "audit"
+        node = start_node(identities=str(people.path), audit_log=str(path))
+        with client(node, people.tokens["write"], wire="bulk") as writer:
+            writer.put(namespace(), [KEY], [PAGE])
+        wire = ShmWire(node.shm.path, node.service.instance_id, ClientConfig(token=people.tokens["write"]))
+        with pytest.raises(Forbidden, match="shm-trust"):
+            wire.connect(Deadline(20.0))
+        wire.close()
+        stranger = BulkWire("127.0.0.1", node.bulk.port, ClientConfig(token=people.tokens["other"]))
+        for digest in (namespace().digest, bytes(16)):
+            with pytest.raises(UnknownNamespace):
+                stranger.call("list", pb.ListRequest(namespace=digest), Deadline(20.0))
+        stranger.close()
+        kept_out, asked = self.lines(path)
+        assert (kept_out["op"], kept_out["who"]) == ("hello", "write")
+        assert "shm-trust" in kept_out["why"]
+        assert (asked["op"], asked["who"], asked["namespace"]) == ("list", "other", namespace().digest.hex()[:8])
 
     def test_a_flood_is_counted_and_hides_no_act(self, tmp_path: Path) -> None:
         path, now = tmp_path / "audit", [0.0]

@@ -24,6 +24,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> People:
     people.join("operator", ALL, "admin")
     people.join("engine", "team-a", "write")
     people.say("certificate team-a tenant=team-a role=write")  # the name in the certificate of `authorities`
+    people.say("certificate fd00::1 tenant=team-a role=read")
     return people
 
 
@@ -53,6 +54,27 @@ def test_a_certificate_that_the_file_does_not_name_is_nobodys(node: Node, ours: 
     settings = {**pair(ours, "node"), "tls_ca": str(ours.path)}
     with client(node, wire, **settings) as other, pytest.raises((Unauthenticated, Unavailable), match="certificate"):
         other.lookup(namespace(), [KEY])
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk"])
+@pytest.mark.parametrize("where", ["common name", "alternative name"])
+def test_a_name_does_not_end_where_it_has_a_nul(node: Node, ours: Authority, wire: str, where: str) -> None:
+    """Python's gRPC says `team-a` of it, and an authority may give its users all names that end in `.example`."""
+    name, file = "team-a\0.example", f"cut-{where[:6]}-{wire}"
+    if where == "common name":
+        ours.client(file, name, 10)
+    else:
+        ours.node(file, ["elsewhere", name], 10)
+    settings = {**pair(ours, file), "tls_ca": str(ours.path)}
+    with client(node, wire, **settings) as other, pytest.raises((Unauthenticated, Unavailable), match="certificate"):
+        other.lookup(namespace(), [KEY])
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk"])
+def test_an_address_is_one_name_however_it_is_written(node: Node, ours: Authority, wire: str) -> None:
+    ours.node(f"address-{wire}", ["elsewhere", "fd00::1"], 10)
+    with client(node, wire, **pair(ours, f"address-{wire}"), tls_ca=str(ours.path)) as engine:
+        assert engine.lookup(namespace(), [KEY]).prefix_pages == 0
 
 
 def test_a_token_comes_before_a_certificate(node: Node, ours: Authority, crew: People) -> None:

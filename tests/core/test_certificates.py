@@ -1,6 +1,7 @@
 """Files of certificates: what is wrong with them is said with its remedy, and what was good stays in force."""
 
 import datetime
+import ipaddress
 import logging
 import os
 import shutil
@@ -8,13 +9,16 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from authorities import HERE, pair
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvstore import Client, ClientConfig, ConfigError, Unavailable
-from kvstore.certificates import OutOfDate, PemFiles, validity
+from kvstore.certificates import OutOfDate, PemFiles, names_end_early, validity
 from kvstore.cli.authority import Authority
 from kvstore.wires.tls import ClientTls
 
@@ -53,6 +57,33 @@ def test_when_a_certificate_is_valid(tmp_path: Path, days: float) -> None:
 def test_what_is_no_certificate_has_no_dates(junk: bytes) -> None:
     with pytest.raises(ConfigError, match="can not be read"):
         validity(b"-----BEGIN CERTIFICATE-----\n" + junk + b"\n-----END CERTIFICATE-----\n")
+
+
+UTF8, BMP, UNIVERSAL = (
+    x509.name._ASN1Type.UTF8String,
+    x509.name._ASN1Type.BMPString,
+    x509.name._ASN1Type.UniversalString,
+)
+
+
+@pytest.mark.parametrize("form", [UTF8, BMP, UNIVERSAL])
+@pytest.mark.parametrize(
+    ("common", "alternatives", "early"),
+    [
+        ("admin", [x509.DNSName("admin.example"), x509.IPAddress(ipaddress.ip_address("10.0.0.1"))], False),
+        ("admin\0.example", [], True),
+        ("admin", [x509.DNSName("admin\0.example")], True),
+        ("admin", [x509.UniformResourceIdentifier("spiffe://admin\0.example")], True),
+    ],
+)
+def test_a_name_with_a_nul_is_seen(common: str, alternatives: Any, early: bool, form: Any) -> None:
+    key, begins = ec.generate_private_key(ec.SECP256R1()), datetime.datetime(2026, 1, 1)
+    named = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common, form)])
+    made = x509.CertificateBuilder(named, named, key.public_key(), 1, begins, begins + datetime.timedelta(days=1))
+    if alternatives:
+        made = made.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    pem = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    assert names_end_early(pem) is early
 
 
 def swap_key(placed: Placed, strangers: Authority) -> None:

@@ -43,6 +43,13 @@ def test_a_bad_client_setting_is_named_with_its_range(values: dict[str, Any], na
         ClientConfig(**values)
 
 
+@pytest.mark.parametrize("name", ["token", "page_key"])
+def test_a_secret_of_the_wrong_type_is_named_and_not_said(name: str) -> None:
+    values: dict[str, Any] = {name: b"ab" * 32}
+    with pytest.raises(ConfigError, match=f"^{name} must be a str$"):
+        ClientConfig(**values)
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("0", 0), ("4096", 4096), ("1b", 1), ("64KiB", 65536), ("64k", 65536), ("1.5MiB", 3 << 19), (" 2GiB ", 2 << 30)],

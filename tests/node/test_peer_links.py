@@ -5,10 +5,15 @@ from typing import Any
 import pytest
 from fleet import view_of
 
-from kvstore import Unavailable
+from kvstore import ConfigError, Unavailable
+from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
-from node.peers.links import PeerLinks
+from node.config import NodeConfig
+from node.peers.address import check_address
+from node.peers.links import PeerLinks, known_by
 from node.peers.membership import Membership
+
+ELSEWHERE = "192.0.2.1:7440"  # of an address range that nobody has
 
 
 def test_links_follow_the_view(start_node: Any) -> None:
@@ -31,3 +36,18 @@ def test_links_follow_the_view(start_node: Any) -> None:
     links.close()
     with pytest.raises(Unavailable):
         links.link("n1")
+
+
+def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_insecure() -> None:
+    """Whoever may write to etcd says where members are, and a member's token is good for all tenants."""
+    config = NodeConfig(token="t" * 43, identities="file")
+    membership = Membership("", "")
+    there = (Member("n0", "127.0.0.1:7440", 1.0, "", State.SERVING), Member("n1", ELSEWHERE, 1.0, "", State.SERVING))
+    membership.become(View("fleet", 1, there, 1), "n0")
+    links = PeerLinks(membership, config)
+    with pytest.raises(ConfigError, match="would cross the network unencrypted"):
+        links.link("n1").run(lambda link, limit: None, None, Deadline(1.0))
+    links.close()
+    with pytest.raises(ConfigError, match="would cross the network unencrypted"):
+        check_address(ELSEWHERE, b"", lambda: None, known_by(config))
+    assert known_by(NodeConfig(host="0.0.0.0", token="t", insecure=True))["insecure"]
