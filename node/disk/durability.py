@@ -123,7 +123,7 @@ class Durability:
             left = prefix_hashes
             while left := self._tier.offer(digest, left):
                 self._check(wait)
-                self.disk.writer.wait_room(self._tier.namespace(digest).slot_nbytes, min(GONE_S, wait.left_s))
+                self.disk.writer.wait_room(self._tier.namespace(digest), min(GONE_S, wait.left_s))
         except UnknownNamespace:
             return
 

@@ -172,7 +172,7 @@ class RecordOrder:
         for record in self._pinned.take(now_s, LOOKED_AT):
             self._end_pin(record)
         if owner.full_for(slot_nbytes):
-            return self._own_oldest(owner.pool, slot_nbytes)
+            return [] if owner.too_small_for(slot_nbytes) else self._own_oldest(owner.pool, slot_nbytes)
         if found := self._leaving(self._area, self._area_pool):
             return found
         level = self._slots.level(slot_nbytes)

@@ -111,7 +111,7 @@ class DiskWriter:
                     self._changed.notify_all()
                 return 0
             for page in pages:
-                if not self._fits(page):
+                if not self._fits(page.namespace):
                     break
                 self._queue.append(page)
                 self._count(page, 1)
@@ -120,9 +120,9 @@ class DiskWriter:
         self._disk.counters.pages_refused += 0 if urgent else len(pages) - taken
         return taken
 
-    def _fits(self, page: Page) -> bool:
+    def _fits(self, space: Space) -> bool:
         """One page is always taken, or a large one would never be."""
-        nbytes, theirs = page.namespace.slot_nbytes, self._queued[page.namespace.value.tenant]
+        nbytes, theirs = space.slot_nbytes, self._queued[space.value.tenant]
         left = self._queue_nbytes_max - self.queue_nbytes - nbytes
         if self._tier.eviction.order.accounts.any_limited:
             return not theirs or left >= theirs
@@ -135,12 +135,10 @@ class DiskWriter:
         if not self._queued[tenant]:
             del self._queued[tenant]
 
-    def wait_room(self, nbytes: int, timeout_s: float) -> bool:
-        """Until the queue has room for so many bytes."""
+    def wait_room(self, space: Space, timeout_s: float) -> bool:
+        """Until the queue takes a page of this namespace."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self.queue_nbytes or self.queue_nbytes + nbytes <= self._queue_nbytes_max, timeout_s
-            )
+            return self._changed.wait_for(lambda: self._fits(space), timeout_s)
 
     def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
         """Until everything offered before is on the medium; False if it took longer or failed, or who wanted it is

@@ -92,6 +92,10 @@ class Account(Generic[Pool]):
             return False
         return self.nbytes + self._more(slot_nbytes) > self.nbytes_max
 
+    def too_small_for(self, slot_nbytes: int) -> bool:
+        """Whether it would be even if all its pages went."""
+        return 0 < self.nbytes_max < self._accounts.size(slot_nbytes).block_nbytes
+
     def _more(self, slot_nbytes: int) -> int:
         size = self._sizes.get(slot_nbytes) or self._accounts.size(slot_nbytes)
         return 0 if size.count % size.per_block else size.block_nbytes
@@ -146,10 +150,14 @@ class Account(Generic[Pool]):
             return ""
         self.refused_puts += 1
         block = self._accounts.size(slot_nbytes).block_nbytes
+        why = (
+            "and the quota is less: ask for a larger quota"
+            if self.too_small_for(slot_nbytes)
+            else "and none of its own pages may go: unpin or release some, or ask for a larger quota"
+        )
         return (
             f"tenant {self.tenant} has {self.nbytes} of the {self.nbytes_max} bytes of its {what} quota, a page of "
-            f"this size takes places of {block} bytes, and none of its own pages may go: unpin or release some, or ask "
-            "for a larger quota"
+            f"this size takes places of {block} bytes, {why}"
         )
 
 

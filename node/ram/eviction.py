@@ -158,7 +158,9 @@ class Eviction:
         return True
 
     def _shrink(self, size: int, account: Account[Pool], now_ms: int) -> Work[bool]:
-        """A tenant at its quota gives up its oldest page, of whatever size."""
+        """A tenant at its quota gives up its oldest page, of whatever size; none for one that can never be had."""
+        if account.too_small_for(size):
+            return False
         ours = yield from self._oldest(size, account.pool)
         for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)):
             if (older := (yield from self._oldest(other, account.pool))) is not None:

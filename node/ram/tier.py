@@ -235,7 +235,8 @@ class RamTier:
             reservation.count_stored()
             self._touch_chain(reservation.chain)
             self.below.touch(reservation.namespace.digest, reservation.prefix_hashes)
-            self._offer([page for page in reservation.pages if not page.is_copy], urgent=False)
+            wanted = [page for page in reservation.pages if not (page.is_copy or page in self._unwanted)]
+            self._offer(wanted, urgent=False)
             for page in self._unwanted.intersection(reservation.pages):
                 self._unwanted.discard(page)
                 self._forget(page, "removed")

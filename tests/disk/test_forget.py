@@ -162,6 +162,22 @@ def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
     assert not found_in(nodes.data_dir, pieces(gone, [one, two]))
 
 
+def test_a_page_that_was_removed_before_its_commit_is_not_shown_to_the_disk(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer might have it on disk before the commit comes to forget it."""
+    node = nodes.start(**SIZES)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone")
+    gone.put(client, gone.keys(1))
+    offered: list[bytes] = []
+    monkeypatch.setattr(node.disk, "offer", lambda pages, urgent: offered.extend(p.prefix_hash for p in pages) or 0)
+    reservation = node.tier.reserve(gone.digest, gone.keys(2, 3), gone.nbytes)
+    node.tier.remove(gone.digest, gone.keys(2))
+    node.tier.commit(reservation, [bytes(16)] * 2)
+    assert offered == gone.keys(3)
+
+
 def test_a_slot_that_is_read_to_the_end_is_told_as_left(
     nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Quotas of the disk: who floods loses his own pages, and nobody who is within his quota loses any."""
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -104,6 +105,14 @@ def test_sizes_of_one_cost_another_no_page() -> None:
     assert shelf.records.check() == []
 
 
+def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none() -> None:
+    shelf = Shelf(64)
+    shelf.limit(loud=8)
+    shelf.put(LOUD, *range(8))
+    assert not shelf.put(LOUD, 100, nbytes=16 * PAGE)
+    assert shelf.present(LOUD, *range(8)) == [*range(8)]
+
+
 def test_what_was_there_at_the_start_is_counted() -> None:
     shelf = Shelf(64)
     shelf.limit(loud=8)
@@ -175,3 +184,27 @@ def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Any, make_page
     assert node.check() == []
     account = node.disk.records.accounts.of("loud")
     assert 1 << 20 <= account.nbytes <= 2 << 20
+
+
+def test_who_waits_for_his_share_of_the_queue_does_not_ask_all_the_time(
+    nodes: Any, make_pages: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the queue is left for others, so it has room, but not for him."""
+    node = nodes.start(ram_nbytes=2 << 20, disk_queue_nbytes=256 << 10)
+    node.quotas.set({"loud": Quota(ram_nbytes=1 << 20)})
+    client, loud = nodes.connect(node), make_pages("m", 16 << 10, tenant="loud")
+    asked: list[bytes] = []
+    offer, write = node.tier.offer, layer.write
+
+    def slow_write(*arguments: Any) -> int:
+        time.sleep(0.1)
+        return int(write(*arguments))
+
+    def counted(digest: bytes, hashes: list[bytes]) -> list[bytes]:
+        asked.append(digest)
+        return list(offer(digest, hashes))
+
+    monkeypatch.setattr(layer, "write", slow_write)
+    monkeypatch.setattr(node.tier, "offer", counted)
+    loud.put(client, loud.keys(*range(40)), durable=True)
+    assert 0 < len(asked) < 50

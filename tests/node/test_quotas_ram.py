@@ -142,6 +142,16 @@ def test_a_page_that_is_more_than_the_quota_is_refused(sandbox: Any) -> None:
         box.put(space, space.keys(1))
 
 
+def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none(sandbox: Any) -> None:
+    box = sandbox(4 * EXTENT, EXTENT)
+    box.limit(one=8 * PAGE)
+    small, large = box.open("m", PAGE, tenant="one"), box.open("m", 16 * PAGE, tenant="one")
+    kept = fill(box, small, *range(8))
+    with pytest.raises(Exhausted, match="the quota is less"):
+        box.put(large, large.keys(1))
+    assert box.present(small, kept) == set(kept)
+
+
 def test_pins_of_one_do_not_cost_another_a_page(sandbox: Any) -> None:
     box = sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE, loud=32 * PAGE)
