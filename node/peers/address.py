@@ -7,13 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-<<<<<<< HEAD
 from kvstore.config import ClientConfig, is_loopback, split_address
-from kvstore.credentials import token_of
-=======
-from kvstore.config import ClientConfig, split_address
-from kvstore.credentials import check_stays_private
->>>>>>> eyes-a
+from kvstore.credentials import check_stays_private, token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -90,12 +85,9 @@ def _instance_at(config: ClientConfig) -> bytes:
     host, port = split_address(config.address)
     limit = Deadline(TRY_S)
     tls, found = client_tls(config, host), Addresses(host).resolve(limit)
-<<<<<<< HEAD
-    wire = GrpcWire(grpc_target(found, port), config.address, tls, token_of(config))
-=======
-    check_stays_private(config.token, config, found)
-    wire = GrpcWire(grpc_target(found, port), config.address, tls, config.token)
->>>>>>> eyes-a
+    token = token_of(config)
+    check_stays_private(token, config, found)
+    wire = GrpcWire(grpc_target(found, port), config.address, tls, token)
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
     except Unavailable as error:

@@ -19,14 +19,10 @@ BACKOFF_S_MAX = 2.0  # who is back is served soon
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
     """Fields of a ClientConfig for connections to other members: this node's token and its own certificate. Without TLS
-<<<<<<< HEAD
-    it was told to be insecure, or is for its own host. Raises ConfigError for a token that can not be used."""
-    known: dict[str, Any] = {"token": config.token, "token_file": config.token_file, "insecure": True}
+    the token leaves this host only if `insecure` says so, whatever addresses the cluster tells. Raises ConfigError for
+    a token that can not be used."""
+    known: dict[str, Any] = {"token": config.token, "token_file": config.token_file, "insecure": config.insecure}
     token_of(ClientConfig(**known))
-=======
-    the token leaves this host only if `insecure` says so, whatever addresses the cluster tells."""
-    known: dict[str, Any] = {"token": config.token, "insecure": config.insecure}
->>>>>>> eyes-a
     if config.tls_cert:
         known |= {"tls_ca": config.members_ca, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
     return known
