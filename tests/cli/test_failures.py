@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_every_command_that_talks_to_a_node_exits_3_without_one(kvstore: Kvstore
     page.write_bytes(b"x")
     trace = tmp_path / "trace"
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n')
-    positional = {"put": [str(page), "ab" * 16], "replay": [str(trace)]}
+    positional = {"put": [str(page), "ab" * 16], "replay": [str(trace)], "forget": ["--tenant", "a"]}
     for command in app.registered_commands:
         ran = kvstore(str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json")
         assert (ran.code, ran.stdout, ran.error["kind"]) == (3, "", "Unavailable"), command.name
@@ -254,6 +255,7 @@ def test_shell_completion_offers_namespaces_and_is_silent_without_a_node(
 ) -> None:
     """What the shell's script runs, in one process: only its start would be repeated."""
     client.open(space)
+    client.open(replace(space, model=f"{space.model};reboot"))
     asked = [
         ["ls", "-n", space.digest.hex()[:4]],
         ["ls", "-m", space.model[:12]],
