@@ -26,10 +26,27 @@ REQUESTS = {field.message_type.name: field.name for field in pb.BulkRequest.DESC
 OPS = [field.name for field in pb.BulkRequest.DESCRIPTOR.fields]
 PARTS = ("commit", "release")  # of a put and a get that were let in
 KEY = b"k" * 32
-WHO = ("nobody", "wrong", "revoked", "expired", "read", "write", "admin", "other", "narrow", "member", "operator")
-ROLES = {"other": Role.ADMIN, "narrow": Role.ADMIN, "member": Role.NODE, "operator": Role.ADMIN} | {
-    role.name.lower(): role for role in Role
-}
+WHO = (
+    "nobody",
+    "wrong",
+    "revoked",
+    "expired",
+    "read",
+    "write",
+    "admin",
+    "other",
+    "narrow",
+    "modeller",
+    "member",
+    "operator",
+)
+ROLES = {
+    "other": Role.ADMIN,
+    "narrow": Role.ADMIN,
+    "modeller": Role.ADMIN,
+    "member": Role.NODE,
+    "operator": Role.ADMIN,
+} | {role.name.lower(): role for role in Role}
 # Once more, not from `RULES`: who is let in by a mistake there is found here.
 NEEDS = {
     Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify list stat release",
@@ -74,7 +91,7 @@ def expected(op: str, who: str) -> type[KVStoreError] | None:
     if ROLES[who] < ROLE_OF[op] or (op in OF_NODE and who not in ("member", "operator")):
         return Forbidden
     about_a_namespace = "namespace" in request(op).DESCRIPTOR.fields_by_name if op in OPS else False
-    if about_a_namespace and who in ("other", "narrow"):
+    if about_a_namespace and who in ("other", "narrow", "modeller"):
         return Forbidden if op == "open_namespace" else UnknownNamespace
     return None
 
