@@ -102,6 +102,12 @@ def short(prefix_hash: bytes) -> str:
     return prefix_hash[:4].hex()
 
 
+def check_removal(name: bytes) -> None:
+    """All members keep it for a month. Raises InvalidRequest."""
+    if len(name) not in (0, REMOVAL_NBYTES):
+        raise InvalidRequest(f"the name of a removal has {len(name)} bytes; send {REMOVAL_NBYTES} random ones, or none")
+
+
 def unknown(digest: bytes) -> UnknownNamespace:
     """What a node says of a namespace that it does not have, or that is not there for who asks."""
     return UnknownNamespace(f"namespace {shown(digest)} is not open here; send OpenNamespace first")

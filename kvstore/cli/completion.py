@@ -1,5 +1,7 @@
 """Shell completion of namespaces and models, from the node itself. Silent and quick if it is away."""
 
+import shlex
+
 import typer
 
 from kvstore.cli.invocation import Invocation
@@ -15,7 +17,9 @@ def complete_namespace(ctx: typer.Context, incomplete: str) -> list[tuple[str, s
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
-    return sorted({namespace.model for namespace in _namespaces(ctx) if namespace.model.startswith(incomplete)})
+    """Those that are one plain word: others have chosen them, and the shell takes a line as it stands there."""
+    models = {namespace.model for namespace in _namespaces(ctx)}
+    return sorted(model for model in models if model.startswith(incomplete) and shlex.quote(model) == model)
 
 
 def _namespaces(ctx: typer.Context) -> list[Namespace]:

@@ -14,6 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvstore.cli.output import printable
 from kvstore.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -90,7 +91,7 @@ class Root(TyperGroup):
         if self._as_json:
             message = json.dumps({"error": message, "kind": kind or code.name.title()})
         else:
-            message = f"kvstore: {message}"
+            message = printable(f"kvstore: {message}")
         print(message, file=sys.stderr)
         return code
 

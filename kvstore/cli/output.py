@@ -80,7 +80,12 @@ def _cell(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Without what moves a terminal's cursor or begins a row: others have chosen the names of their namespaces."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def plain(message: Any) -> dict[str, Any]:

@@ -153,8 +153,8 @@ class RecordOrder:
         nbytes += sum(self._nbytes(block) for start, block in blocks.items() if start not in self._pinned_blocks)
         if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
             raise Exhausted(
-                f"with these, pinned pages would keep {nbytes} bytes of the disk from others, at most "
-                f"{self.pinned_nbytes_max} may be kept (half of disk_nbytes); unpin some, or wait until their pins end"
+                f"with these, pinned pages would keep more than {self.pinned_nbytes_max} bytes of the disk from others "
+                "(half of disk_nbytes); unpin some, or wait until their pins end"
             )
         if new := [record for record in some if record not in self._pinned]:
             self._owner(new[0]).check_pins(len(new))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable, UnknownNamespace
-from kvstore.keys import REMOVAL_NBYTES
+from kvstore.keys import REMOVAL_NBYTES, check_removal
 from kvstore.pb import kvstore_pb2 as pb
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
@@ -72,6 +72,7 @@ class Erasure:
         """Raises Exhausted if the disk fails, or there is no time for all of it: what is removed stays so."""
         if not request.tenant:
             raise InvalidRequest("no tenant is named; the namespaces of no tenant are removed one by one")
+        check_removal(request.removal)
         end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
         if self.cluster is not None:
             self.cluster.begin_erasure(request.removal)

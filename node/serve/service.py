@@ -11,7 +11,7 @@ import kvstore
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
 from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, speaks
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
-from kvstore.keys import check_prefix_hashes
+from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
@@ -373,6 +373,7 @@ class Service:
         )
 
     def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
+        check_removal(request.removal)
         removed = self._tier.remove_namespace(request.namespace)
         self.on_removed(request.namespace, request.removal)
         return pb.RemoveNamespaceReply(removed=removed)

@@ -28,6 +28,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> People:
     people.join("other", "team-b", "admin")
     people.join("narrow", "team-a", "admin", models="qwen-*")
     people.join("operator", ALL, "admin")
+    people.join("modeller", ALL, "admin", models="qwen-*")
     people.join("member", ALL, "node")
     return people
 

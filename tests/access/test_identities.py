@@ -1,6 +1,7 @@
 """The file of identities: what is in force, what is left out and how that is told."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ def test_a_share_lets_others_read() -> None:
     assert share.lets(reader, "team-a", "prompts-1")
     assert not share.lets(reader, "team-a", "llama")
     assert not share.lets(reader, "team-c", "prompts-1")
+    narrow = replace(reader, models=("prompts-2",))
+    assert share.lets(narrow, "team-a", "prompts-2")
+    assert not share.lets(narrow, "team-a", "prompts-1"), "its own models narrow also what it is let"
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,35 @@ REQUESTS = {field.message_type.name: field.name for field in pb.BulkRequest.DESC
 OPS = [field.name for field in pb.BulkRequest.DESCRIPTOR.fields]
 PARTS = ("commit", "release")  # of a put and a get that were let in
 KEY = b"k" * 32
-WHO = ("nobody", "wrong", "revoked", "expired", "read", "write", "admin", "other", "narrow", "member", "operator")
-ROLES = {"other": Role.ADMIN, "narrow": Role.ADMIN, "member": Role.NODE, "operator": Role.ADMIN} | {
-    role.name.lower(): role for role in Role
+WHO = (
+    "nobody",
+    "wrong",
+    "revoked",
+    "expired",
+    "read",
+    "write",
+    "admin",
+    "other",
+    "narrow",
+    "modeller",
+    "member",
+    "operator",
+)
+ROLES = {
+    "other": Role.ADMIN,
+    "narrow": Role.ADMIN,
+    "modeller": Role.ADMIN,
+    "member": Role.NODE,
+    "operator": Role.ADMIN,
+} | {role.name.lower(): role for role in Role}
+# Once more, not from `RULES`: who is let in by a mistake there is found here.
+NEEDS = {
+    Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify list stat release",
+    Role.WRITE: "put commit remove pin unpin",
+    Role.ADMIN: "remove_namespace reflection",
 }
+OF_NODE = ["flush", "scrub", "recover", "drain", "sweep", "forget"]  # for administrators of all tenants
+ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict.fromkeys(OF_NODE, Role.ADMIN)
 REFUSALS = (Unauthenticated, Forbidden, UnknownNamespace)
 
 
@@ -61,13 +86,12 @@ def request(op: str) -> Any:
 
 
 def expected(op: str, who: str) -> type[KVStoreError] | None:
-    rule = RULES[op]
     if who in WHO[:4]:
         return Unauthenticated
-    if ROLES[who] < rule.role or (rule.of_node and who not in ("member", "operator")):
+    if ROLES[who] < ROLE_OF[op] or (op in OF_NODE and who not in ("member", "operator")):
         return Forbidden
     about_a_namespace = "namespace" in request(op).DESCRIPTOR.fields_by_name if op in OPS else False
-    if about_a_namespace and who in ("other", "narrow"):
+    if about_a_namespace and who in ("other", "narrow", "modeller"):
         return Forbidden if op == "open_namespace" else UnknownNamespace
     return None
 
@@ -119,7 +143,8 @@ def asked(wire: Any, op: str) -> None:
 
 def test_each_method_has_a_rule() -> None:
     ops = [op_of(method) for method in SERVICE.methods]
-    assert set(ops) | set(OPS) | {"reflection", "metrics"} == set(RULES)
+    assert set(ops) | set(OPS) | {"reflection", "metrics"} == set(RULES) == set(ROLE_OF)
+    assert {op for op, rule in RULES.items() if rule.is_act} == {*OF_NODE, "remove_namespace"}
 
 
 @pytest.mark.parametrize("who", WHO)

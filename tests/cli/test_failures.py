@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,7 @@ def test_shell_completion_offers_namespaces_and_is_silent_without_a_node(
 ) -> None:
     """What the shell's script runs, in one process: only its start would be repeated."""
     client.open(space)
+    client.open(replace(space, model=f"{space.model};reboot"))
     asked = [
         ["ls", "-n", space.digest.hex()[:4]],
         ["ls", "-m", space.model[:12]],

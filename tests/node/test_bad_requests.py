@@ -149,6 +149,20 @@ CASES = [
     pytest.param("get", get_of(*[(0, 1)] * 65537), InvalidRequest, "more than 65536 pieces", id="too many pieces"),
     pytest.param("pin", pin_of(0), InvalidRequest, r"ttl_ms 0 is not in 1\.\.604800000", id="pin for no time"),
     pytest.param("pin", pin_of(HUGE), InvalidRequest, "pin_ttl_ms_max", id="pin for ever"),
+    pytest.param(
+        "remove_namespace",
+        lambda digest: pb.RemoveNamespaceRequest(namespace=digest, removal=bytes(17)),
+        InvalidRequest,
+        "a removal has 17 bytes; send 16",
+        id="a removal that is long to remember",
+    ),
+    pytest.param(
+        "forget",
+        lambda _: pb.ForgetRequest(tenant="none", removal=b"x"),
+        InvalidRequest,
+        "a removal has 1 bytes",
+        id="an erasure without a name",
+    ),
     pytest.param("list", lambda _: pb.ListRequest(), UnknownNamespace, "is not open", id="list of nothing"),
     pytest.param("hello", lambda _: pb.HelloRequest(protocol_version=9), ProtocolError, "protocol 9", id="version"),
     pytest.param(
