@@ -96,9 +96,9 @@ class Durability:
         count = sum(len(left(digest, hashes)) for digest, hashes in batches)
         if count:
             raise Exhausted(
-                f"{count} pages are not on disk: it is full of pinned or newer pages, they went meanwhile, they are "
-                "larger than the extents of data_dir, or the node ran out of memory or descriptors (then its log says "
-                "so)"
+                f"{count} pages are not on disk: it, or their tenant's quota of it, is full of pinned or newer pages, "
+                "they went meanwhile, they are larger than that quota or than the extents of data_dir, or the node ran "
+                "out of memory or descriptors (then its log says so)"
             )
 
     def _unsafe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:

@@ -5,23 +5,28 @@ The token tells a restart of this directory's node from another node that was gi
 
 import json
 import os
+import re
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.cluster.view import check_name
 from kvstore.errors import ConfigError
+from kvstore.keys import NAMESPACE_DIGEST_NBYTES
 
 FILE_NAME = "member.json"
 TOKEN_NBYTES = 8
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
 # How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
 
 
 class Identity:
-    """`applied`: number of the newest view of whose removals none is left to do here. Without a data directory nothing
-    is kept: then it is another node after each start. Raises ConfigError."""
+    """`applied`: number of the newest view of whose removals none is left to do here; `to_erase`: digests of namespaces
+    of which that is so, but what they had is to be overwritten still. Without a data directory nothing is kept: then it
+    is another node after each start. Raises ConfigError."""
 
     def __init__(self, data_dir: str, cluster: str, member: str) -> None:
         self._path = Path(data_dir) / FILE_NAME if data_dir else None
@@ -29,6 +34,7 @@ class Identity:
         self.cluster = cluster
         self.token = str(known.get("token") or secrets.token_hex(TOKEN_NBYTES))
         self.applied = int(known.get("applied") or 0)
+        self.to_erase = [bytes.fromhex(text) for text in known.get("to_erase", ())]
         own = str(known.get("member") or "")
         if member and own and member != own:
             raise ConfigError(
@@ -46,7 +52,7 @@ class Identity:
         try:
             known = json.loads(self._path.read_text())
             age_s = time.time() - self._path.stat().st_mtime
-            if not isinstance(known, dict) or not isinstance(known.get("applied", 0), int):
+            if not isinstance(known, dict) or not isinstance(known.get("applied", 0), int) or not _are_digests(known):
                 raise ValueError("it is not what a node writes")
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self._path} can not be read: {error}; remove it, and name the node's id") from error
@@ -62,12 +68,13 @@ class Identity:
             )
         return known
 
-    def save(self, applied: int) -> None:
+    def save(self, applied: int, to_erase: Sequence[bytes] = ()) -> None:
         """Also says that this node is not away. Raises OSError."""
-        self.applied = applied
+        self.applied, self.to_erase = applied, list(to_erase)
         if self._path is None:
             return
-        known = {"cluster": self.cluster, "member": self.member, "token": self.token, "applied": applied}
+        known: dict[str, Any] = {"cluster": self.cluster, "member": self.member, "token": self.token}
+        known |= {"applied": applied, "to_erase": [digest.hex() for digest in self.to_erase]}
         draft = self._path.with_suffix(".new")
         with draft.open("w") as file:
             json.dump(known, file)
@@ -79,3 +86,9 @@ class Identity:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def _are_digests(known: dict[str, Any]) -> bool:
+    """Whether what is to be erased is named as a node does it."""
+    found = known.get("to_erase", [])
+    return isinstance(found, list) and all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in found)

@@ -50,7 +50,7 @@ class Removals:
         self._remove = remove
         self._settle = settle
         self._erase = erase
-        self._to_erase: list[bytes] = []  # namespaces that are removed here already
+        self._to_erase = list(identity.to_erase)  # namespaces that are removed here already, in an earlier life perhaps
         self._wake = threading.Condition()
         self._done: OrderedDict[bytes, None] = OrderedDict()  # names of removals
         self._records: list[_Record] = []
@@ -126,6 +126,7 @@ class Removals:
             self._erase(to_erase)
             with self._wake:
                 del self._to_erase[: len(to_erase)]
+            self._save(self._identity.applied)
 
     def _apply(self, heard: list[Removal], number: int) -> None:
         for some in heard:
@@ -175,5 +176,5 @@ class Removals:
                 self._done.popitem(last=False)
 
     def _save(self, number: int) -> None:
-        self._identity.save(max(number, self._identity.applied))
+        self._identity.save(max(number, self._identity.applied), self._to_erase)
         self._saved_at = time.monotonic()

@@ -127,8 +127,12 @@ class Simulation:
             self.reservations.append((name, result))
 
     def check_full(self, name: str, batch: set[Key]) -> None:
-        """FULL only if each page of this slot size is pinned, held or part of the batch."""
+        """FULL only if each page of this slot size is pinned, held or part of the batch, or the quota is less than
+        what a page of this size takes."""
         box = self.box
+        account = box.tier.eviction.order.accounts.of(TENANTS[name])
+        if account.too_small_for(slot_nbytes(PAGE_SIZES[name])):
+            return
         present = {(name, key) for key in box.present(self.spaces[name], self.spaces[name].keys(*range(KEYS)))}
         free = [key for key in present - batch if key not in self.model.pinned and not self.model.held(key)]
         assert not free, f"full, but {len(free)} pages of {name} may be evicted"

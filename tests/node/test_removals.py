@@ -1,7 +1,7 @@
 """Namespaces that are removed from a whole cluster: done at every member, once, also at one that was away."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fake_etcd import FakeEtcd
@@ -117,7 +117,7 @@ def test_who_was_away_for_too_long_does_not_bring_back_what_was_removed(
         Identity(str(tmp_path), "fleet", "")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"applied": "x"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"applied": "x"}', '{"to_erase": "x"}', '{"to_erase": [1]}'])
 def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / "member.json").write_text(text)
     with pytest.raises(ConfigError, match=r"member.json can not be read: .*; remove it"):
@@ -138,6 +138,34 @@ def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_to
     removals.work(nobody, nobody)
     assert removed == [two, three]
     assert erased == [[two]]
+
+
+@pytest.mark.parametrize("at_a_start", [False, True])
+def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
+    tmp_path: Path, at_a_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal is done and written down, so it is not heard of again."""
+    monkeypatch.setattr("node.peers.removals.TOUCH_S", 0.1)
+    digest, nobody = bytes(range(16)), cast(Any, None)
+
+    def dies(digests: list[bytes]) -> None:
+        raise SystemExit
+
+    first = Removals(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, dies)
+    heard = [Removal(digest, b"1", 1, b"tenant")]
+    if at_a_start:
+        first.catch_up(heard, 1)
+    else:
+        first.heard(heard, 1)
+        first.work(nobody, nobody)
+    with pytest.raises(SystemExit):
+        first.work(nobody, nobody)
+    erased: list[list[bytes]] = []
+    second = Removals(Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, erased.append)
+    second.catch_up(heard, 1)
+    second.work(nobody, nobody)
+    assert erased == [[digest]]
+    assert Identity(str(tmp_path), "fleet", "").to_erase == []
 
 
 def test_a_join_reads_more_removals_than_fit_one_answer(
