@@ -75,8 +75,8 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[list[str]]:
-    """Its lines, to be changed; one at a time. Of a link, those of the file that it leads to, which stays a link: a node
-    may read the file by its own name."""
+    """Its lines, to be changed; one at a time. Of a link, those of the file that it leads to: a node may read
+    it by its own name."""
     path = Path(os.path.realpath(path))
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
