@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,7 +15,10 @@ from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
 from waiting import wait_until
 
 from gpu_agent import Agent, AgentConfig, KVPool
+from gpu_agent.blocks.homes import Place
+from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import identity_of
+from gpu_agent.process.home import AgentProcess
 from kvstore import Client, ClientConfig, ConfigError, Namespace
 from kvstore.identity_file import add, new_token, revoke, token_line
 from node.config import NodeConfig
@@ -193,3 +197,18 @@ def test_whose_tenant_is_named_starts_without_its_token(tmp_path: Path) -> None:
     path.write_text(new_token("team-b"))
     path.chmod(0o600)
     assert identity_of(values).tenant == "team-b"
+
+
+def test_a_process_of_agents_is_told_its_token_and_nobody_who_looks_at_ps() -> None:
+    token = new_token(TENANT)
+    memory = {"layers.0": torch.zeros((4, 2, 16, 8), dtype=torch.uint8)}
+    pool = table_pool(memory, 4, 16)
+    place = Place(Namespace("m", pool.layout, TENANT), pool)
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    home = AgentProcess([place], ClientConfig("127.0.0.1:9", token=token), AgentConfig(staging_nbytes=1 << 16), waits)
+    try:
+        assert home.setup()[0]["client"]["token"] == token
+        words = Path(f"/proc/{home._child.pid}/cmdline").read_bytes().split(b"\0")
+        assert not [word for word in words if token.encode() in word]
+    finally:
+        home.close()
