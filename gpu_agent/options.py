@@ -92,9 +92,13 @@ def read_options(
 
 
 def identity_of(values: Mapping[str, Any]) -> Identity:
-    """Whose pages, of options that may hold others too."""
+    """Whose pages, of options that may hold others too. Raises ConfigError, also for a token that should say the tenant
+    and can not be read."""
+    identity = load(Identity, "KVSTORE", values, defaults={"tenant": ""})
+    if identity.tenant:
+        return identity
     client = load(ClientConfig, "KVSTORE", {name: values.get(name) for name in ("token", "token_file")})
-    return load(Identity, "KVSTORE", values, defaults={"tenant": tenant_of(client)})
+    return dataclasses.replace(identity, tenant=tenant_of(client))
 
 
 def _one_word(fact: Any) -> str:

@@ -178,9 +178,12 @@ def _path(file: str) -> str:
 
 def _stat(file: str) -> os.stat_result:
     try:
-        return os.stat(_path(file))
+        about = os.stat(_path(file))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
+    if not stat.S_ISREG(about.st_mode):  # to open a pipe could wait for ever
+        raise ConfigError(f"{file} is no regular file")
+    return about
 
 
 def _stamp(file: str) -> tuple[int, ...]:

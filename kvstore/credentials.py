@@ -27,7 +27,10 @@ def token_of(config: ClientConfig) -> str:
 
 def _read(path: str) -> str:
     try:
-        if os.stat(path).st_mode & stat.S_IROTH:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):  # to open a pipe could wait for ever
+            raise ConfigError(f"token_file={path} is no regular file")
+        if mode & stat.S_IROTH:
             raise ConfigError(f"token_file={path} can be read by everybody on this host; chmod o-r {path}")
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read(TOKEN_NBYTES_MAX + 2).strip()

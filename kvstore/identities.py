@@ -113,7 +113,8 @@ def parse(text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda
     """`check_quota` raises ConfigError for fields that are no quota."""
     found = Identities()
     seen: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(text.split("\n", LINES_MAX)[:LINES_MAX], 1):
+    lines = text.split("\n", LINES_MAX)
+    for number, line in enumerate(lines[:LINES_MAX], 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -121,6 +122,8 @@ def parse(text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda
             _take(found, words, check_quota, seen, number)
         except ConfigError as error:
             found.problems.append(f"line {number}: {error}")
+    if len(lines) > LINES_MAX and lines[LINES_MAX]:
+        found.problems.append(f"line {LINES_MAX + 1} and those behind it: a file has {LINES_MAX} lines at most")
     return found
 
 

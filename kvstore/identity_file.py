@@ -75,7 +75,9 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[list[str]]:
-    """Its lines, to be changed; one at a time."""
+    """Its lines, to be changed; one at a time. Of a link, those of the file that it leads to: a node may read
+    it by its own name."""
+    path = Path(os.path.realpath(path))
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

@@ -15,6 +15,7 @@ from kvstore.config import (
 )
 from kvstore.config import MESSAGE_NBYTES_MAX as MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
+from kvstore.identities import TENANT
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.wires.unix_sockets import check_path
@@ -184,6 +185,8 @@ class NodeConfig:
             raise ConfigError("token and token_file are both set; one of them is this node's towards the others")
         if self.shm_trust and not self.identities:
             raise ConfigError(f"shm_trust={self.shm_trust} names tenants, which only a node with identities has")
+        if any(not TENANT.fullmatch(name) for name in self.trusted):
+            raise ConfigError(f"shm_trust={self.shm_trust} must be tenants' names, a,b,c; operators need none")
         if self.insecurity and not self.insecure:
             raise ConfigError(
                 f"host={self.host} lets others reach this node, which has to know them then: set "

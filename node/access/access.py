@@ -118,9 +118,11 @@ class Access:
             about = os.stat(self._path)
         except OSError as error:
             raise ConfigError(f"identities={self._path} can not be read: {error.strerror}") from error
+        if not stat.S_ISREG(about.st_mode):  # to open a pipe could wait for ever
+            raise ConfigError(f"identities={self._path} is no regular file")
         if about.st_mode & stat.S_IWOTH:
             raise ConfigError(f"identities={self._path} may be written by everybody; chmod o-w {self._path}")
-        return about.st_mtime_ns, about.st_size, about.st_ino
+        return about.st_mtime_ns, about.st_ctime_ns, about.st_size, about.st_ino
 
     def _read(self) -> Identities:
         try:

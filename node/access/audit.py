@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.log_rate import OWN_RATE
 
 log = logging.getLogger(__name__)
 NAME = "kvstore.audit"
@@ -73,7 +74,7 @@ class Audit:
         line: dict[str, Any] = {"time": now.replace("+00:00", "Z"), "what": what, **facts}
         if omitted:
             line["omitted"] = omitted
-        record = self._log.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None)
+        record = self._log.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, extra=OWN_RATE)
         if self._handler is not None:
             self._handler.handle(record)
         else:
@@ -91,11 +92,17 @@ def _about(request: Any) -> dict[str, str]:
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """A full disk costs lines, never a request; it is told once."""
+    """A full disk, or a directory that is gone, costs lines, never a request; it is told once."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8")
         self._failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # a file that was moved away can not be begun anew
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:

@@ -1,14 +1,17 @@
 """What is in force while a node runs: tokens revoked, expired and changed under it."""
 
+import io
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from people import PAGE_NBYTES, People, client, namespace, taken_up
+from waiting import wait_until
 
 from kvstore import (
     Client,
@@ -23,6 +26,7 @@ from kvstore import (
 from kvstore.deadline import Deadline
 from kvstore.identities import Role, token_hash
 from kvstore.identity_file import new_token, token_line
+from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.shm import ShmWire
@@ -62,6 +66,47 @@ def test_a_file_that_gets_wrong_changes_nothing(access: Access, tmp_path: Path, 
     access.look()
     assert (access.of_token(TOKEN).name, access.of_token(TOKEN).tenant) == ("new", "team-b")
     assert "line 1: begin it with token" in caplog.text
+
+
+def test_a_change_that_keeps_size_and_time_is_taken(access: Access, tmp_path: Path) -> None:
+    """As `rsync --inplace --times` and `cp -p` write it."""
+    path = tmp_path / "identities"
+    before = path.stat()
+    with path.open("r+") as file:
+        file.write(token_line("ci", TOKEN, tenant="team-b", role="read") + "\n")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    soon_changed(path, before)
+    access.look()
+    assert access.of_token(TOKEN).tenant == "team-b"
+
+
+def soon_changed(path: Path, before: os.stat_result) -> None:
+    """The file system's clock has a grain."""
+
+    def later() -> bool:
+        path.chmod(before.st_mode & 0o777)
+        return path.stat().st_ctime_ns > before.st_ctime_ns
+
+    wait_until(later)
+
+
+@pytest.mark.parametrize("kind", ["a directory", "a pipe", "a link to itself"])
+def test_what_is_no_file_holds_nobody_up(access: Access, tmp_path: Path, kind: str, caplog: Any) -> None:
+    path = tmp_path / "identities"
+    path.unlink()
+    if kind == "a directory":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path)
+    looking = threading.Thread(target=access.look, daemon=True)
+    looking.start()
+    looking.join(30.0)
+    assert not looking.is_alive()
+    assert "the identities of before stay in force" in caplog.text
+    assert access.of_token(TOKEN).name == "ci"
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o666, "may be written by everybody"), (None, "can not be read")])
@@ -251,6 +296,33 @@ class TestAudit:
         audit.close()
         assert [line["why"] for line in self.lines(path)] == ["2"]
 
+    def test_one_whose_directory_goes_costs_lines_and_no_request(self, tmp_path: Path, caplog: Any) -> None:
+        folder = tmp_path / "logs"
+        folder.mkdir()
+        audit = Audit(str(folder / "audit"))
+        folder.rename(tmp_path / "moved")
+        for _ in range(3):
+            audit.refused("get", "a", "", "lost")
+        assert caplog.text.count("the audit log can not be written; lines are lost") == 1
+        folder.mkdir()
+        audit.refused("get", "a", "", "there again")
+        audit.close()
+        assert [line["why"] for line in self.lines(folder / "audit")] == ["there again"]
+
+    def test_in_the_nodes_log_a_flood_hides_no_act_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The log's own rate knows a statement by its place, and all lines of the audit log come from one."""
+        handler, said = logging.StreamHandler(), io.StringIO()
+        handler.setStream(said)
+        handler.addFilter(LogRate())
+        monkeypatch.setattr(logging.getLogger("kvstore.audit"), "handlers", [handler])
+        audit = Audit()
+        for _ in range(1000):
+            audit.refused("get", "10.0.0.1", "", "nobody")
+        audit.acted("drain", "10.0.0.2", "op", object())
+        lines = [json.loads(line) for line in said.getvalue().splitlines()]
+        assert len(lines) >= LINES_AT_ONCE + 1
+        assert lines[-1]["op"] == "drain"
+
     def test_one_that_can_not_be_written_ends_the_start(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="audit_log="):
             Audit(str(tmp_path / "none" / "audit"))
@@ -275,4 +347,7 @@ def test_a_node_for_its_own_host_need_not(host: str) -> None:
 def test_trust_is_of_tenants() -> None:
     with pytest.raises(ConfigError, match="which only a node with identities has"):
         NodeConfig(shm_trust="team-a")
+    for wrong in ("*", "team-a;team-b", "team-a,team b"):
+        with pytest.raises(ConfigError, match="must be tenants' names"):
+            NodeConfig(shm_trust=wrong, identities="x")
     assert NodeConfig(shm_trust="team-a, team-b", identities="x").trusted == ("team-a", "team-b")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import ConfigError, InvalidRequest
-from kvstore.identities import ALL, Identities, Role, parse, token_hash
+from kvstore.identities import ALL, LINES_MAX, Identities, Role, parse, token_hash
 from kvstore.identity_file import add, certificate_line, new_token, read, revoke, token_line
 
 HASH = "ab" * 32
@@ -152,6 +152,24 @@ def test_what_a_comment_hides_stays_hidden_when_a_line_is_added(tmp_path: Path, 
     assert [principal.name for principal in read(path).tokens.values()] == ["ci"]
     assert revoke(path, "ci") == 1
     assert path.read_bytes().decode() == f"# until spring:{mark}{hidden}\n"
+
+
+def test_through_a_link_the_file_is_changed_and_the_link_stays(tmp_path: Path) -> None:
+    """Or a node that reads the file by its own name would go on with who was revoked."""
+    path, link = tmp_path / "identities", tmp_path / "link"
+    link.symlink_to(path)
+    add(link, certificate_line("a", tenant="x", role="read"))
+    assert list(read(path).certificates) == ["a"]
+    assert revoke(link, "a") == 1
+    assert not read(path).certificates
+    assert link.is_symlink()
+
+
+def test_lines_beyond_the_last_that_counts_are_told() -> None:
+    line = certificate_line("a", tenant="x", role="read")
+    assert parse(f"{line}\n" + "\n" * (LINES_MAX - 1)).problems == []
+    problems = parse("\n" * LINES_MAX + line).problems
+    assert problems == [f"line {LINES_MAX + 1} and those behind it: a file has {LINES_MAX} lines at most"]
 
 
 def test_a_file_that_can_not_be_had_is_named(tmp_path: Path) -> None:

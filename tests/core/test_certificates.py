@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
     ),
     "no key": (lambda placed, _: placed.key.unlink(), r"tls_key=.*cert\.key: No such file"),
     "no authority": (lambda placed, _: placed.ca.unlink(), r"tls_ca=.*ca\.pem: No such file"),
-    "a folder": (lambda placed, _: (placed.ca.unlink(), placed.ca.mkdir()), r"tls_ca=.*ca\.pem: Is a directory"),
+    "a folder": (lambda placed, _: (placed.ca.unlink(), placed.ca.mkdir()), r"tls_ca=.*ca\.pem is no regular file"),
     "another key": (swap_key, r"tls_key=.*cert\.key is not the key of the certificate in tls_cert=.*made together"),
     "half a certificate": (
         lambda placed, _: cut(placed.cert),

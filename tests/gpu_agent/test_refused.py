@@ -1,0 +1,214 @@
+"""An engine that its store refuses computes as if there were none, without an exception, a wait or a storm."""
+
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fleets import SMALL
+from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
+from waiting import wait_until
+
+from gpu_agent import Agent, AgentConfig, KVPool
+from gpu_agent.blocks.homes import Place
+from gpu_agent.layouts.vllm import table_pool
+from gpu_agent.options import identity_of
+from gpu_agent.process.home import AgentProcess
+from kvstore import Client, ClientConfig, ConfigError, Namespace
+from kvstore.identity_file import add, new_token, revoke, token_line
+from node.config import NodeConfig
+from node.server import Node
+
+TENANT = "team-a"
+
+
+class Gated:
+    """A node that asks who you are, and how often somebody knocked in vain."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.folder = folder / "identities", folder
+        self.path.touch()
+        self.node = Node(NodeConfig(**SMALL, identities=str(self.path), shm_trust=TENANT))
+        self.knocks = 0
+        refused = self.node.audit.refused
+
+        def counted(*about: str) -> None:
+            self.knocks += 1
+            refused(*about)
+
+        self.node.audit.refused = counted  # type: ignore[method-assign]
+        self.node.start()
+
+    def token(self, name: str, role: str = "write") -> str:
+        token = new_token(TENANT)
+        add(self.path, token_line(name, token, tenant=TENANT, role=role))
+        self.taken_up(lambda: name in {who.name for who in self.node.access.identities.tokens.values()})
+        return token
+
+    def taken_up(self, holds: Callable[[], bool]) -> None:
+        wait_until(lambda: (self.node.access.look(), holds())[1])
+
+    def file(self, token: str) -> Path:
+        path = self.folder / "token"
+        path.write_text(token)
+        path.chmod(0o600)
+        return path
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Gated]:
+    gated = Gated(tmp_path)
+    yield gated
+    assert gated.node.check() == []
+    gated.node.stop()
+
+
+@pytest.fixture
+def make_agent(gated: Gated, token_pool: KVPool) -> Iterator[Callable[..., Agent]]:
+    made: list[tuple[Agent, Client]] = []
+    namespace = Namespace(f"refused {uuid.uuid4()}", token_pool.layout, TENANT)
+
+    def make(**settings: str) -> Agent:
+        address = f"127.0.0.1:{gated.node.grpc.port}"
+        client = Client(ClientConfig(address, timeout_s=20.0, connect_timeout_s=10.0, **settings))  # type: ignore[arg-type]
+        made.append((Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=8192)), client))
+        return made[-1][0]
+
+    yield make
+    for agent, client in made:
+        assert agent.check() == []
+        agent.close()
+        client.close()
+
+
+def saved(agent: Agent) -> tuple[int, int]:
+    """(stored, dropped)."""
+    result = agent.save(hashes(), SOURCE).done.result(WAIT_S)
+    assert bool(result.reason) == bool(result.dropped)
+    return result.stored, result.dropped
+
+
+def loaded(agent: Agent) -> int:
+    return agent.load(hashes(), TARGET).done.result(WAIT_S).pages
+
+
+def computes_instead(agent: Agent, pool: KVPool) -> None:
+    """Of many requests each is a miss, counted, and nothing is written."""
+    before, stats = pages_at(pool, TARGET), agent.stats
+    assert [agent.lookup(hashes()) for _ in range(50)] == [0] * 50
+    assert (saved(agent), loaded(agent)) == ((0, PAGES), 0)
+    assert torch.equal(pages_at(pool, TARGET), before)
+    now = agent.stats
+    assert now.lookups_failed - stats.lookups_failed == 50
+    assert (now.pages_dropped - stats.pages_dropped, now.loads_failed - stats.loads_failed) == (PAGES, 1)
+
+
+@pytest.mark.parametrize("what", ["unknown", "none", "no file", "open to all", "a pipe", "two words"])
+def test_who_has_no_good_token_misses_and_does_not_knock_with_each_call(
+    gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = gated.file(new_token(TENANT) if what != "two words" else "one two")
+    if what == "open to all":
+        path.chmod(0o644)
+    elif what in ("no file", "a pipe"):
+        path.unlink()
+    if what == "a pipe":
+        os.mkfifo(path, 0o600)
+    agent = make_agent(**({} if what == "none" else {"token_file": str(path)}))
+    with caplog.at_level(logging.INFO):
+        began = time.monotonic()
+        computes_instead(agent, token_pool)
+        seconds = time.monotonic() - began
+    assert gated.knocks <= 8 + 20 * seconds, "the breaker pauses, and ever longer"
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 6
+    assert "Traceback" not in caplog.text
+
+
+def test_a_token_that_comes_later_is_taken(gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool) -> None:
+    agent = make_agent(token_file=str(gated.folder / "token"))
+    computes_instead(agent, token_pool)
+    gated.file(gated.token("late"))
+    wait_until(lambda: saved(agent) == (PAGES, 0))
+    assert agent.lookup(hashes()) == PAGES
+    assert loaded(agent) == PAGES
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_a_token_that_is_revoked_under_an_engine_is_an_outage(
+    gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool, wire: str
+) -> None:
+    agent = make_agent(token_file=str(gated.file(gated.token("leaver"))), wire=wire)
+    assert saved(agent) == (PAGES, 0)
+    revoke(gated.path, "leaver")
+    gated.taken_up(lambda: not gated.node.access.identities.tokens)
+    computes_instead(agent, token_pool)
+    gated.file(gated.token("joiner"))
+    wait_until(lambda: agent.lookup(hashes()) == PAGES)
+    assert loaded(agent) == PAGES
+
+
+def test_an_engine_that_may_only_read_loads_and_its_saves_are_dropped(
+    gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert saved(make_agent(token=gated.token("writer"))) == (PAGES, 0)
+    reader = make_agent(token=gated.token("reader", "read"))
+    with caplog.at_level(logging.INFO):
+        for _ in range(20):
+            result = reader.save(hashes(), SOURCE).done.result(WAIT_S)
+            assert result.dropped == PAGES or result.existing == PAGES
+            assert saved_anew(reader) == (0, PAGES)
+            assert loaded(reader) == PAGES
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 6
+
+
+def saved_anew(agent: Agent) -> tuple[int, int]:
+    result = agent.save(hashes(PAGES + 3)[3:], SOURCE).done.result(WAIT_S)
+    return result.stored, result.dropped + result.existing
+
+
+def test_an_engine_over_its_quota_drops_saves_and_loads_what_is_there(
+    gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = make_agent(token=gated.token("writer"))
+    assert saved(agent) == (PAGES, 0)
+    with gated.path.open("a") as file:
+        file.write(f"tenant {TENANT} requests=1/s\n")
+    gated.taken_up(lambda: bool(gated.node.access.identities.quotas))
+    with caplog.at_level(logging.INFO):
+        failed = [agent.lookup(hashes()) for _ in range(50)]
+    assert failed.count(0) > 0, "it is over its rate"
+    assert set(failed) <= {0, PAGES}
+    assert agent.stats.lookups_failed == failed.count(0)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 6
+
+
+def test_whose_tenant_is_named_starts_without_its_token(tmp_path: Path) -> None:
+    """Its secret may be mounted later; until then everything is a miss."""
+    path = tmp_path / "token"
+    values = {"model": "m", "token_file": str(path)}
+    with pytest.raises(ConfigError, match="can not be read"):
+        identity_of(values)
+    assert identity_of({**values, "tenant": TENANT}).tenant == TENANT
+    path.write_text(new_token("team-b"))
+    path.chmod(0o600)
+    assert identity_of(values).tenant == "team-b"
+
+
+def test_a_process_of_agents_is_told_its_token_and_nobody_who_looks_at_ps() -> None:
+    token = new_token(TENANT)
+    memory = {"layers.0": torch.zeros((4, 2, 16, 8), dtype=torch.uint8)}
+    pool = table_pool(memory, 4, 16)
+    place = Place(Namespace("m", pool.layout, TENANT), pool)
+    waits = [sys.executable, "-c", "import time; time.sleep(60)"]
+    home = AgentProcess([place], ClientConfig("127.0.0.1:9", token=token), AgentConfig(staging_nbytes=1 << 16), waits)
+    try:
+        assert home.setup()[0]["client"]["token"] == token
+        words = Path(f"/proc/{home._child.pid}/cmdline").read_bytes().split(b"\0")
+        assert not [word for word in words if token.encode() in word]
+    finally:
+        home.close()
