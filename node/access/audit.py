@@ -51,6 +51,7 @@ class Audit:
         self._lock = threading.Lock()
         self._buckets = {"refused": _Bucket(clock), "act": _Bucket(clock)}
         self._log = logging.getLogger(NAME)
+        self.refused_count = 0  # since the start, whether there was a line or not
         self._handler: logging.Handler | None = None
         if path:
             try:
@@ -59,6 +60,7 @@ class Audit:
                 raise ConfigError(f"audit_log={path} can not be written: {error.strerror}") from error
 
     def refused(self, op: str, peer: str, who: str, why: str, request: Any = None) -> None:
+        self.refused_count += 1
         self._write("refused", op=op, who=who, peer=peer, **_about(request), why=why[:WHY_LENGTH_MAX])
 
     def acted(self, op: str, peer: str, who: str, request: Any) -> None:

@@ -18,7 +18,6 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import KVStoreError
 from kvstore.messages import chunk_frame
 from kvstore.pb import kvstore_pb2 as pb
@@ -27,9 +26,11 @@ from kvstore.wires.status import status_code
 from node.garbage import refused
 from node.serve.calls import Call, address_of
 from node.serve.grpc_connections import GrpcConnections
+from node.serve.grpc_options import server_options
 from node.serve.grpc_tls import server_credentials
 from node.serve.health import SERVICE_NAME as HEALTH_NAME
 from node.serve.health import Health, Reply, Request
+from node.serve.knocks import Knocks
 from node.serve.limits import (
     FOLLOW_S_MAX,
     FOLLOWERS_MAX,
@@ -39,7 +40,6 @@ from node.serve.limits import (
     REFLECTION_S_MAX,
     REFLECTION_STREAMS_MAX,
     REQUEST_NBYTES_FACTOR,
-    REQUEST_S_MAX,
     TRANSFER_NBYTES_PER_S_MIN,
     Budget,
     Places,
@@ -59,38 +59,12 @@ DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node w
 # A request is named by its field in BulkRequest, on every wire.
 _OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
 
-STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
-# What a caller may send on a stream before anybody reads it. gRPC would find out by pings how much the way holds, and
-# who answers them late would get half a GiB.
-STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
-METADATA_NBYTES_MAX = 8 << 10
-CONNECTIONS_MAX = 4096
 # A larger request may take more than 1 ms, in which the loop would answer nobody: a stat takes 10 to 20 us a key.
 LOOP_NBYTES_MAX = 1 << 10
 STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
 
 Messages = AsyncIterator[Any]
 Behaviour = Callable[[Call, Messages], Awaitable[Any]]
-
-
-def _options(connections_max: int) -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
-        ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
-        ("grpc.so_reuseport", 0),  # a second node on the same port must fail, not share it
-        ("grpc.max_concurrent_streams", STREAMS_OF_CONNECTION_MAX),
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", STREAM_NBYTES_MAX),
-        ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
-        ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
-        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the node's processor time.
-        ("grpc.http2.max_frame_size", MESSAGE_NBYTES_MAX),
-        # A connection that says nothing, or half of HTTP/2's greeting.
-        ("grpc.server_handshake_timeout_ms", int(REQUEST_S_MAX * 1000)),
-        ("grpc.http2.settings_timeout", int(REQUEST_S_MAX * 1000)),
-        # The last resort against who is quicker than GrpcConnections looks; older versions do not know it.
-        ("grpc.max_allowed_incoming_connections", max(CONNECTIONS_MAX, 2 * connections_max)),
-    ]
 
 
 class GrpcServer:
@@ -115,7 +89,7 @@ class GrpcServer:
         self._servicer = Servicer(service, self._health, self._views, threads, stall_s)
         where = f"{'[' + host + ']' if ':' in host else host}:{port}"
         try:
-            self.port: int = self._run(self._bind(where, _options(connections_max), certificates))
+            self.port: int = self._run(self._bind(where, server_options(connections_max), certificates))
         except RuntimeError as error:
             self._end_loop()
             raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
@@ -180,6 +154,7 @@ class Servicer:
         remedy = "make fewer at a time"
         quoted = service.tenants.quoted("connections", "connections")
         self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"), quoted)
+        self._knocks = Knocks()
         self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
         self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
@@ -209,6 +184,7 @@ class Servicer:
         """Calls that wait, for a request or for something to tell, do not delay a stop."""
         for places in (self._calls, self._health_calls, self._followers, self._reflections):
             places.close()
+        self._knocks.close()
 
     # ---- how methods are called ----------------------------------------------------------
 
@@ -234,7 +210,8 @@ class Servicer:
             )
         }
         services = {SERVICE_NAME: ours, HEALTH_NAME: health, reflection.SERVICE_NAME: info}
-        return tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
+        known = (grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
+        return (*known, _Others(self._handler("", self._unknown, self._health_calls, None, None)))
 
     def _handler(self, op: str, behaviour: Behaviour, places: Places, read: Any, write: Any) -> grpc.RpcMethodHandler:
         """`op`: empty for what everybody may ask. `read` and `write`: from and to the wire form; None leaves it."""
@@ -242,8 +219,10 @@ class Servicer:
         async def run(messages: Messages, context: Any) -> Any:
             call = Call(context, places, self._stall_s)
             try:
-                if op:
-                    call.identify(self._service.gate, op)
+                if not self._knocks.welcome(call, self._service.gate, op):
+                    await self._knocks.wait()
+                    self.hang_up(context.peer())
+                    return _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without a credential")
                 with call:
                     return await behaviour(call, messages)
             except KVStoreError as error:
@@ -379,6 +358,9 @@ class Servicer:
         except KeyError:
             _end(call, grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
 
+    async def _unknown(self, call: Call, messages: Messages) -> None:
+        _end(call, grpc.StatusCode.UNIMPLEMENTED, "the node has no such method")
+
     async def _reflect(self, call: Call, messages: Messages) -> None:
         self._service.gate.admit("reflection", None, call.caller)
         call.stay_idle()
@@ -386,6 +368,16 @@ class Servicer:
         async for message in messages:
             for reply in self._reflection.ServerReflectionInfo(iter([message]), None):
                 await call.write(reply)
+
+
+class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Methods that nobody has."""
+
+    def __init__(self, handler: grpc.RpcMethodHandler) -> None:
+        self._handler = handler
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        return self._handler
 
 
 def _end(call: Call, code: grpc.StatusCode, said: str) -> None:

@@ -107,6 +107,8 @@ class NodeCollector:
         yield GaugeMetricFamily(
             "kvstore_insecure", "1: strangers may read or do what they should not", bool(status.insecure)
         )
+        text = "Calls of who is not known, or has not the role or tenant"
+        yield CounterMetricFamily("kvstore_refused_calls", text, status.refused_calls)
         for name in _RAM:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         if status.HasField("disk"):

@@ -362,6 +362,7 @@ class Service:
             metrics_port=self.metrics_port,
             shm=self.shm_status() if self.shm_status else None,
             peers=self._peers.status(),
+            refused_calls=self.gate.audit.refused_count,
             tls=self.tls_status() if self.tls_status else None,
             tenants=self.tenants.uses(),
         )

@@ -32,6 +32,7 @@ from kvstore.wires.bulk import BulkWire
 from kvstore.wires.shm import ShmWire
 from node.access.access import Access
 from node.access.audit import LINES_AT_ONCE, Audit
+from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
 
@@ -251,6 +252,7 @@ class TestAudit:
         }  # fmt: skip
         assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
         assert "role read" in refused["why"]
+        assert node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).refused_calls == 1
 
     def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_down(
         self, start_node: Any, people: People, tmp_path: Path

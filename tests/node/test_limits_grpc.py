@@ -18,7 +18,7 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
-from node.serve.grpc import STREAMS_OF_CONNECTION_MAX
+from node.serve.grpc_options import STREAMS_OF_CONNECTION_MAX
 from node.serve.limits import REFLECTION_STREAMS_MAX, REQUEST_NBYTES_FREE
 from node.server import Node
 

@@ -9,7 +9,7 @@ from kvstore.config import GET_PIECES_MAX
 from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
-from node.serve import grpc, limits
+from node.serve import grpc_options, knocks, limits
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.requests import RANGE_NBYTES
 from node.server import Node
@@ -27,7 +27,7 @@ def rows() -> list[list[str]]:
 def test_every_row_of_the_table_names_tests_that_exist() -> None:
     there = {
         name
-        for folder in ("node", "disk")
+        for folder in ("node", "disk", "access")
         for path in (ROOT / "tests" / folder).glob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }
@@ -60,17 +60,20 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
 # A part of the row -> what it says, made from the numbers in use.
 SAID = {
     "bulk connections": f"`--sessions-max` ({NodeConfig().sessions_max})",
-    "gRPC connections": f"{grpc.CONNECTIONS_MAX:,} at once",
+    "gRPC connections": f"{grpc_options.CONNECTIONS_MAX:,} at once",
     "time for a first request": f"{limits.REQUEST_S_MAX:g} s, all of it",
-    "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {grpc.STREAMS_OF_CONNECTION_MAX} of a connection",
+    "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {grpc_options.STREAMS_OF_CONNECTION_MAX} of a connection",
     "gRPC transfers": f"({NodeConfig().grpc_threads * 3 // 4})",
     "gRPC durable puts": f"({NodeConfig().grpc_threads * 3 // 8})",
     "gRPC gets from disk": f"({NodeConfig().grpc_threads * 9 // 16})",
     "gRPC calls over 1 KiB": f"({2 * NodeConfig().grpc_threads})",
     "health calls": f"{limits.HEALTH_CALLS_MAX}, a watch for an hour",
     "reflection streams": f"{limits.REFLECTION_STREAMS_MAX}, each {limits.REFLECTION_S_MAX:g} s",
-    "bytes on a gRPC stream that nobody has read": f"{grpc.STREAM_NBYTES_MAX >> 20} MiB",
-    "gRPC metadata": f"{grpc.METADATA_NBYTES_MAX >> 10} KiB a call",
+    "bytes on a gRPC stream that nobody has read": f"{grpc_options.STREAM_NBYTES_MAX >> 20} MiB",
+    "gRPC calls of who is not known": (
+        f"of one address {knocks.KNOCKS_AT_ONCE:g} at once, {knocks.KNOCKS_PER_S:g} a second after that"
+    ),
+    "gRPC metadata": f"{grpc_options.METADATA_NBYTES_MAX >> 10} KiB a call",
     "time for a put or get": (
         f"its bytes at {limits.TRANSFER_NBYTES_PER_S_MIN >> 20} MiB/s and `--stall-s`; {CHUNK_NBYTES >> 10} KiB in each"
     ),
