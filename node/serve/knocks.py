@@ -29,8 +29,8 @@ class Knocks:
         self._closed = asyncio.Event()
 
     def welcome(self, call: Call, gate: Gate, op: str) -> bool:
-        """Makes him known, unless `op` is empty: what everybody may ask. False: of those who are not known, one that has
-        called too often. Raises Unauthenticated."""
+        """Makes him known, unless `op` is empty: what everybody may ask. False: one who is not known and has called too
+        often. Raises Unauthenticated."""
         if gate.access.open:
             return True
         try:
