@@ -65,6 +65,7 @@ class Node:
         self._pulse = pulse
         self._started = False
         self.certificates = certificates_of(config)
+        self.audit = Audit(config.audit_log)
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
@@ -82,7 +83,6 @@ class Node:
         self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
-        self.audit = Audit(config.audit_log)
         looks = [self.access.look, *([self.certificates.look] if self.certificates else [])]
         self._watch = Watch(looks)
         gate = Gate(self.access, self.audit, lambda digest: self.tier.namespace(digest).value)

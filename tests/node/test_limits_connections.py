@@ -124,7 +124,7 @@ def test_a_connection_has_no_session_before_its_first_valid_frame(
 def test_the_first_frame_must_be_complete_in_time(
     start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("connections", "grpc", "calls"):
+    for module in ("connections", "grpc_options", "calls"):
         monkeypatch.setattr(f"node.serve.{module}.REQUEST_S_MAX", 0.5)
     node = start_node(stall_s=30.0)
     assert node.shm is not None
@@ -221,7 +221,7 @@ def test_grpc_connections_over_a_peers_share_are_closed(start_node: Callable[...
 def test_grpc_itself_takes_only_so_many_connections_at_once(
     start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.grpc.CONNECTIONS_MAX", 3)
+    monkeypatch.setattr("node.serve.grpc_options.CONNECTIONS_MAX", 3)
     monkeypatch.setattr("node.serve.grpc_connections.LOOK_S", 60.0)
     node = start_node(sessions_max=1)
     many = [dial(node.grpc.port, HTTP2_GREETING) for _ in range(10)]
