@@ -107,6 +107,8 @@ class Connection(abc.ABC):
 
         def still() -> Principal:
             now = who()
+            if now is principal:
+                return now
             if now.tenant != principal.tenant or self.refusal(now):
                 raise Unauthenticated(
                     f"{now.name} may no longer what it might when this connection began; connect anew"
