@@ -64,7 +64,6 @@ def calls() -> Target:
 def strangers() -> Target:
     """Without a token: nothing is answered, whatever is sent, and no page comes or goes."""
     house = guarded()
-    house.node.grpc._servicer._knocks.hear = lambda peer: True  # type: ignore[method-assign]  # all are of one address
     return _of(house, lambda written: not written and house.node.tier.visible_count == 2 * STORED)
 
 
@@ -88,7 +87,9 @@ def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
     def once(data: bytes) -> None:
         bites = Bites(data)
         name = METHODS[bites.number(1) % len(METHODS)]
-        handlers = house.node.grpc._servicer.handlers()
+        servicer = house.node.grpc._servicer
+        servicer._knocks.hear = lambda peer: True  # type: ignore[method-assign]  # all calls are of one address
+        handlers = servicer.handlers()
         loop.run_until_complete(call(next(filter(None, (some.service(Details(name)) for some in handlers))), bites))
 
     def close() -> None:
