@@ -97,9 +97,9 @@ def shown(digest: bytes) -> str:
     return digest.hex() or "(empty)"
 
 
-def short(prefix_hash: bytes) -> str:
-    """What logs say of a page: enough to find it again, too little to ask for it or to confirm a prompt by it."""
-    return prefix_hash[:4].hex()
+def short(digest: bytes) -> str:
+    """What logs say of a prefix hash or namespace: enough to find it, too little to ask for it or confirm a prompt."""
+    return digest[:4].hex()
 
 
 def check_removal(name: bytes) -> None:

@@ -16,31 +16,23 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.keys import short
 from kvstore.log_rate import OWN_RATE
+from node.access.bucket import Bucket
 
 log = logging.getLogger(__name__)
 NAME = "kvstore.audit"
 LINES_PER_S = 10.0
 LINES_AT_ONCE = 100.0
-SHOWN_NBYTES = 4
 WHY_LENGTH_MAX = 300
 
 
-class _Bucket:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left, self._at = LINES_AT_ONCE, clock()
-        self.omitted = 0
+class _Lines:
+    """Of one kind. `omitted`: since the last that was written."""
 
-    def take(self) -> bool:
-        now = self._clock()
-        self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_PER_S)
-        self._at = now
-        if self._left < 1.0:
-            self.omitted += 1
-            return False
-        self._left -= 1.0
-        return True
+    def __init__(self, now_s: float) -> None:
+        self.bucket = Bucket(LINES_AT_ONCE, now_s)
+        self.omitted = 0
 
 
 class Audit:
@@ -49,7 +41,8 @@ class Audit:
     def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError for a file that can not be written. It may be moved away: a new one is begun."""
         self._lock = threading.Lock()
-        self._buckets = {"refused": _Bucket(clock), "act": _Bucket(clock)}
+        self._clock = clock
+        self._lines = {what: _Lines(clock()) for what in ("refused", "act")}
         self._log = logging.getLogger(NAME)
         self.refused_count = 0  # since the start, whether there was a line or not
         self._handler: logging.Handler | None = None
@@ -68,10 +61,11 @@ class Audit:
 
     def _write(self, what: str, **facts: str) -> None:
         with self._lock:
-            bucket = self._buckets[what]
-            if not bucket.take():
+            lines = self._lines[what]
+            if not lines.bucket.take(LINES_PER_S, LINES_AT_ONCE, self._clock()):
+                lines.omitted += 1
                 return
-            omitted, bucket.omitted = bucket.omitted, 0
+            omitted, lines.omitted = lines.omitted, 0
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": now.replace("+00:00", "Z"), "what": what, **facts}
         if omitted:
@@ -89,7 +83,7 @@ class Audit:
 
 def _about(request: Any) -> dict[str, str]:
     digest, tenant = getattr(request, "namespace", b""), getattr(request, "tenant", "")
-    about = {"namespace": digest[:SHOWN_NBYTES].hex()} if isinstance(digest, bytes) and digest else {}
+    about = {"namespace": short(digest)} if isinstance(digest, bytes) and digest else {}
     return about | ({"tenant": str(tenant)[:64]} if tenant else {})
 
 

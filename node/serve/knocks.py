@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvstore.errors import Unauthenticated
+from node.access.bucket import Bucket
 from node.access.gate import Gate
 from node.serve.calls import Call
 
@@ -24,7 +25,7 @@ class Knocks:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: how many, and when
+        self._left: OrderedDict[str, Bucket] = OrderedDict()  # by address
         self._waiting = 0
         self._closed = asyncio.Event()
 
@@ -46,12 +47,11 @@ class Knocks:
     def hear(self, peer: str) -> bool:
         """Whether that is still one that is answered."""
         now = self._clock()
-        left, at = self._left.pop(peer, (KNOCKS_AT_ONCE, now))
-        left = min(KNOCKS_AT_ONCE, left + (now - at) * KNOCKS_PER_S)
-        self._left[peer] = (max(0.0, left - 1.0), now)
+        bucket = self._left.setdefault(peer, Bucket(KNOCKS_AT_ONCE, now))
+        self._left.move_to_end(peer)
         if len(self._left) > ADDRESSES_MAX:
             self._left.popitem(last=False)
-        return left >= 1.0
+        return bucket.take(KNOCKS_PER_S, KNOCKS_AT_ONCE, now)
 
     async def wait(self) -> None:
         if self._waiting >= WAITING_MAX:

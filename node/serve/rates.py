@@ -13,23 +13,10 @@ import time
 from collections.abc import Callable
 
 from kvstore.errors import Exhausted
+from node.access.bucket import Bucket
 from node.access.quotas import Quota, Quotas
 
 KEYS = 256  # a request of so many takes about as long as another of one
-
-
-class _Bucket:
-    __slots__ = ("at_s", "left")
-
-    def __init__(self, left: float, at_s: float) -> None:
-        self.left = left
-        self.at_s = at_s
-
-    def fill(self, rate: int, now_s: float) -> float:
-        """What is there now."""
-        self.left = min(float(rate), self.left + rate * (now_s - self.at_s))
-        self.at_s = now_s
-        return self.left
 
 
 class Rates:
@@ -42,7 +29,7 @@ class Rates:
         self._refused = refused
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._buckets: dict[tuple[str, str], Bucket] = {}
         quotas.listen(self._forget)
 
     def _forget(self) -> None:
@@ -74,11 +61,11 @@ class Rates:
             with self._lock:
                 self._bucket(tenant, "bytes", rate, self._clock_s()).left -= nbytes
 
-    def _bucket(self, tenant: str, what: str, rate: int, now_s: float) -> _Bucket:
+    def _bucket(self, tenant: str, what: str, rate: int, now_s: float) -> Bucket:
         bucket = self._buckets.get((tenant, what))
         if bucket is None:
-            bucket = self._buckets[tenant, what] = _Bucket(float(rate), now_s)
-        bucket.fill(rate, now_s)
+            bucket = self._buckets[tenant, what] = Bucket(rate, now_s)
+        bucket.fill(rate, rate, now_s)
         return bucket
 
     def _refusal(self, tenant: str, what: str, quota: Quota, wait_s: float) -> Exhausted:

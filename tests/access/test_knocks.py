@@ -24,6 +24,17 @@ def test_an_address_has_so_many_at_once_and_so_many_a_second() -> None:
     assert sum(heard.hear("a") for _ in range(100)) == int(KNOCKS_PER_S)
 
 
+def test_who_knocks_without_pause_is_answered_as_often_as_others() -> None:
+    """An answer that he did not get takes nothing of the next one."""
+    now = [0.0]
+    heard = Knocks(lambda: now[0])
+    count = 0
+    for step in range(10_000):  # ten seconds, a thousand calls in each
+        now[0] = step / 1000
+        count += heard.hear("a")
+    assert KNOCKS_AT_ONCE + 9 * KNOCKS_PER_S <= count <= KNOCKS_AT_ONCE + 10 * KNOCKS_PER_S
+
+
 def test_few_addresses_are_remembered() -> None:
     heard = Knocks(lambda: 0.0)
     for number in range(3 * ADDRESSES_MAX):
