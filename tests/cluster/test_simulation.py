@@ -46,6 +46,7 @@ class Life:
         self.done: dict[str, int] = {}
         self.slowest_s = 0.0
         self.quiet = self.breaking = False
+        self.breaks = 0
 
     def run(self, faults: bool) -> None:
         for client in self.clients:
@@ -97,11 +98,12 @@ class Life:
         self._timed(client.put, keys, False)
 
     def _put_ack(self, client: SimClient, keys: list[bytes]) -> None:
+        whole, breaks = not self.breaking, self.breaks
         verdicts = self._timed(client.put, keys, True)
         stored = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict in KEPT[:2]]
         certain = {key for key in stored if self.world.now - self.removed.get(key, -DOUBTFUL_S) > DOUBTFUL_S}
         self.acked |= certain
-        if not self.breaking:
+        if whole and breaks == self.breaks:  # nothing broke while it went on
             for key in certain:
                 copies = sum(key in node.keys for node in self.cluster.nodes.values())
                 assert copies >= self.cluster.view.replicas, f"{copies} of {key.hex()[:4]}, acknowledged by all"
@@ -135,6 +137,7 @@ class Life:
         while not self.quiet:
             self.world.sleep(self.rng.uniform(1.0, 4.0))
             self.breaking = True
+            self.breaks += 1
             self.rng.choice([self._crash, self._pause, self._cut, self._come_and_go, self._drain])()
             self._wait(lambda: self.cluster.settled, float("inf"))
             self.breaking = False
