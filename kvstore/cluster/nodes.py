@@ -177,10 +177,8 @@ class Nodes:
     @property
     def some_fail(self) -> bool:
         """And one that is connected to does not."""
-        links = self.all().values()
-        return any(link.failing for link in links) and any(
-            not link.failing and link.wire_name != "none" for link in links
-        )
+        known = [(link.failing, link.wire_name != "none") for link in self.all().values()]  # once: it may change
+        return any(failing for failing, _ in known) and any(there and not failing for failing, there in known)
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -80,3 +80,13 @@ def test_a_near_node_is_looked_for_again_after_a_while(nodes: Nodes, monkeypatch
     nodes._learn(hello(2, [0, 1, 2]))
     assert nodes.near(Deadline(5.0)) is None
     assert len(looked) == 4, "in each view"
+
+
+def test_one_node_that_comes_back_while_it_is_looked_at_is_not_two(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the call that failed at it would be a miss."""
+    said = iter([True, False, False])
+    monkeypatch.setattr(NodeLink, "failing", property(lambda link: next(said)))
+    monkeypatch.setattr(NodeLink, "wire_name", "bulk")
+    assert not nodes.some_fail
