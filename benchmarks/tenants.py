@@ -3,8 +3,9 @@
 The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that behaves replays a trace
 of chains by popularity: a lookup, a get of what is there, a put of what is not, a pause. The other's processes attack
 without end, at the lowest priority, since they share the cores with the node and with who measures: on a machine of few
-cores they take time from both all the same. Attacks take turns with being alone; each turn begins with an empty node,
-and its first third is not measured. Aim: a hit rate within 0.01 and a p99 within 2 times of being alone.
+cores they take time from both all the same. How much, a third kind of turn says: the same attack on another node of the
+same machine. The three take turns; each begins with an empty node, and its first third is not measured. Aim: a hit rate
+within 0.01 and a p99 within 2 times of being alone; of the attack elsewhere, where cores are few.
 
     python benchmarks/tenants.py [--rounds 3] [--attacks flood,pins] [--limits none,quotas,rates] [--disk]
         [--json]
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ LIMITS = {
     "rates": [f"tenant quiet {QUOTA}", f"tenant loud {QUOTA} pins=1000 connections=32 requests=200/s bytes=64MiB/s"],
 }
 NODE_FLAGS = ("--ram-bytes", "128MiB", "--extent-bytes", "4MiB", "--disk-bytes", "1GiB", "--log-level", "ERROR")
+WHO = ["alone", "elsewhere", "beside"]
 ATTACKERS = 2  # processes, of THREADS each
 THREADS = 4
 
@@ -168,8 +170,9 @@ def cleared(operator: Client) -> None:
 # ---- the table ---------------------------------------------------------------------------
 
 
-def row(limits: str, name: str, alone: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def row(limits: str, name: str, turns: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over rounds, of the ratios with their range."""
+    alone, beside = turns["alone"], turns["beside"]
     worst = max(abs(a["hit rate"] - b["hit rate"]) for a, b in zip(alone, beside, strict=True))
     found: dict[str, Any] = {
         "limits": limits,
@@ -180,39 +183,48 @@ def row(limits: str, name: str, alone: Sequence[dict[str, Any]], beside: Sequenc
     }
     for op in ("lookup", "get"):
         for percent in (50, 99):
-            before = [percentile(one[op], percent) * 1e3 for one in alone]
-            after = [percentile(one[op], percent) * 1e3 if one[op] else float("nan") for one in beside]
-            ratios = sorted(b / a for a, b in zip(before, after, strict=True))
+            ms = {who: [percentile(one[op], percent) * 1e3 for one in of] for who, of in turns.items()}
             what = f"{op} p{percent}"
-            found[f"{what} ms"] = f"{statistics.median(before):.2f} / {statistics.median(after):.2f}"
-            found[f"{what} x"] = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})"
+            found[f"{what} ms"] = " / ".join(f"{statistics.median(ms[who]):.2f}" for who in WHO)
+            for other in WHO[:-1] if percent == 99 else ():
+                ratios = sorted(b / a for a, b in zip(ms[other], ms["beside"], strict=True))
+                found[f"{what} x {other}"] = f"{statistics.median(ratios):.1f} ({ratios[0]:.1f}-{ratios[-1]:.1f})"
     return found
+
+
+@contextlib.contextmanager
+def node_of(tokens: Mapping[str, str], limits: str, disk: bool) -> Iterator[NodeProcess]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lines = [token_line(name, tokens[name], tenant=name, role="write") for name in ("quiet", "loud")]
+        lines.append(token_line("operator", tokens["operator"], tenant="*", role="admin"))
+        (folder / "identities").write_text("\n".join([*lines, *LIMITS[limits]]) + "\n")
+        data_dir = ("--data-dir", str(folder / "data")) if disk else ()
+        with NodeProcess(*NODE_FLAGS, "--identities", str(folder / "identities"), *data_dir) as node:
+            yield node
 
 
 def measured(limits: str, attacks: Sequence[str], count: int, disk: bool, tick: Any) -> list[dict[str, Any]]:
     tokens = {name: new_token(name) for name in ("quiet", "loud")} | {"operator": new_token("all")}
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = [token_line(name, tokens[name], tenant=name, role="write") for name in ("quiet", "loud")]
-        lines.append(token_line("operator", tokens["operator"], tenant="*", role="admin"))
-        (folder / "identities").write_text("\n".join([*lines, *LIMITS[limits]]) + "\n")
-        data_dir = ("--data-dir", str(folder / "data")) if disk else ()
-        node = stack.enter_context(NodeProcess(*NODE_FLAGS, "--identities", str(folder / "identities"), *data_dir))
+        here, elsewhere = (stack.enter_context(node_of(tokens, limits, disk)).address for _ in range(2))
         clients = {
-            name: stack.enter_context(Client(client_config(address=node.address, wire="bulk", token=token)))
+            name: stack.enter_context(Client(client_config(address=here, wire="bulk", token=token)))
             for name, token in tokens.items()
         }
+        other = stack.enter_context(Client(client_config(address=elsewhere, wire="bulk", token=tokens["operator"])))
         found: list[dict[str, Any]] = []
         for name in attacks:
-            alone, beside = [], []
+            turns: dict[str, list[dict[str, Any]]] = {who: [] for who in WHO}
             for number in range(count):
-                order = ["alone", name] if number % 2 else [name, "alone"]
-                for who in order:
+                for who in WHO[number % 3 :] + WHO[: number % 3]:
                     cleared(clients["operator"])
-                    with attacked(who, node.address, tokens["loud"]):
-                        (alone if who == "alone" else beside).append(turn(clients["quiet"]))
+                    cleared(other)
+                    target = elsewhere if who == "elsewhere" else here
+                    with attacked("alone" if who == "alone" else name, target, tokens["loud"]):
+                        turns[who].append(turn(clients["quiet"]))
                     tick()
-            found.append(row(limits, name, alone, beside))
+            found.append(row(limits, name, turns))
         return found
 
 
@@ -232,12 +244,12 @@ def main(argv: list[str]) -> None:
         return
     report = Report("A tenant beside another that attacks", " ".join(["python benchmarks/tenants.py", *argv]))
     limits, attacks = args.limits.split(","), args.attacks.split(",")
-    with progress(2 * len(limits) * len(attacks) * args.rounds) as tick:
+    with progress(3 * len(limits) * len(attacks) * args.rounds) as tick:
         for each in limits:
             report.rows += measured(each, attacks, args.rounds, args.disk, tick)
     report.notes.append(
-        f"{ATTACKERS} processes of {THREADS} threads attack at the lowest priority; two values: alone / beside; "
-        "ratios: median (least-greatest) of the rounds"
+        f"{ATTACKERS} processes of {THREADS} threads attack at the lowest priority; three values: alone / beside the "
+        "attack elsewhere / beside it; ratios, of the last to one of the others: median (least-greatest) of the rounds"
     )
     report.show(args.json)
 

@@ -17,8 +17,8 @@ from node.server import Node
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # How long one thread may keep the others from running Python (default 5 ms): the disk writer prepares
-# its batches in Python, and a get must not wait for that (docs/decisions/0007).
-SWITCH_INTERVAL_S = 0.0005
+# its batches in Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007, 0029).
+SWITCH_INTERVAL_S = 0.0001
 
 EXAMPLES = """examples:
   kvstore-node                                     1 GiB of RAM on ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)

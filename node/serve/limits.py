@@ -44,7 +44,6 @@ LONG_CALLS = {
     "node_status": 8,
     "list_namespaces": 8,
 }
-TURNS = 2  # of the other calls of one peer that are worked on at a time, on bulk and shared-memory connections
 SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
 SCRUB_S_MAX = 5.0
 
@@ -119,13 +118,12 @@ NO_QUOTAS = Quoted()
 
 
 class Turns:
-    """At most TURNS of one peer are at it; its others wait. So a peer with a hundred connections has no more of the
-    interpreter than one with two. Thread-safe; remembers only peers that are at it or wait."""
+    """One call of each peer is at it; its others wait. So a peer with a hundred connections has no more of the
+    interpreter than one with a single one. Thread-safe; remembers only peers that are at it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._peers: dict[str, int] = {}  # how many are at it
-        self._waiting: dict[str, deque[threading.Event]] = {}
+        self._waiting: dict[str, deque[threading.Event]] = {}  # of each that has a turn
 
     @contextmanager
     def turn(self, peer: str) -> Iterator[None]:
@@ -137,25 +135,21 @@ class Turns:
 
     def _begin(self, peer: str) -> None:
         with self._lock:
-            count = self._peers.get(peer, 0)
-            if count < TURNS:
-                self._peers[peer] = count + 1
+            waiting = self._waiting.get(peer)
+            if waiting is None:
+                self._waiting[peer] = deque()
                 return
             mine = threading.Event()
-            self._waiting.setdefault(peer, deque()).append(mine)
+            waiting.append(mine)
         mine.wait()
 
     def _end(self, peer: str) -> None:
         """Its turn goes to who has waited longest, if anybody has."""
         with self._lock:
-            if waiting := self._waiting.get(peer):
+            if waiting := self._waiting[peer]:
                 waiting.popleft().set()
-                if not waiting:
-                    del self._waiting[peer]
-            elif self._peers[peer] > 1:
-                self._peers[peer] -= 1
             else:
-                del self._peers[peer]
+                del self._waiting[peer]
 
 
 class Budget:

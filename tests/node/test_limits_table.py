@@ -93,7 +93,7 @@ SAID = {
     "scrapes": f"{limits.SCRAPES_MAX}, each {limits.SCRAPE_S_MAX:g} s",
     "descriptors": f"fewer than {DESCRIPTORS_LEFT_MIN} are left",
     "log lines": f"{LINES} of one statement in {WINDOW_S:g} s",
-    "calls that compute: all but those above, puts and gets": f"{limits.TURNS} of a peer at a time",
+    "calls that compute: all but those above, puts and gets": "1 of a peer at a time",
 }
 
 
