@@ -1,6 +1,7 @@
 """What docker/agent.Dockerfile does to an engine's image: the agent comes, and nothing that is there changes. Here the
 engine is an environment of the test's own, with packages of its own."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -44,8 +45,10 @@ class Engine:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
         self.python = folder / "venv" / "bin" / "python"
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        for part in Path(sysconfig.get_path("purelib")).glob("pip*"):
-            (site / part.name).symlink_to(part)
+        (folder / "pip").mkdir()
+        for part in ("pip", f"pip-{importlib.metadata.version('pip')}.dist-info"):
+            (folder / "pip" / part).symlink_to(Path(sysconfig.get_path("purelib")) / part)
+        (site / "pip.pth").write_text(f"{folder / 'pip'}\n")
         for version in ("2.1.0+cu128", "3.0.0"):
             wheel(self.index, "torch", version)
         wheel(self.index, "newcomer", "1.5")
@@ -112,7 +115,7 @@ def test_a_change_that_no_constraint_kept_off_is_found(engine: Engine) -> None:
     wheel(engine.wheels, "kvstore_llm", "0.1.0", ("torch>=3",), AGENT)
     status, said = engine.add()
     assert status == 1
-    assert "of the engine's packages these have changed: torch 2.1.0-of-our-own -> 3.0.0" in said
+    assert "of the engine's packages these have changed: torch 2.1.0-of-our-own -> 3.0.0\n" in said
 
 
 def test_an_agent_that_can_not_be_imported_ends_the_build(engine: Engine) -> None:
