@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -36,6 +36,8 @@ help:
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store (some 10 minutes; Docker, or root on Debian)"
+	@echo "make test-kubernetes  renders deploy/kubernetes and holds it against the API's schemas (half a minute; kubectl, network the first time)"
+	@echo "make test-monitoring  the rules for alerts and the dashboard, by Prometheus's own promtool (10 seconds; promtool)"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
@@ -136,6 +138,22 @@ test-cluster: $(READY)
 
 docker-test: $(READY)
 	KVSTORE=$(BIN)/kvstore docker/test.sh
+
+# The schemas of the API are a package of their own, in an environment of their own.
+.venv-kubernetes/.ready: constraints.txt
+	@$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt kubernetes-validate
+	@touch $@
+
+KUBECTL ?= kubectl
+test-kubernetes: $(READY) .venv-kubernetes/.ready
+	@command -v $(KUBECTL) >/dev/null || { echo "needs kubectl 1.20 or newer; on Debian: apt-get install kubernetes-client"; exit 1; }
+	KUBECTL=$(KUBECTL) KVSTORE_KUBERNETES_VALIDATE=$(CURDIR)/.venv-kubernetes/bin/kubernetes-validate $(BIN)/python -m pytest tests/kubernetes $(ARGS)
+
+PROMTOOL ?= promtool
+test-monitoring: $(READY)
+	@command -v $(PROMTOOL) >/dev/null || { echo "needs promtool; on Debian: apt-get install prometheus"; exit 1; }
+	KVSTORE_PROMTOOL=$(PROMTOOL) $(BIN)/python -m pytest tests/monitoring $(ARGS)
 
 # Engines, each in an environment of its own that its install.sh fills (1.5 to 3.5 GB; Python 3.11). The node runs in ours.
 ENGINE_PYTHON ?= python3.11

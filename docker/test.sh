@@ -3,7 +3,8 @@
 # 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, from the host
 # with TLS and a token, and strangers kept out (docker/strangers.sh), a second container kept off the volume,
 # SIGTERM drains, other containers share the node's memory if they may, and leave nothing behind when they are
-# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (docker/cluster.sh).
+# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (docker/cluster.sh); and an engine's image
+# with the agent (docker/agent.sh).
 # `make docker-test` runs it; 3 minutes on two idle cores, 10 to 15 on busy ones. Leaves behind what apt-get installed, CACHE
 # and, in a Docker that was there, the images that it pulled and the build cache.
 #
@@ -41,6 +42,8 @@ fail() {
 . docker/strangers.sh
 # shellcheck source=docker/cluster.sh
 . docker/cluster.sh
+# shellcheck source=docker/agent.sh
+. docker/agent.sh
 
 clean_up() {
     local status=$?
@@ -56,7 +59,7 @@ clean_up() {
         "$DOCKER" volume rm --force "$BY_HAND" >/dev/null 2>&1 || true
         compose down --volumes --remove-orphans >/dev/null 2>&1 || true
         cluster_stop
-        "$DOCKER" image rm --force "$IMAGE" "$IMAGE-base" >/dev/null 2>&1 || true
+        "$DOCKER" image rm --force "$IMAGE" "$IMAGE-agent" "$IMAGE-engine" "$IMAGE-base" >/dev/null 2>&1 || true
     fi
     daemon_stop
     # Never delete through a mount that a daemon may have left behind.
@@ -317,5 +320,6 @@ check_cluster 1
 KVSTORE_ETCD_IMAGE=$(daemon_image "${KVSTORE_ETCD_IMAGE:-quay.io/coreos/etcd:v3.5.21}" "$IMAGE-base")
 export KVSTORE_ETCD_IMAGE
 check_cluster 2 etcd
+check_agent
 step "passed: build, health, confinement, durable and flushed pages after SIGKILL," \
-    "$PUBLISHED second node refused, drain, memory shared between containers, three nodes of which one is killed"
+    "$PUBLISHED second node refused, drain, memory shared between containers, three nodes of which one is killed, an engine's image with the agent"

@@ -151,13 +151,15 @@ class PemFiles:
         return found
 
     def _private(self) -> bytes:
-        path, mode = _path(self._key), stat.S_IMODE(_stat(self._key).st_mode)
+        about = _stat(self._key)
+        path, mode = _path(self._key), stat.S_IMODE(about.st_mode)
         if mode & _OTHERS:
             raise ConfigError(
                 f"{self._key} is open to everybody on this host (mode {mode:04o}); chmod 600 {path}, or, of a "
                 "Kubernetes secret, defaultMode: 0400"
             )
-        if mode & stat.S_IRWXG:
+        lent = about.st_uid != os.geteuid() and not mode & (stat.S_IWGRP | stat.S_IXGRP)  # a secret's, by fsGroup
+        if mode & stat.S_IRWXG and not lent:
             log.warning("%s is open to its group (mode %04o); chmod 600 %s", self._key, mode, path)
         key = _content(self._key)
         if b"ENCRYPTED" in key:

@@ -111,6 +111,7 @@ class NodeConfig:
     tls_ca: str = setting(
         "", "PEM file of the authorities of the other members' certificates, or system; empty: tls_client_ca"
     )
+    tls_name: str = setting("", "name that the other members' certificates have; empty: the host in their addresses")
     sweep_nbytes_per_s: int = setting(
         256 << 20,
         "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",

@@ -134,7 +134,9 @@ class Node:
             if self.shm is not None:
                 self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
-            self.metrics = MetricsServer(config.host, config.metrics_port, metrics_text(self.service), own)
+            self.metrics = MetricsServer(
+                config.host, config.metrics_port, metrics_text(self.service), lambda: self.grpc.serving, own
+            )
             opened.pop_all()
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port

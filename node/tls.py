@@ -105,6 +105,8 @@ def certificates_of(config: NodeConfig) -> Certificates | None:
     if not config.tls_cert:
         if config.members_ca:
             raise ConfigError("tls_client_ca and tls_ca need tls_cert and tls_key")
+        if config.tls_name:
+            raise ConfigError("tls_name, of the other members' certificates, needs tls_cert and tls_key")
         return None
     if config.cluster and not config.members_ca:
         raise ConfigError("a node of a cluster with tls_cert needs tls_ca, the authority of the others' certificates")

@@ -52,6 +52,8 @@ class GrpcWire:
         the peer and what is between are told `authority`. `tls`: None: plain. `token`: who asks. Raises Unavailable
         if files of TLS are no good."""
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        if tls is not None and tls.renamed:
+            authority = tls.name  # gRPC compares that, too, with the certificate at each call
         options = [
             ("grpc.default_authority", authority or target),
             ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),

@@ -38,6 +38,7 @@ class ClientTls:
 
     def __init__(self, config: ClientConfig, host: str) -> None:
         self.name = config.tls_name or host
+        self.renamed = bool(config.tls_name)
         self._config = config
         self.files = PemFiles(config.tls_ca, config.tls_cert, config.tls_key)
         self._made: tuple[Pems, ssl.SSLContext] | None = None

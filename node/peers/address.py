@@ -27,7 +27,8 @@ def advertised(told: str, host: str, port: int, towards: Sequence[str]) -> str:
     host reaches others, `towards` one of which it must."""
     if told:
         named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
-        address = told if named else f"{told}:{port}"
+        bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
+        address = told if named else f"[{told}]:{port}" if bare else f"{told}:{port}"
         try:
             split_address(address)
         except ConfigError as error:

@@ -25,6 +25,7 @@ def known_by(config: NodeConfig) -> dict[str, Any]:
     token_of(ClientConfig(**known))
     if config.tls_cert:
         known |= {"tls_ca": config.members_ca, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
+        known["tls_name"] = config.tls_name
     return known
 
 

@@ -117,6 +117,11 @@ class GrpcServer:
         for name in ("", SERVICE_NAME):
             self._health.set(name, serving)
 
+    @property
+    def serving(self) -> bool:
+        """What the health service answers, or would if its loop turned."""
+        return self._health.serving
+
     def set_disk_healthy(self, healthy: bool) -> None:
         """A failed disk does not make the node unhealthy: RAM serves on. It has a name of its own."""
         self._health.set(DISK_NAME, healthy)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from grpc_health.v1 import health_pb2
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 Request = health_pb2.HealthCheckRequest
 Reply = health_pb2.HealthCheckResponse
+BEAT_S = 1.0
+LATE_S = 30.0  # a loop that has not turned for so long serves nobody
 
 
 class Health:
@@ -20,6 +23,19 @@ class Health:
         self._lock = threading.Lock()
         self._good: dict[str, bool] = {}
         self._watchers: set[asyncio.Event] = set()
+        self._beat_s = time.monotonic()
+        loop.call_soon_threadsafe(self._beat)
+
+    def _beat(self) -> None:
+        self._beat_s = time.monotonic()
+        self._loop.call_later(BEAT_S, self._beat)
+
+    @property
+    def serving(self) -> bool:
+        """Of the whole server, asked by another thread: the loop may turn no more."""
+        with self._lock:
+            good = self._good.get("", False)
+        return good and time.monotonic() - self._beat_s < LATE_S
 
     def set(self, name: str, good: bool) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
-"""HTTP server of /metrics: one thread that waits for nobody, a few connections, each with its time.
+"""HTTP server of /metrics and /health: one thread that waits for nobody, a few connections, each with its time.
 
 Scrapes answer from one text, made anew when it is older than ten times what making it took: however often
-somebody asks, the node spends no more than a tenth of one core on it.
+somebody asks, the node spends no more than a tenth of one core on it. /health says to everybody what the health
+service of gRPC says, for who can ask it only over HTTP: a kubelet, which neither speaks TLS over gRPC nor has a token.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _HEAD_NBYTES_MAX = 8 << 10
 _AGE_FACTOR = 10
 _CACHED_MAX = 64
+HEALTH_PATH = "/health"
 
 
 class Answer(NamedTuple):
@@ -70,13 +72,21 @@ class _Scrape:
 class MetricsServer:
     """Binds in the constructor and serves from then on."""
 
-    def __init__(self, host: str, port: int, choose: Choose, certificates: Certificates | None = None) -> None:
-        """`certificates`: None: HTTP, and no HTTPS."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        choose: Choose,
+        serving: Callable[[], bool],
+        certificates: Certificates | None = None,
+    ) -> None:
+        """`serving`: what /health tells. `certificates`: None: HTTP, and no HTTPS."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=SCRAPES_MAX)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._choose = choose
+        self._serving = serving
         self._cached: dict[Hashable, tuple[float, bytes]] = {}  # by content type and scope: good until, answer
         self._certificates = certificates
         self._places = Places(cap("scrapes", SCRAPES_MAX, "scrape less often"))
@@ -198,9 +208,11 @@ class MetricsServer:
 
     def _answer(self, head: bytes, asker: Asker) -> bytes:
         lines = head.decode("latin-1").split("\r\n")
-        method = lines[0].partition(" ")[0]
+        method, _, rest = lines[0].partition(" ")
         if method not in ("GET", "HEAD"):
             return _http("405 Method Not Allowed", "text/plain", b"GET or HEAD\n")
+        if rest.partition(" ")[0] == HEALTH_PATH:
+            return _health(self._serving())
         named = (line.partition(":") for line in lines[1:])
         headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
         try:
@@ -227,6 +239,12 @@ class MetricsServer:
 def _names(sock: socket.socket) -> tuple[str, ...]:
     shown = shown_by(sock.getpeercert() or {}) if isinstance(sock, ssl.SSLSocket) else None
     return shown.names if shown else ()
+
+
+def _health(serving: bool) -> bytes:
+    if serving:
+        return _http("200 OK", "text/plain", b"serving\n")
+    return _http("503 Service Unavailable", "text/plain", b"not serving\n")
 
 
 def _http(status: str, content_type: str, body: bytes, more: str = "") -> bytes:

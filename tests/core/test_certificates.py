@@ -160,6 +160,19 @@ def test_a_key_that_the_group_can_read_is_warned_of(placed: Placed, caplog: pyte
     assert "is open to its group (mode 0640); chmod 600" in caplog.text
 
 
+def test_a_key_of_another_user_may_be_lent_to_our_group_for_reading(
+    placed: Placed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a secret's files are, root's and mode 0440 by fsGroup: there is no other way to read them."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(placed.key).st_uid + 1)
+    placed.key.chmod(0o440)
+    placed.files.look()
+    assert "open to its group" not in caplog.text
+    placed.key.chmod(0o460)
+    placed.files.look()
+    assert "is open to its group (mode 0460)" in caplog.text
+
+
 def test_files_are_taken_anew_when_they_change_and_not_before(placed: Placed, ours: Authority) -> None:
     first = placed.files.look()
     assert placed.files.look() is first

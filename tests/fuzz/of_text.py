@@ -90,7 +90,7 @@ def heads() -> Target:
     house = guarded()
     choose = metrics_text(house.node.service)
     server = MetricsServer(
-        "127.0.0.1", 0, lambda headers, peer: choose(headers, peer)._replace(body=lambda: b"metrics\n")
+        "127.0.0.1", 0, lambda headers, peer: choose(headers, peer)._replace(body=lambda: b"metrics\n"), lambda: True
     )
 
     class Poll:

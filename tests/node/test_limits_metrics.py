@@ -136,7 +136,7 @@ def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkey
             raise failures.pop()
         return accept(listener)
 
-    server = Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"))
+    server = Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"), lambda: True)
     waiting = dial(server.port)
     waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     monkeypatch.setattr(socket.socket, "accept", fail_once)

@@ -9,7 +9,7 @@ from kvstore import ConfigError, Unavailable
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
 from node.config import NodeConfig
-from node.peers.address import check_address
+from node.peers.address import advertised, check_address
 from node.peers.links import PeerLinks, known_by
 from node.peers.membership import Membership
 
@@ -51,3 +51,18 @@ def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_i
     with pytest.raises(ConfigError, match="would cross the network unencrypted"):
         check_address(ELSEWHERE, b"", lambda: None, known_by(config))
     assert known_by(NodeConfig(host="0.0.0.0", token="t", insecure=True))["insecure"]
+
+
+@pytest.mark.parametrize(
+    ("told", "address"),
+    [
+        ("10.0.0.5", "10.0.0.5:7440"),
+        ("n1.example:7450", "n1.example:7450"),
+        ("fd00::5", "[fd00::5]:7440"),
+        ("[fd00::5]", "[fd00::5]:7440"),
+        ("[fd00::5]:7450", "[fd00::5]:7450"),
+    ],
+)
+def test_an_address_that_names_no_port_has_the_nodes_own(told: str, address: str) -> None:
+    """A pod is told its own address without one, and IPv6 without brackets."""
+    assert advertised(told, "0.0.0.0", 7440, []) == address

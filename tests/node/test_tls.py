@@ -228,3 +228,18 @@ def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet
         ConfigError, match=r"does not reach itself at 127.0.0.1:\d+: the node's certificate does not name"
     ):
         fleet("n2", **{**of_node(ours), **pair(ours, "elsewhere")})
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_a_node_may_be_called_by_what_its_certificate_does_not_name(
+    start_node: Any, connect: Any, tmp_path: Path, make_pages: Any, wire: str
+) -> None:
+    """As nodes are whose addresses change: gRPC has a mind of its own about whom a call is for."""
+    authority = Authority.found(tmp_path, "ours", 10)
+    certificate, key = authority.node("node", ["fleet.example"], 10)
+    node = start_node(tls_cert=str(certificate), tls_key=str(key))
+    client = connect(node, wire, tls_ca=str(authority.path), tls_name="fleet.example")
+    pages = make_pages(f"by another name over {wire}")
+    keys = pages.keys(1, 2)
+    pages.put(client, keys)
+    assert pages.get(client, keys) == [True, True]

@@ -77,7 +77,9 @@ class Load:
             with Client(self._config) as kept:
                 while not self._stop.wait(0.005):
                     client = Client(self._config) if fresh else kept
-                    keys = self._pages.keys(fresh, 2 + self.rounds[fresh] % 100)
+                    keys = self._pages.keys(
+                        fresh, 2 + 100 * fresh + self.rounds[fresh] % 100
+                    )  # nobody else is writing them
                     self._pages.put(client, keys)
                     assert all(self._pages.get(client, keys))
                     self.rounds[fresh] += 1

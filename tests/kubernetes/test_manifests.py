@@ -1,0 +1,341 @@
+"""What the manifests say agrees with the node, its image, each other and docs/kubernetes.md."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifests import DOCUMENT, EXAMPLES, FOLDER, OVERLAYS, ROOT, Overlay, Workload, overlay, read, secrets_told
+
+from gpu_agent.config import AgentConfig
+from gpu_agent.options import Identity
+from kvstore.config import ClientConfig, load, parse_nbytes, split_address
+from node.config import NodeConfig
+from node.disk.data_dir import LOCK_WAIT_S
+from node.peers.address import advertised, check_listens
+from node.peers.membership import Membership
+from node.peers.scheme import OF_ETCD, endpoints_and_name
+from node.serve.metrics_server import HEALTH_PATH
+
+DOCKERFILE = (ROOT / "docker" / "node.Dockerfile").read_text()
+NAMES = {"StatefulSet": "kvstore-1", "DaemonSet": "kvstore-near-x7k2p"}
+NAMESPACE = "kvstore"
+MIB = 1 << 20
+
+
+def fields(workload: Workload) -> dict[str, str]:
+    """What Kubernetes knows of a pod."""
+    name = NAMES[workload.manifest["kind"]]
+    return {"metadata.name": name, "metadata.namespace": NAMESPACE, "status.podIP": "10.0.0.5"}
+
+
+def config_of(workload: Workload) -> NodeConfig:
+    return load(NodeConfig, "KVSTORE_NODE", {}, workload.variables(fields(workload)))
+
+
+def pods() -> Iterator[Any]:
+    for name in OVERLAYS:
+        yield from (pytest.param(some, id=f"{name}-{some.name}") for some in overlay(name).workloads)
+
+
+@pytest.fixture(params=OVERLAYS)
+def composed(request: pytest.FixtureRequest) -> Overlay:
+    return overlay(request.param)
+
+
+def known_variables() -> set[str]:
+    kinds = [("KVSTORE_NODE_", NodeConfig), ("KVSTORE_", ClientConfig), ("KVSTORE_", Identity)]
+    kinds.append(("KVSTORE_AGENT_", AgentConfig))
+    names = {prefix + field.name.upper() for prefix, kind in kinds for field in dataclasses.fields(kind)}
+    return {name.replace("NBYTES", "BYTES") for name in names}
+
+
+# ---- a node --------------------------------------------------------------------------------
+
+
+def test_every_kind_of_pod_is_looked_at() -> None:
+    assert [param.id for param in pods()] == ["one-kvstore", "three-kvstore", "gpu-kvstore", "gpu-kvstore-near"]
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_a_node_starts_with_the_variables_of_its_manifest(workload: Workload) -> None:
+    variables = workload.variables(fields(workload))
+    ours = {name for name in variables if name.startswith("KVSTORE_")}
+    assert ours <= known_variables()
+    assert set(variables) - ours <= {"POD_NAMESPACE"}
+    assert "args" not in workload.container, "the health check and `kvstore` see variables only"
+    assert "command" not in workload.container, "the image's own is the node"
+    config = config_of(workload)
+    assert config.insecurity == ""
+    assert not config.insecure
+    load(ClientConfig, "KVSTORE", {}, variables)
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_a_node_finds_its_cluster_and_says_where_it_is(workload: Workload) -> None:
+    config = config_of(workload)
+    Membership(config.cluster, config.member, config.replicas)
+    if workload.overlay.name == "one":
+        assert not config.cluster
+        return
+    name = NAMES[workload.manifest["kind"]]
+    assert config.member == name
+    assert endpoints_and_name(config.cluster) == (["etcd.kvstore.svc:2379"], "fleet")
+    address = advertised(config.advertise, config.host, config.port, [])
+    check_listens(config.host, address)
+    host, port = split_address(address)
+    assert port == config.port
+    if workload.manifest["kind"] == "StatefulSet":
+        headless = workload.overlay.one("Service", workload.manifest["spec"]["serviceName"])
+        assert host == f"{name}.{headless['metadata']['name']}.{NAMESPACE}.svc"
+        assert headless["spec"]["clusterIP"] == "None"
+        assert headless["spec"]["publishNotReadyAddresses"], "it asks itself back before it is ready"
+    assert config.tls_name
+    assert config.tls_ca
+    assert config.token_file
+
+
+def test_without_etcd_members_are_a_list_and_nothing_else_says_who_they_are() -> None:
+    (workload,) = overlay("three").workloads
+    listed = re.findall(r"KVSTORE_NODE_CLUSTER=(static:\S+?),\.\.\.", DOCUMENT)[0]
+    listed = ",".join([listed, *(listed.partition("/")[2].replace("kvstore-0", f"kvstore-{i}") for i in (1, 2))])
+    variables = {**workload.variables(fields(workload)), "KVSTORE_NODE_CLUSTER": listed}
+    away = set(re.findall(r"`(KVSTORE_NODE_\w+)`", DOCUMENT.split("| no etcd |")[1].split("\n")[0]))
+    config = load(NodeConfig, "KVSTORE_NODE", {}, {name: variables[name] for name in set(variables) - away})
+    assert [name for name, default in OF_ETCD if getattr(config, name) != default] == []
+    view = Membership(config.cluster, config.member, config.replicas).view
+    assert view is not None
+    assert [member.id for member in view.members] == ["kvstore-0", "kvstore-1", "kvstore-2"]
+    assert all(member.address == f"{member.id}.kvstore-nodes.kvstore.svc:7440" for member in view.members)
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_its_ports_are_those_of_the_image_and_of_the_services(workload: Workload) -> None:
+    config = config_of(workload)
+    named = {port["name"]: port["containerPort"] for port in workload.container["ports"]}
+    assert named == {"grpc": config.port, "bulk": config.bulk_port, "metrics": config.metrics_port}
+    (exposed,) = re.findall(r"^EXPOSE (.+)$", DOCKERFILE, re.MULTILINE)
+    assert sorted(named.values()) == sorted(map(int, exposed.split()))
+    labels = workload.template["metadata"]["labels"]
+    for service in workload.overlay.of_kind("Service"):
+        if service["spec"]["selector"].items() <= labels.items():
+            for port in service["spec"]["ports"]:
+                assert port["port"] == named[port["targetPort"]], "a client is told the node's own bulk port"
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_probes_ask_what_is_served(workload: Workload) -> None:
+    config = config_of(workload)
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = workload.container[kind]
+        assert probe["httpGet"] == {"path": HEALTH_PATH, "port": "metrics", "scheme": "HTTPS"}
+        assert config.tls_cert
+        assert not config.tls_client_ca, "a kubelet has no certificate to show"
+    touched_s = config.ram_nbytes / (1 << 30) / 2 * 20  # where a hypervisor finds the memory only then
+    startup = workload.container["startupProbe"]
+    assert startup["failureThreshold"] * startup["periodSeconds"] >= touched_s
+    liveness = workload.container["livenessProbe"]
+    assert liveness["failureThreshold"] * liveness["periodSeconds"] >= 60, "a restart costs the RAM"
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_a_stop_has_time_to_drain_and_to_flush(workload: Workload) -> None:
+    config = config_of(workload)
+    wanted = config.drain_s + (config.flush_s + LOCK_WAIT_S if config.data_dir else 0.0)
+    assert workload.pod["terminationGracePeriodSeconds"] >= wanted + 10
+
+
+def nbytes(quantity: str) -> int:
+    """Of Kubernetes: 17Gi, 4672Mi."""
+    assert re.fullmatch(r"\d+[KMGT]i", quantity), quantity
+    return parse_nbytes(quantity + "B")
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
+    config, resources = config_of(workload), workload.container["resources"]
+    assert nbytes(resources["limits"]["memory"]) >= config.ram_nbytes * 65 // 64 + 512 * MIB
+    assert resources["requests"]["memory"] == resources["limits"]["memory"], "all of it is touched at the start"
+    assert "cpu" not in resources["limits"]
+    for claim in workload.manifest["spec"].get("volumeClaimTemplates", []):
+        assert nbytes(claim["spec"]["resources"]["requests"]["storage"]) >= config.disk_nbytes * 1.05
+
+
+# ---- files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Workload) -> None:
+    config, variables = config_of(workload), workload.variables(fields(workload))
+    read_by_node = [config.tls_cert, config.tls_key, config.tls_ca, config.identities, config.token_file]
+    assert set(filter(None, read_by_node)) <= set(workload.files)
+    by_operator = {variables["KVSTORE_TLS_CA"], variables["KVSTORE_TOKEN_FILE"]}
+    if workload.manifest["kind"] == "StatefulSet":
+        assert by_operator <= set(workload.files)
+    else:
+        assert "operator" not in {key for _, key in workload.files.values()}, "on hosts where others run"
+    (volume,) = (some for some in workload.pod["volumes"] if some["name"] == "known")
+    assert volume["projected"]["defaultMode"] == 0o400, "others may not read keys and tokens"
+    if config.token_file and workload.manifest["kind"] == "DaemonSet":
+        assert workload.files[config.token_file] in workload.needed
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_what_a_node_writes_lies_on_a_volume(workload: Workload) -> None:
+    config = config_of(workload)
+    writable = {mount["mountPath"] for mount in workload.container["volumeMounts"] if not mount.get("readOnly")}
+    wanted = set()
+    if config.data_dir:
+        wanted.add(str(Path(config.data_dir).parent))
+    if config.shm_socket != "none":
+        wanted.add(str(Path(config.shm_socket).parent))
+    assert writable == wanted, "nothing else, and all of that"
+
+
+def test_the_document_makes_each_secret_that_the_manifests_want() -> None:
+    told = {(secret, key) for secret, key, _ in secrets_told(NAMESPACE)}
+    wanted = {pair for name in OVERLAYS for some in overlay(name).workloads for pair in some.files.values()}
+    assert told == wanted
+
+
+def test_the_document_makes_the_secret_of_an_engine() -> None:
+    (engine,) = read(FOLDER / "examples" / "vllm.yaml")
+    pod = engine["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert set(variables) <= known_variables()
+    mounted = {mount["name"]: mount for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    told = [(key, file) for secret, key, file in secrets_told("default") if secret == "kvstore-engine"]
+    assert volumes["kvstore-known"]["secret"] == {"secretName": "kvstore-engine", "defaultMode": 0o400}
+    at = mounted["kvstore-known"]["mountPath"]
+    assert {variables["KVSTORE_TLS_CA"], variables["KVSTORE_TOKEN_FILE"]} == {f"{at}/{key}" for key, _ in told}
+    (near,) = (some for some in overlay("gpu").workloads if some.name == "kvstore-near")
+    (socket,) = (some for some in near.pod["volumes"] if some["name"] == "socket")
+    assert volumes["kvstore-socket"]["hostPath"] == socket["hostPath"]
+    assert mounted["kvstore-socket"]["mountPath"] == variables["KVSTORE_SHM_DIR"]
+    services = {some["metadata"]["name"] for some in overlay("gpu").of_kind("Service")}
+    config = load(ClientConfig, "KVSTORE", {}, variables)
+    assert [split_address(address) for address in config.addresses] == [
+        (f"{name}.{NAMESPACE}.svc", 7440) for name in ("kvstore-near", "kvstore") if name in services
+    ]
+    assert config.tls_name == overlay("gpu").settings["KVSTORE_NODE_TLS_NAME"]
+
+
+# ---- confinement ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workload", list(pods()))
+def test_a_pod_is_as_confined_as_the_image_allows(workload: Workload) -> None:
+    (user, group) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)[0]
+    security = workload.pod["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert (security["runAsUser"], security["runAsGroup"]) == (int(user), int(group))
+    assert security["fsGroup"] == int(group), "or the secrets could not be read"
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert workload.pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(workload.pod)
+    for container in workload.containers:
+        own = container["securityContext"]
+        assert own["readOnlyRootFilesystem"] is True
+        assert own["allowPrivilegeEscalation"] is False
+        assert own["capabilities"]["drop"] == ["ALL"]
+        assert "privileged" not in own
+        if container is workload.container:
+            assert set(own) == {"readOnlyRootFilesystem", "allowPrivilegeEscalation", "capabilities"}
+            assert set(own["capabilities"]) == {"drop"}
+        else:
+            assert own["capabilities"].get("add") == ["CHOWN"]
+
+
+def test_storage_nodes_may_live_in_a_restricted_namespace(composed: Overlay) -> None:
+    (storage,) = (some for some in composed.workloads if some.manifest["kind"] == "StatefulSet")
+    assert not storage.pod.get("initContainers")
+    assert [set(volume) - {"name"} for volume in storage.pod["volumes"]] == [{"projected"}]
+
+
+@pytest.mark.parametrize("path", [*(FOLDER / "base").rglob("*set.yaml"), *(FOLDER / "huge-pages").glob("d*.yaml")])
+def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -> None:
+    (manifest,) = read(path)
+    pod = manifest["spec"]["template"]["spec"]
+    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        assert container["image"] == "kvstore-node", "overlays name it anew by that"
+        if command := container.get("command"):
+            assert command[:2] == ["/opt/kvstore/bin/python", "-c"]
+            compile(command[2], "command", "exec")
+    assert "python3 -m venv --without-pip /opt/kvstore" in DOCKERFILE
+    assert "COPY docker/first_start.py docker/health.py /opt/kvstore/" in DOCKERFILE
+
+
+# ---- who finds whom ------------------------------------------------------------------------
+
+
+def test_selectors_select_what_they_are_for(composed: Overlay) -> None:
+    labels = {some.name: some.template["metadata"]["labels"] for some in composed.workloads}
+    for workload in composed.workloads:
+        selector = workload.manifest["spec"]["selector"]["matchLabels"]
+        assert [name for name, some in labels.items() if selector.items() <= some.items()] == [workload.name]
+        for constraint in workload.pod.get("topologySpreadConstraints", []):
+            assert constraint["labelSelector"]["matchLabels"] == selector
+    selected = {"kvstore-nodes": "kvstore", "kvstore": "kvstore", "kvstore-near": "kvstore-near"}
+    for service in composed.of_kind("Service"):
+        name, selector = service["metadata"]["name"], service["spec"]["selector"]
+        assert [some for some in labels if selector.items() <= labels[some].items()] == [selected[name]]
+    (budget,) = composed.of_kind("PodDisruptionBudget")
+    storage = composed.one("StatefulSet", "kvstore")
+    assert budget["spec"] == {"maxUnavailable": 1, "selector": storage["spec"]["selector"]}
+    (policy,) = composed.of_kind("NetworkPolicy")
+    assert all(policy["spec"]["podSelector"]["matchLabels"].items() <= some.items() for some in labels.values())
+
+
+def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are_theirs(composed: Overlay) -> None:
+    (policy,) = composed.of_kind("NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    pages, metrics = policy["spec"]["ingress"]
+    assert [port["port"] for port in pages["ports"]] == ["grpc", "bulk"]
+    assert [port["port"] for port in metrics["ports"]] == ["metrics"]
+    for source in pages["from"]:
+        assert "podSelector" in source, "never all pods of a namespace"
+    (engine,) = read(FOLDER / "examples" / "vllm.yaml")
+    label = {"kvstore-client": "true"}
+    assert label.items() <= engine["spec"]["template"]["metadata"]["labels"].items()
+    assert {"podSelector": {"matchLabels": label}} in pages["from"]
+    assert "kvstore-clients=true" in DOCUMENT
+
+
+def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_it(composed: Overlay) -> None:
+    """A service `kvstore-node` would set KVSTORE_NODE_PORT=tcp://... in every pod of its namespace."""
+    made = set()
+    for service in composed.of_kind("Service"):
+        stem = service["metadata"]["name"].upper().replace("-", "_")
+        made |= {f"{stem}_{rest}" for rest in ("PORT", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_BULK")}
+    assert not made & known_variables()
+    assert all(some.pod["enableServiceLinks"] is False for some in composed.workloads)
+
+
+def test_the_image_is_named_in_each_overlay(composed: Overlay) -> None:
+    assert list(composed.images) == ["kvstore-node"]
+    version = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert composed.images["kvstore-node"].rpartition(":")[2] == version[0]
+
+
+def test_the_etcd_to_try_with_is_where_the_overlays_look_for_one() -> None:
+    example = {some["kind"]: some for some in read(FOLDER / "examples" / "etcd.yaml")}
+    service, etcd = example["Service"], example["StatefulSet"]
+    name = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
+    cluster = overlay("three").settings["KVSTORE_NODE_CLUSTER"]
+    assert cluster == f"etcd://{name}:{service['spec']['ports'][0]['port']}/fleet"
+    assert f"--advertise-client-urls=http://{name}:2379" in etcd["spec"]["template"]["spec"]["containers"][0]["command"]
+    compose = (ROOT / "docker" / "compose.cluster.yaml").read_text()
+    assert etcd["spec"]["template"]["spec"]["containers"][0]["image"] in compose
+
+
+def test_every_file_of_the_folder_is_used() -> None:
+    used = {path.resolve() for path in EXAMPLES}
+    for kustomization in FOLDER.rglob("kustomization.yaml"):
+        (content,) = read(kustomization)
+        names = [*content.get("resources", []), *content.get("patchesStrategicMerge", [])]
+        used |= {kustomization, *(kustomization.parent / name for name in names)}
+    assert {path for path in FOLDER.rglob("*") if path.is_file()} == used

@@ -1,0 +1,184 @@
+"""Alerts and the dashboard ask for what a node really tells: a member of a cluster with a disk, TLS, tenants and shared
+memory, whose metrics are read here."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from authorities import pair
+from fleets import SMALL
+
+from kvstore import Client, ClientConfig, Namespace, opaque_layout
+from kvstore.cli.authority import Authority
+from kvstore.identity_file import add, new_token, token_line
+from node.config import NodeConfig
+from node.serve.metrics import metrics_text
+from node.serve.metrics_server import Asker
+from node.server import Node
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+OF_PROMETHEUS = {"job", "instance", "alertname", "alertstate"}
+PROMTOOL = os.environ.get("KVSTORE_PROMTOOL", "")
+WORD = r"[a-zA-Z_][a-zA-Z0-9_]*"
+
+
+@pytest.fixture(scope="module")
+def told(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[str]]]:
+    """Labels of each metric."""
+    folder = tmp_path_factory.mktemp("told")
+    operator, engine = new_token("*"), new_token("team-a")
+    add(folder / "identities", token_line("operator", operator, tenant="*", role="admin"))
+    add(folder / "identities", token_line("engine", engine, tenant="team-a", role="write"))
+    settings = {
+        **pair(ours, "node"),
+        "tls_ca": str(ours.path),
+        "identities": str(folder / "identities"),
+        "token": operator,
+        "data_dir": str(folder / "data"),
+        "disk_nbytes": 64 << 20,
+        "shm_socket": str(folder / "node.sock"),
+        "cluster": "static:fleet/n1=127.0.0.1:1,n2=127.0.0.1:2",
+        "member": "n1",
+    }
+    node = Node(NodeConfig(**{**SMALL, **settings}))
+    node.start()
+    try:
+        known = {"tls_ca": str(ours.path), "token": engine, "timeout_s": 30.0, "connect_timeout_s": 20.0}
+        with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", direct=True, **known)) as client:
+            client.put(Namespace("llama", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)])
+        answer = metrics_text(node.service)({"authorization": f"Bearer {operator}"}, Asker("127.0.0.1", ()))
+        yield labels(answer.body().decode())
+    finally:
+        node.stop()
+
+
+def labels(text: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, rest = line.partition(" ")[0].partition("{")
+            found.setdefault(name, set()).update(re.findall(rf'({WORD})="', rest))
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    content = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
+    return [rule for group in content["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
+    return found
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def asked(expression: str) -> tuple[set[str], set[str]]:
+    """(metrics, labels) of an expression."""
+    plain = re.sub(r'"[^"]*"', '""', expression)
+    metrics = set(re.findall(r"\bkvstore_\w+", plain))
+    grouped = re.findall(r"\bby \(([^)]*)\)", plain)
+    matched = re.findall(r"\{([^}]*)\}", plain)
+    named = {word for part in grouped for word in re.findall(WORD, part)}
+    return metrics, named | {word for part in matched for word in re.findall(rf"({WORD})\s*(?:=|!)", part)}
+
+
+def test_what_is_told_is_found_at_all(told: dict[str, set[str]]) -> None:
+    assert len(told) > 50
+    assert {"kvstore_disk_serving", "kvstore_tls", "kvstore_shm_orphan_pages", "kvstore_peers_view_number"} <= set(told)
+    assert told["kvstore_tenant_refused_total"] == {"tenant", "what"}
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_a_node_tells(told: dict[str, set[str]], rule: dict[str, Any]) -> None:
+    metrics, named = asked(rule["expr"])
+    assert metrics <= set(told)
+    assert metrics or rule["alert"] == "KVStoreNodeDown"
+    known = OF_PROMETHEUS.union(*(told[name] for name in metrics))
+    assert named <= known
+    shown = " ".join(rule["annotations"].values())
+    assert set(re.findall(rf"\$labels\.({WORD})", shown)) <= known
+    assert set(rule["annotations"]) == {"summary", "remedy"}
+    assert rule["labels"]["severity"] in ("info", "warning", "critical")
+    grouped = re.match(r"\s*(?:sum|max|min) by \(([^)]*)\)", rule["expr"])
+    if grouped:  # others are not there any more
+        assert set(re.findall(rf"\$labels\.({WORD})", shown)) <= set(re.findall(WORD, grouped[1]))
+
+
+def test_alerts_are_of_the_job_that_the_document_scrapes() -> None:
+    (job,) = re.findall(r"job_name: (\S+)", DOCUMENT)
+    assert f'up{{job="{job}"}}' in (FOLDER / "alerts.yaml").read_text()
+
+
+def test_each_alert_is_tried() -> None:
+    tried = (FOLDER / "alerts_test.yaml").read_text()
+    assert [rule["alert"] for rule in rules() if not re.search(rf"\b{rule['alert']}\b", tried)] == []
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_a_panel_asks_for_what_a_node_tells(told: dict[str, set[str]], panel: dict[str, Any]) -> None:
+    assert [target["refId"] for target in panel["targets"]] == list("ABCDEFG"[: len(panel["targets"])])
+    for target in panel["targets"]:
+        metrics, named = asked(target["expr"])
+        assert metrics <= set(told)
+        assert metrics or target["expr"].startswith("count(up{")
+        known = OF_PROMETHEUS.union(*(told[name] for name in metrics))
+        assert named <= known
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= known
+        assert target["expr"].count("(") == target["expr"].count(")")
+
+
+def test_counters_are_asked_for_as_rates_and_gauges_are_not() -> None:
+    expressions = [rule["expr"] for rule in rules()]
+    expressions += [target["expr"] for panel in panels() for target in panel["targets"]]
+    for expression in expressions:
+        for before, name in re.findall(r"(\w+\()?(kvstore_\w+)", expression):
+            assert (before in ("rate(", "increase(")) == name.endswith("_total"), expression
+
+
+def test_panels_have_a_place_and_a_number_of_their_own() -> None:
+    found = dashboard()["panels"]
+    assert len({panel["id"] for panel in found}) == len(found)
+    taken: set[tuple[int, int]] = set()
+    for panel in found:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    variables = {variable["name"] for variable in dashboard()["templating"]["list"]}
+    used = {
+        name for panel in panels() for target in panel["targets"] for name in re.findall(r"\$(\w+)", target["expr"])
+    }
+    assert used | {"datasource"} == variables
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="make test-monitoring")
+def test_prometheus_understands_the_rules_and_each_fires(tmp_path: Path) -> None:
+    for name in ("alerts.yaml", "alerts_test.yaml"):
+        shutil.copy(FOLDER / name, tmp_path)
+    for words in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
+        done = subprocess.run([PROMTOOL, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not PROMTOOL, reason="make test-monitoring")
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_prometheus_understands_the_panels(tmp_path: Path, panel: dict[str, Any]) -> None:
+    made = [
+        {"record": f"panel:{number}", "expr": re.sub(r"\$\w+", "some", target["expr"])}
+        for number, target in enumerate(panel["targets"])
+    ]
+    (tmp_path / "panel.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panel", "rules": made}]}))
+    done = subprocess.run([PROMTOOL, "check", "rules", "panel.yaml"], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()

@@ -1,0 +1,83 @@
+"""What a kubelet asks, which has no token and skips the certificate: /health beside /metrics."""
+
+import asyncio
+import http.client
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authorities import pair
+from waiting import wait_until
+
+from kvstore.cli.authority import Authority
+from node.config import NodeConfig
+from node.serve.health import Health
+from node.server import Node
+
+
+def ask(port: int, path: str = "/health", tls: bool = False, method: str = "GET") -> tuple[int, bytes]:
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection: Any = http.client.HTTPSConnection("127.0.0.1", port, timeout=20.0, context=context)
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20.0)
+    try:
+        connection.request(method, path)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(start_node: Any) -> None:
+    node: Node = start_node()
+    assert ask(node.metrics.port) == (200, b"serving\n")
+    assert ask(node.metrics.port, method="HEAD") == (200, b"")
+    node.grpc.set_serving(False)
+    assert ask(node.metrics.port) == (503, b"not serving\n")
+    assert ask(node.metrics.port, "/metrics")[0] == 200
+
+
+def test_a_node_that_has_not_begun_is_not_healthy() -> None:
+    node = Node(NodeConfig(port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, shm_socket="none"))
+    try:
+        assert ask(node.metrics.port) == (503, b"not serving\n")
+    finally:
+        node.stop()
+
+
+def test_it_needs_neither_token_nor_the_authority_and_metrics_do(
+    start_node: Any, ours: Authority, tmp_path: Path
+) -> None:
+    identities = tmp_path / "identities"
+    identities.write_text("")
+    node: Node = start_node(**pair(ours, "node"), identities=str(identities))
+    refused = node.audit.refused_count
+    assert ask(node.metrics.port, tls=True) == (200, b"serving\n")
+    assert node.audit.refused_count == refused, "who asks for health is no stranger to be counted"
+    for path in ("/metrics", "/", "/healthy", "/health/../metrics", "/metrics?/health"):
+        assert ask(node.metrics.port, path, tls=True)[0] == 401, path
+
+
+def test_a_loop_that_turns_no_more_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serve.health.BEAT_S", 0.01)
+    monkeypatch.setattr("node.serve.health.LATE_S", 0.5)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        health, stuck = Health(loop), threading.Event()
+        assert not health.serving, "nobody said that it does"
+        health.set("", True)
+        wait_until(lambda: health.serving)
+        loop.call_soon_threadsafe(stuck.wait)
+        wait_until(lambda: not health.serving)
+        stuck.set()
+        wait_until(lambda: health.serving)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
