@@ -199,6 +199,7 @@ def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
     """The other has been asked already when it is handed the page, and the sender not yet when it has done so."""
     keys, direct, client = pages.keys(*range(4)), connect(pair[0], direct=True), connect(pair[0])
     client.lookup(pages.namespace, keys)
+    direct.open(pages.namespace)  # a put alone is nobody's turn
     remove, done = pair[0].service._unary["remove"], threading.Event()
 
     def handed_first(request: pb.RemoveRequest, caller: Any) -> pb.RemoveReply:
