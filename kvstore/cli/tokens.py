@@ -1,6 +1,6 @@
 """`kvstore tokens`: who may do what at a node, in the file that its `--identities` names."""
 
-import datetime
+import math
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, note, show
 from kvstore.errors import InvalidRequest
-from kvstore.identities import Principal
+from kvstore.identities import Principal, expiry_text
 
 FileOption = Annotated[
     Path,
@@ -49,9 +49,8 @@ def add(
       kvstore tokens add prometheus --tenant '*' --role read --days 365 -f identities
       kvstore tokens add gpu-7 --certificate --tenant team-a -f identities
     """
-    expires = _expiry(days)
     token = "" if certificate else identity_file.new_token(tenant)
-    fields = {"tenant": tenant, "role": role, "models": models, "expires": expires}
+    fields = {"tenant": tenant, "role": role, "models": models, "expires": expiry_text(_expires_s(days))}
     line = (
         identity_file.certificate_line(name, **fields)
         if certificate
@@ -107,27 +106,21 @@ def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
     return ExitCode.OK if count else ExitCode.MISS
 
 
-def _expiry(days: float | None) -> str:
+def _expires_s(days: float | None) -> float:
     if days is None:
-        return ""
+        return math.inf
     if not 0 < days <= 36525:
         raise InvalidRequest(f"--days {days:g} must be above 0 and at most 36525")
-    when = datetime.datetime.fromtimestamp(time.time() + days * 86400, datetime.timezone.utc)
-    return when.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return time.time() + days * 86400
 
 
 def _as_dict(kind: str, some: Principal) -> dict[str, Any]:
-    expires, state = "", "valid"
-    if some.expires_s != float("inf"):
-        when = datetime.datetime.fromtimestamp(some.expires_s, datetime.timezone.utc)
-        expires = when.isoformat(timespec="seconds").replace("+00:00", "Z")
-        state = "expired" if some.expires_s <= time.time() else "valid"
     return {
         "name": some.name,
         "kind": kind,
         "tenant": some.tenant,
         "role": some.role.name.lower(),
         "models": ",".join(some.models),
-        "expires": expires,
-        "state": state,
+        "expires": expiry_text(some.expires_s),
+        "state": "expired" if some.expires_s <= time.time() else "valid",
     }
