@@ -1,6 +1,7 @@
 """`kvstore tokens`: who may do what at a node, in the file that its `--identities` names."""
 
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,16 +57,19 @@ def add(
         if certificate
         else identity_file.token_line(name, token, **fields)
     )
-    identity_file.add(file, line)
-    if run.as_json:
-        emit({"name": name, **fields} | ({"token": token} if token else {}))
-    elif token:
-        print(token)
-        note(
-            f"{name} is in {file}; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE"
-        )
-    else:
-        note(f"{name} is in {file}")
+
+    def tell() -> None:
+        """All of it is out before the file is written: nobody would know the token of who is there."""
+        if run.as_json:
+            emit({"name": name, **fields} | ({"token": token} if token else {}))
+        elif token:
+            print(token)
+        sys.stdout.flush()
+
+    identity_file.add(file, line, tell)
+    if not run.as_json:
+        told = "; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE" if token else ""
+        note(f"{name} is in {file}{told}")
 
 
 def list_(run: Invocation, file: FileOption) -> None:
