@@ -1,9 +1,9 @@
-"""Batches of pages that the benchmarks of the wires put and get, and our side of it."""
+"""Batches of pages that the benchmarks of the wires put and get in turns, and our side of it."""
 
 import itertools
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from measure import Samples, timed
 
@@ -14,6 +14,7 @@ from kvstore.layout import opaque_layout
 # Pages, slots and buffers are each as much as this: more than a core has of the caches of the machines that we
 # know, so that nobody's bytes are still there from the time before.
 MOVED_NBYTES = 128 << 20
+TURN = 5  # batches a contender moves before it is another's turn
 
 
 class Batch:
@@ -54,6 +55,20 @@ class Batches:
         """Gives the node its memory back."""
         for batch in self.all:
             client.remove(batch.namespace, batch.hashes)
+
+
+Contender = Callable[[Batch], Samples]
+
+
+def turn(contender: Contender, cycle: Iterator[Batch], into_buffers: bool = True) -> Samples:
+    """Runs a contender a few times; the first time does not count. `into_buffers`: there the bytes come back."""
+    batch = next(cycle)
+    for buffer in batch.buffers:
+        buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
+    contender(batch)
+    assert not into_buffers or batch.buffers == batch.pages, "the bytes that came back are not those that were sent"
+    samples = [contender(next(cycle)) for _ in range(TURN - 1)]
+    return {op: [seconds for sample in samples for seconds in sample[op]] for op in samples[0]}
 
 
 class NoChecksum:

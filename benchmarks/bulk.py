@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from batch import Batch, Batches, NoChecksum, ours
+from batch import TURN, Batch, Batches, Contender, NoChecksum, ours, turn
 from measure import Report, Samples, median, parser, progress, redis_client, rounds, timed
 
 from kvstore import Client, client_config
@@ -34,12 +34,10 @@ from kvstore.measure.node_process import NodeProcess
 
 PAGE_KIB = (256, 1024, 4096)
 BATCH = 16
-TURN = 5
 WARMUPS = 2
 AIM = 0.85
 AIM_NBYTES_MIN = 1 << 20
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
-Contender = Callable[[Batch], Samples]
 LIMIT = "limit: sendall/recv_into"
 
 
@@ -124,17 +122,6 @@ def rival(client: Any, batch: Batch) -> Samples:
 
 
 # ---- the run -----------------------------------------------------------------------------
-
-
-def turn(contender: Contender, cycle: Iterator[Batch], into_buffers: bool = True) -> Samples:
-    """Runs a contender a few times; the first time does not count."""
-    batch = next(cycle)
-    for buffer in batch.buffers:
-        buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
-    contender(batch)
-    assert not into_buffers or batch.buffers == batch.pages, "the bytes that came back are not those that were sent"
-    samples = [contender(next(cycle)) for _ in range(TURN - 1)]
-    return {op: [seconds for sample in samples for seconds in sample[op]] for op in samples[0]}
 
 
 def page_rows(

@@ -16,8 +16,8 @@ import multiprocessing
 import sys
 from typing import Any
 
-from batch import Batches, ours
-from bulk import BATCH, NODE_FLAGS, PAGE_KIB, TURN, limit
+from batch import TURN, Batches, ours
+from bulk import BATCH, NODE_FLAGS, PAGE_KIB, limit
 from measure import Report, median, parser
 
 from kvstore import Client, client_config

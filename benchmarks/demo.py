@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +160,19 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def status_of(run: Callable[[], int], name: str = "demo", *errors: type[Exception]) -> int:
+    """Exit status of a demo. An error of the store, or one of these, is its last word; no node of it outlives it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run()
+    except (KVStoreError, *errors) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+
+
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the node must not outlive us
-    try:
-        return demo(args)
-    except KVStoreError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
+    return status_of(lambda: demo(args))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,15 @@ import argparse
 import contextlib
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from demo import status_of
 from measure import progress
 
-from kvstore import KVStoreError
 from kvstore.measure.fleet import HERE, EtcdProcess, Fleet
 from kvstore.measure.replay import ReplayReport, replay_namespace
 from kvstore.measure.trace import TraceRequest, conversations, read_trace
@@ -135,12 +134,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the nodes must not outlive us
-    try:
-        return demo(args)
-    except KVStoreError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
+    return status_of(lambda: demo(args))
 
 
 if __name__ == "__main__":

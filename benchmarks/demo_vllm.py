@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -20,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from demo import status_of
 from vllm_server import Server, ServerFailed, save_llama, store_config
 
-from kvstore import KVStoreError
 from kvstore.measure.node_process import NodeProcess
 
 try:
@@ -141,12 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # neither node nor server must outlive us
-    try:
-        return demo(args)
-    except (KVStoreError, ServerFailed) as error:
-        print(f"demo-vllm: {error}", file=sys.stderr)
-        return 1
+    return status_of(lambda: demo(args), "demo-vllm", ServerFailed)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from concurrent import futures
 from typing import Any
 
 import grpc
-from batch import Batch, Batches, ours
-from bulk import BATCH, NODE_FLAGS, PAGE_KIB, TURN, WARMUPS, Contender, speed_rows, turn
+from batch import TURN, Batch, Batches, Contender, ours, turn
+from bulk import BATCH, NODE_FLAGS, PAGE_KIB, WARMUPS, speed_rows
 from measure import Report, Samples, parser, progress, rounds, timed
 
 from kvstore import Client, client_config

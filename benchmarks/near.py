@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from batch import Batch, Batches, get, put
+from batch import TURN, Batch, Batches, Contender, get, put, turn
 from measure import Report, Samples, median, parser, progress, rounds, timed
 
 from kvstore import Client, client_config
@@ -33,11 +33,9 @@ from kvstore.measure.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
 BATCH = 16
-TURN = 5
 WARMUPS = 2
 HELD_AIM, FAR_AIM = 0.97, 0.8
 NODE_FLAGS = ("--ram-bytes", "1GiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
-Contender = Callable[[Batch], Samples]
 Call = Callable[[Client, Batch], None]
 
 
@@ -84,17 +82,6 @@ def fetched(client: Client, near: Client, batch: Batch) -> Samples:
     in_slots = anew(in_place)
     one = anew(one_page)
     return {"get in place": in_slots, "one page": one, "get": anew(get)}
-
-
-def turn(contender: Contender, cycle: Iterator[Batch]) -> Samples:
-    """Runs a contender a few times; the first time does not count."""
-    batch = next(cycle)
-    for buffer in batch.buffers:
-        buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
-    contender(batch)
-    assert batch.buffers == batch.pages, "the bytes that came back are not those that were stored"
-    samples = [contender(next(cycle)) for _ in range(TURN - 1)]
-    return {op: [seconds for sample in samples for seconds in sample[op]] for op in samples[0]}
 
 
 def rows(clients: dict[str, Client], page_nbytes: int, count: int, tick: Callable[[], None]) -> list[dict[str, Any]]:

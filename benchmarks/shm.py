@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
-from batch import MOVED_NBYTES, Batch, Batches, NoChecksum, get, ours, put
+from batch import MOVED_NBYTES, TURN, Batch, Batches, Contender, NoChecksum, get, ours, put, turn
 from measure import Report, Samples, median, parser, percentile, progress, rounds, timed
 
 from kvstore import Client, client_config
@@ -45,13 +45,11 @@ from kvstore.measure.node_process import NodeProcess
 PAGE_KIB = (1024, 4096)
 BATCH = 32
 THREAD_BATCH = 8
-TURN = 5
 WARMUPS = 2
 AIM = 0.8
 KEYS = 64
 CALLS = 50  # questions of one turn
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
-Contender = Callable[[Batch], Samples]
 Question = Callable[[], Samples]
 
 
@@ -87,17 +85,6 @@ class Memcpy:
 def without_checksum(client: Client, batch: Batch) -> Samples:
     with mock.patch("kvstore.wires.shm.Leaves", NoChecksum):
         return ours(client, batch)
-
-
-def turn(contender: Contender, cycle: Iterator[Batch]) -> Samples:
-    """Runs a contender a few times; the first time does not count."""
-    batch = next(cycle)
-    for buffer in batch.buffers:
-        buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
-    contender(batch)
-    assert batch.buffers == batch.pages, "the bytes that came back are not those that were stored"
-    samples = [contender(next(cycle)) for _ in range(TURN - 1)]
-    return {op: [seconds for sample in samples for seconds in sample[op]] for op in samples[0]}
 
 
 def copy_rows(

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from batch import Batches, ours
-from bulk import BATCH, NODE_FLAGS, TURN, WARMUPS, Contender, limit, receive, turn
+from batch import TURN, Batches, Contender, ours, turn
+from bulk import BATCH, NODE_FLAGS, WARMUPS, limit, receive
 from measure import Report, Samples, median, parser, percentile, progress, rounds, timed
 
 from kvstore import Client, client_config

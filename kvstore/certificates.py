@@ -16,11 +16,13 @@ import time
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
+from kvstore.guarded_file import look_at, path_of, read_guarded, stamp
 from kvstore.log_rate import LogRate
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
+FILE_NBYTES_MAX = 16 << 20
 SYSTEM = "system"  # in place of a file of authorities: those that this host believes
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PAIR_TRIES, PAIR_S = 5, 0.05
@@ -90,7 +92,7 @@ class PemFiles:
         Raises ConfigError, OutOfDate among them, if they never were."""
         with self._lock:
             try:
-                seen = [_stamp(file) for file in self._looked_at]
+                seen = [stamp(look_at(file)) for file in self._looked_at]
                 if self._good is None or seen != self._seen:
                     self._take(self._read() if self._good else self._read_pair())
                     self._seen = seen
@@ -145,23 +147,18 @@ class PemFiles:
     def _certificates(self, file: str) -> list[bytes]:
         if not file:
             return []
-        found: list[bytes] = _CERTIFICATE.findall(_content(file))
+        found: list[bytes] = _CERTIFICATE.findall(read_guarded(file, 0, FILE_NBYTES_MAX))
         if not found:
             raise ConfigError(f"{file} holds no certificate in PEM form (-----BEGIN CERTIFICATE-----)")
         return found
 
     def _private(self) -> bytes:
-        about = _stat(self._key)
-        path, mode = _path(self._key), stat.S_IMODE(about.st_mode)
-        if mode & _OTHERS:
-            raise ConfigError(
-                f"{self._key} is open to everybody on this host (mode {mode:04o}); chmod 600 {path}, or, of a "
-                "Kubernetes secret, defaultMode: 0400"
-            )
+        key, about = read_guarded(self._key, _OTHERS, FILE_NBYTES_MAX), look_at(self._key)
+        mode = stat.S_IMODE(about.st_mode)
         lent = about.st_uid != os.geteuid() and not mode & (stat.S_IWGRP | stat.S_IXGRP)  # a secret's, by fsGroup
         if mode & stat.S_IRWXG and not lent:
+            path = path_of(self._key)
             log.warning("%s is open to its group (mode %04o); chmod 600 %s", self._key, mode, path)
-        key = _content(self._key)
         if b"ENCRYPTED" in key:
             raise ConfigError(f"{self._key} is encrypted, and nobody can be asked for its passphrase; write it without")
         return key
@@ -171,35 +168,6 @@ class PemFiles:
             return f"{self._key} is not the key of the certificate in {self._cert}; name a pair that was made together"
         files = ", ".join(filter(None, (self._ca, self._cert, self._key)))
         return f"{files}: no certificates and key in PEM form that OpenSSL can use ({error})"
-
-
-def _path(file: str) -> str:
-    """Of `setting=path`."""
-    return file.partition("=")[2]
-
-
-def _stat(file: str) -> os.stat_result:
-    try:
-        about = os.stat(_path(file))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    if not stat.S_ISREG(about.st_mode):  # to open a pipe could wait for ever
-        raise ConfigError(f"{file} is no regular file")
-    return about
-
-
-def _stamp(file: str) -> tuple[int, ...]:
-    """Other than it was when the file was written, replaced or made readable."""
-    is_now = _stat(file)
-    return is_now.st_mtime_ns, is_now.st_ctime_ns, is_now.st_ino, is_now.st_size
-
-
-def _content(file: str) -> bytes:
-    try:
-        with open(_path(file), "rb") as opened:
-            return opened.read()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
 
 
 def _check_dates(file: str, begins: float, ends: float) -> None:

@@ -1,6 +1,7 @@
 """What is wrong with pages that nodes sent: counted, logged, and told to the node, which can do something about it."""
 
 import logging
+from typing import Any
 
 from kvstore.calls import Found
 from kvstore.deadline import Deadline
@@ -22,38 +23,31 @@ class Complaints:
         self.forged_pages = 0
 
     def about(self, found: Found, link: Link, namespace: Namespace, deadline: Deadline) -> None:
-        if found.corrupt:
-            self._report_corrupt(found.corrupt, link, namespace, deadline)
-        if found.forged:
-            self._report_forged(found.forged, link, namespace, deadline)
+        """The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or they would be in
+        the way of the true ones for good: the namespace's name says which key it is that their maker has not."""
+        named = namespace.digest.hex()
+        if corrupt := found.corrupt:
+            self.corrupt_pages += len(corrupt)
+            log.error("%d pages of namespace %s did not match their checksum; treated as misses", len(corrupt), named)
+            check = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=_distinct(corrupt))
+            _complain(link, "verify", check, deadline)
+        if forged := found.forged:
+            self.forged_pages += len(forged)
+            log.error(
+                "%d pages of namespace %s were made or changed by somebody who has not its key; treated as misses",
+                len(forged),
+                named,
+            )
+            removal = pb.RemoveRequest(namespace=namespace.digest, prefix_hashes=_distinct(forged))
+            _complain(link, "remove", removal, deadline)
 
-    def _report_corrupt(self, prefix_hashes: list[bytes], link: Link, namespace: Namespace, deadline: Deadline) -> None:
-        """The node checks its copies and drops bad ones."""
-        self.corrupt_pages += len(prefix_hashes)
-        log.error(
-            "%d pages of namespace %s did not match their checksum; treated as misses",
-            len(prefix_hashes),
-            namespace.digest.hex(),
-        )
-        try:
-            distinct = list(dict.fromkeys(prefix_hashes))
-            request = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=distinct)
-            link.control.call("verify", request, deadline)
-        except KVStoreError as error:
-            log.warning("could not report corrupt pages: %s", error)
 
-    def _report_forged(self, prefix_hashes: list[bytes], link: Link, namespace: Namespace, deadline: Deadline) -> None:
-        """The node removes them, or they would be in the way of the true ones for good. Who has the key did not make
-        them: the namespace's name says which key that is."""
-        self.forged_pages += len(prefix_hashes)
-        log.error(
-            "%d pages of namespace %s were made or changed by somebody who has not its key; treated as misses",
-            len(prefix_hashes),
-            namespace.digest.hex(),
-        )
-        try:
-            distinct = list(dict.fromkeys(prefix_hashes))
-            request = pb.RemoveRequest(namespace=namespace.digest, prefix_hashes=distinct)
-            link.control.call("remove", request, deadline)
-        except KVStoreError as error:
-            log.warning("could not have forged pages removed: %s", error)
+def _distinct(prefix_hashes: list[bytes]) -> list[bytes]:
+    return list(dict.fromkeys(prefix_hashes))
+
+
+def _complain(link: Link, op: str, request: Any, deadline: Deadline) -> None:
+    try:
+        link.control.call(op, request, deadline)
+    except KVStoreError as error:
+        log.warning("could not have the node %s such pages: %s", op, error)

@@ -212,6 +212,15 @@ def _expiry(text: str) -> float:
         return math.inf
     try:
         when = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return when.timestamp() if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc).timestamp()
+        when = when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)
+        return when.astimezone(datetime.timezone.utc).timestamp()  # the year 10000 is none
     except (ValueError, OverflowError) as error:
         raise ConfigError("expires must be a time such as 2027-01-01T00:00:00Z") from error
+
+
+def expiry_text(expires_s: float) -> str:
+    """As the file has it; empty: never."""
+    if expires_s == math.inf:
+        return ""
+    when = datetime.datetime.fromtimestamp(expires_s, datetime.timezone.utc)
+    return when.isoformat(timespec="seconds").replace("+00:00", "Z")

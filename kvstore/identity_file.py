@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError, InvalidRequest
@@ -47,12 +47,14 @@ def read(path: Path) -> Identities:
     return parse(_text(path))
 
 
-def add(path: Path, line: str) -> None:
-    """Begins the file if there is none. Raises InvalidRequest if its kind has this name already, and ConfigError."""
+def add(path: Path, line: str, tell: Callable[[], object] = lambda: None) -> None:
+    """Begins the file if there is none. `tell` is called before it is written, when the line may be added: what it
+    raises leaves the file as it was. Raises InvalidRequest if its kind has this name already, and ConfigError."""
     kind, name = line.split()[:2]
     with _replaced(path) as lines:
         if any(some.split()[:2] == [kind, name] for some in lines):
             raise InvalidRequest(f"{path} has a {kind} named {name} already; revoke it first, or take another name")
+        tell()
         lines.append(line)
 
 
@@ -83,19 +85,27 @@ def _replaced(path: Path) -> Iterator[list[str]]:
     except OSError as error:
         raise ConfigError(f"{path.parent} can not be opened: {error.strerror}") from error
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        there = path.exists()
+        with _writing(path):
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            there = path.exists()
         before = _text(path).split("\n") if there else []
         if before and not before[-1]:  # what stands behind the last line's end
             before.pop()
         lines = list(before)
         yield lines
         if lines != before:
-            _write(path, lines, os.stat(path) if there else None)
-    except OSError as error:
-        raise ConfigError(f"{path} can not be written: {error.strerror}") from error
+            with _writing(path):
+                _write(path, lines, os.stat(path) if there else None)
     finally:
         os.close(directory)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} can not be written: {error.strerror}") from error
 
 
 def _write(path: Path, lines: list[str], about: os.stat_result | None) -> None:

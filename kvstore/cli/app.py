@@ -2,6 +2,8 @@
 
 import sys
 
+from kvstore.cli.stdout import guard_stdout
+
 EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 
 
@@ -12,6 +14,7 @@ def main() -> None:
         if error.name is None or error.name.partition(".")[0] not in EXTRA_MODULES:
             raise
         sys.exit(_missing(error.name))
+    guard_stdout()
     app(prog_name="kvstore")
 
 

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from kvstore.cli.members import (
+    NOT_TOLD,
     Statuses,
     answers,
     by_id,
@@ -23,12 +24,15 @@ from kvstore.cli.members import (
 )
 from kvstore.cli.output import fitting, human_nbytes
 from kvstore.cli.rates import RATES, Sample, rates
+from kvstore.cli.told import told_all
 from kvstore.client import Client
 from kvstore.cluster.view import Member, View
 from kvstore.pb import kvstore_pb2 as pb
 
 LOOK_S = 2.0  # for members to answer in: who is late is shown as such, and the others without delay
-OTHER_LINES = 10  # of a screen: above the members five, the table's head, the sums, who is left out, and the cursor
+OTHER_LINES = (
+    7  # of a screen: above the members two empty ones, the table's head, the sums, who is left out, and the cursor
+)
 COLUMNS = (
     "MEMBER",
     "STATE",
@@ -102,24 +106,33 @@ def _of_member(before: pb.NodeStatusReply, now: pb.NodeStatusReply) -> dict[str,
     began_ms, base = (0, pb.Counters()) if restarted else (before.uptime_ms, before.totals)
     values: dict[str, Any] = {"node_state": now.state, "uptime_ms": now.uptime_ms, "restarted": restarted}
     for part, names in _FIELDS.items():
-        values[part] = {name: getattr(getattr(now, part), name) for name in names}
+        told = getattr(now, part)
+        values[part] = {name: getattr(told, name) for name in names} if told_all(now) else None
     return {**values, **rates(base, now.totals, max(1, now.uptime_ms - began_ms) / 1000)}
 
 
 def _view(values: dict[str, Any], view: View, statuses: Statuses, out: Console) -> Group:
     told = dict(zip(view.members, values["members"], strict=True))
-    room = max(1, out.height - OTHER_LINES) if out.is_terminal else len(told)
+    head = _head(view, statuses)
+    room = max(1, out.height - OTHER_LINES - len(head)) if out.is_terminal else len(told)
     shown = list(view.members) if len(told) <= room else troubled_first(view.members, statuses)[:room]
     rows = [_row(member, statuses, told[member]) for member in shown]
-    there = answers(statuses)
-    rows.append(("all", "", *_rates_row(there, values["totals"]), "", "", *_volume(values["totals"])))
-    head = [headline(view, statuses), stored_line(there), handing_line(summed_peers(there))]
+    rows.append(("all", "", *_rates_row(answers(statuses), values["totals"]), "", "", *_volume(values["totals"])))
     cut = out.is_terminal  # lines that were folded would push members off the screen
     top = Text("\n".join(head) + "\n", no_wrap=cut, overflow="ellipsis" if cut else None)
     parts: list[RenderableType] = [top, fitting(COLUMNS, rows, out.width)]
     if len(shown) < len(told):
         parts.append(Text(f"and {len(told) - len(shown):,} more members"))
     return Group(*parts)
+
+
+def _head(view: View, statuses: Statuses) -> list[str]:
+    there = answers(statuses)
+    whole = [status for status in there if told_all(status)]
+    lines = [headline(view, statuses)]
+    if whole or not there:
+        lines += [stored_line(whole), handing_line(summed_peers(whole))]
+    return lines if len(whole) == len(there) else [*lines, NOT_TOLD]
 
 
 def _row(member: Member, statuses: Statuses, told: dict[str, Any]) -> tuple[Any, ...]:
@@ -137,7 +150,7 @@ def _rates_row(there: list[pb.NodeStatusReply], told: dict[str, float]) -> tuple
         _share(told["prefix_hits_per_s"], told["asked_per_s"]),
         f"{told['got_per_s']:,.0f}",
         f"{told['put_per_s']:,.0f}",
-        human_nbytes(sum(s.peers.queue_nbytes for s in there)),
+        human_nbytes(sum(s.peers.queue_nbytes for s in there)) if any(map(told_all, there)) else "-",
     )
 
 

@@ -34,6 +34,7 @@ Exit codes:
   3    node unavailable, or deadline exceeded
   4    the node or a limit is exhausted
   5    corrupt data, or bytes that differ from what was written
+  74   the output can not be written
   130  interrupted; 141 when the reader of the output went away
 """
 

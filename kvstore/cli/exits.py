@@ -1,12 +1,12 @@
 """How a command ends: exit codes, and one line on stderr for every error.
 
 0 ok · 1 miss, not found, nothing matched · 2 usage or invalid request · 3 node unavailable or
-deadline · 4 exhausted · 5 corrupt data or mismatches · 130 interrupted · 141 the reader left
+deadline · 4 exhausted · 5 corrupt data or mismatches · 74 the output can not be
+written · 130 interrupted · 141 the reader left
 """
 
 import enum
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvstore.cli.output import printable
+from kvstore.cli.output import note, printable, silence
+from kvstore.cli.stdout import Unwritten
 from kvstore.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -32,6 +33,7 @@ class ExitCode(enum.IntEnum):
     UNAVAILABLE = 3
     EXHAUSTED = 4
     CORRUPT = 5
+    UNWRITTEN = 74  # as sysexits.h has it: scripts ask what 1 to 5 mean
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 
@@ -70,11 +72,16 @@ class Root(TyperGroup):
         given = list(sys.argv[1:] if args is None else args)
         self._as_json = "--json" in given
         options["standalone_mode"] = False
+        if sys.stdout is None:  # what is printed would be lost without an error
+            sys.exit(self._fail("stdout is closed; send it to /dev/null if nobody wants it", ExitCode.UNWRITTEN))
         sys.exit(self._run(given, *rest, **options))
 
     def _run(self, args: list[str], *rest: Any, **options: Any) -> int:
         try:
-            result = super().main(args, *rest, **options)
+            try:
+                result = super().main(args, *rest, **options)
+            finally:
+                sys.stdout.flush()
             return result if isinstance(result, int) else ExitCode.OK
         except KVStoreError as error:
             return self._fail(str(error), code_of(error), type(error).__name__)
@@ -84,6 +91,11 @@ class Root(TyperGroup):
             return self._fail(_usage_message(error), ExitCode.USAGE)
         except (KeyboardInterrupt, typer.Abort):
             return self._fail("interrupted", ExitCode.INTERRUPTED)
+        except BrokenPipeError:
+            return leave_broken_pipe()
+        except Unwritten as error:
+            silence(sys.stdout)
+            return self._fail(f"{error}; what the command has done beside stays done", ExitCode.UNWRITTEN)
 
     def _fail(self, message: str, code: ExitCode, kind: str = "") -> int:
         """`kind`: the error's class, or how the command ended if it was not an error of the client."""
@@ -92,7 +104,7 @@ class Root(TyperGroup):
             message = json.dumps({"error": message, "kind": kind or code.name.title()})
         else:
             message = printable(f"kvstore: {message}")
-        print(message, file=sys.stderr)
+        note(message)
         return code
 
 
@@ -105,5 +117,5 @@ def _usage_message(error: Any) -> str:
 
 def leave_broken_pipe() -> int:
     """Nobody reads stdout any more: be silent, also when the interpreter flushes it at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    silence(sys.stdout)
     return ExitCode.BROKEN_PIPE

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore.cli.output import human_ms, human_nbytes, human_share, percent, plain
+from kvstore.cli.output import human_ms, human_nbytes, human_share, percent
+from kvstore.cli.told import pages_told, status_json, told_all
 from kvstore.cluster.view import REGISTRIES, Member, State, View
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 
 Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 NO_ANSWER = "NO ANSWER"
+NOT_TOLD = "what members store, hand on and fetch is told to who is of all tenants"
 
 # The first ones are left where a terminal is narrow.
 COLUMNS = (
@@ -82,10 +84,8 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
                 percent(totals.prefix_hits, totals.pages_asked),
                 human_share(ram.used_nbytes, ram.capacity_nbytes),
                 human_share(disk.used_nbytes, disk.capacity_nbytes),
-                ram.page_count,
-                peers.copy_count,
-                peers.queue_pages,
-                peers.pages_dropped,
+                pages_told(status),
+                *((peers.copy_count, peers.queue_pages, peers.pages_dropped) if told_all(status) else ("-",) * 3),
                 human_ms(status.uptime_ms),
                 *where,
             )
@@ -95,22 +95,26 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
 
 def headline(view: View, statuses: Statuses) -> str:
     there = answers(statuses)
-    told = {status.peers.registry for status in there if status.HasField("peers")} or {"static"}
+    told = {status.peers.registry for status in there if status.HasField("peers")}
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
     return (
         f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} answer  "
-        f"replicas {view.replicas}  from {' and '.join(sources)}"
+        f"replicas {view.replicas}{'  from ' + ' and '.join(sources) if sources else ''}"
     )
 
 
 def sums(view: View, statuses: Statuses) -> list[str]:
-    """Over the members that answer."""
-    there = answers(statuses)
-    peers, totals = summed_peers(there), pb.Counters()
+    """Over the members that answer; of what they tell only to some, over those that told it."""
+    there, totals = answers(statuses), pb.Counters()
     for status in there:
         _add(totals, status.totals, ("prefix_hits", "pages_asked"))
     hit = f"hit {percent(totals.prefix_hits, totals.pages_asked)}"
-    return [stored_line(there), f"{hit}  {copies_line(peers)}", handing_line(peers), _sweeps(view, statuses)]
+    whole = [status for status in there if told_all(status)]
+    if there and not whole:
+        return [hit, NOT_TOLD]
+    peers = summed_peers(whole)
+    lines = [stored_line(whole), f"{hit}  {copies_line(peers)}", handing_line(peers), _sweeps(view, statuses)]
+    return lines if len(whole) == len(there) else [*lines, NOT_TOLD]
 
 
 def stored_line(there: Sequence[pb.NodeStatusReply]) -> str:
@@ -207,7 +211,7 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
     members = []
     for member in view.members:
         status = statuses.get(member.address)
-        whole = plain(status) if isinstance(status, pb.NodeStatusReply) else None
+        whole = status_json(status) if isinstance(status, pb.NodeStatusReply) else None
         members.append({**member_json(member, status), "status": whole})
     return {"cluster": view.cluster, "view": view.number, "replicas": view.replicas, "members": members}
 

@@ -9,6 +9,7 @@ from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, handing_line, sweep_line
 from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show, show_fitting
+from kvstore.cli.told import status_json, told_all
 from kvstore.client import Client
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
@@ -25,7 +26,7 @@ def show_status(run: Invocation, client: Client) -> None:
     found = hints(known)
     if run.as_json:
         namespaces = [namespace_json(namespace, info) for namespace, info in known]
-        emit({**plain(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
+        emit({**status_json(reply), "address": client.config.address, "namespaces": namespaces, "hints": found})
         return
     _show_node(client.config.address, reply)
     if any(use.ram_quota_nbytes or use.disk_quota_nbytes for use in reply.tenants) or len(reply.tenants) > 1:
@@ -53,21 +54,21 @@ def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, An
 
 def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
     limits = reply.limits
-    told_all = reply.HasField("ram")
+    whole = told_all(reply)
     lines = [f"node {reply.version} at {address}  {reply.state}  up {human_ms(reply.uptime_ms)}"]
-    if told_all:
+    if whole:
         lines[0] += f"  pid {reply.pid}  rss {human_nbytes(reply.rss_nbytes)}"
     if reply.insecure:
         lines.append(f"INSECURE: {reply.insecure}")
-    sessions = f"sessions {reply.session_count}  " if told_all else ""
+    sessions = f"sessions {reply.session_count}  " if whole else ""
     lines.append(f"{sessions}bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}")
-    if told_all:
+    if whole:
         lines += [*_tls_lines(reply), *_tier_lines(reply)]
     lines.append(
         f"limits {limits.batch_keys_max:,} keys, {human_nbytes(limits.batch_nbytes_max)} a batch, "
         f"{human_nbytes(limits.page_nbytes_max)} a page"
     )
-    if not told_all:
+    if not whole:
         lines.append("tiers, connections and members are told to who is of all tenants")
     out = console()
     for line in lines:

@@ -1,10 +1,11 @@
 """What goes to stdout and stderr: JSON, tables, sizes for people, progress."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -37,8 +38,16 @@ def emit(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A remark for people, out of the way of the output."""
-    print(text, file=sys.stderr)
+    """A remark for people, out of the way of the output. Where stderr can not be written, there is none."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        silence(sys.stderr)
+
+
+def silence(stream: IO[str]) -> None:
+    """What it did not take and what is still to come goes nowhere: the interpreter would fail again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], dense: bool = False) -> Table:

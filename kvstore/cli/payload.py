@@ -1,10 +1,10 @@
 """Commands that move page bytes: get, put."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -77,10 +77,9 @@ def get(
         hashes = find_keys(client, space, keys, tokens, tokens_file)
         _need_all(client, space, hashes)
         found: list[dict[str, Any]] = []
-        with _destination(output, to_stdout, shown) as file, progress("reading", len(hashes)) as report:
+        with _destination(output, to_stdout, shown) as write, progress("reading", len(hashes)) as report:
             for number, (prefix_hash, data) in enumerate(_read(client, space, hashes, ranges), 1):
-                if file is not None:
-                    file.write(data)
+                write(data)
                 if shown:
                     planes = _decode(space, data, layer) if decoded else None
                     found.append(_page_json(prefix_hash, data, layer, planes))
@@ -104,17 +103,29 @@ def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
 
 
 @contextmanager
-def _destination(output: Path | None, to_stdout: bool, shown: bool) -> Iterator[IO[bytes] | None]:
+def _destination(output: Path | None, to_stdout: bool, shown: bool) -> Iterator[Callable[[bytearray], object]]:
+    """Takes the bytes of a page."""
     if to_stdout:
-        yield None if shown else sys.stdout.buffer
+        yield (lambda data: None) if shown else sys.stdout.buffer.write
         return
     assert output is not None
     try:
-        file = output.open("wb")
+        file = output.open("wb", buffering=0)  # nothing is left for the end, where nobody could say what is wrong
     except OSError as error:
         raise InvalidRequest(f"can not write {output}: {error.strerror}") from error
+
+    def write(data: bytearray) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise Failure(f"can not write {output}: {error.strerror}", ExitCode.UNWRITTEN) from error
+
     with file:
-        yield file
+        yield write
 
 
 def _read(

@@ -1,6 +1,7 @@
 """`kvstore tokens`: who may do what at a node, in the file that its `--identities` names."""
 
-import datetime
+import math
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, note, show
 from kvstore.errors import InvalidRequest
-from kvstore.identities import Principal
+from kvstore.identities import Principal, expiry_text
 
 FileOption = Annotated[
     Path,
@@ -49,24 +50,26 @@ def add(
       kvstore tokens add prometheus --tenant '*' --role read --days 365 -f identities
       kvstore tokens add gpu-7 --certificate --tenant team-a -f identities
     """
-    expires = _expiry(days)
     token = "" if certificate else identity_file.new_token(tenant)
-    fields = {"tenant": tenant, "role": role, "models": models, "expires": expires}
+    fields = {"tenant": tenant, "role": role, "models": models, "expires": expiry_text(_expires_s(days))}
     line = (
         identity_file.certificate_line(name, **fields)
         if certificate
         else identity_file.token_line(name, token, **fields)
     )
-    identity_file.add(file, line)
-    if run.as_json:
-        emit({"name": name, **fields} | ({"token": token} if token else {}))
-    elif token:
-        print(token)
-        note(
-            f"{name} is in {file}; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE"
-        )
-    else:
-        note(f"{name} is in {file}")
+
+    def tell() -> None:
+        """All of it is out before the file is written: nobody would know the token of who is there."""
+        if run.as_json:
+            emit({"name": name, **fields} | ({"token": token} if token else {}))
+        elif token:
+            print(token)
+        sys.stdout.flush()
+
+    identity_file.add(file, line, tell)
+    if not run.as_json:
+        told = "; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE" if token else ""
+        note(f"{name} is in {file}{told}")
 
 
 def list_(run: Invocation, file: FileOption) -> None:
@@ -107,27 +110,21 @@ def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
     return ExitCode.OK if count else ExitCode.MISS
 
 
-def _expiry(days: float | None) -> str:
+def _expires_s(days: float | None) -> float:
     if days is None:
-        return ""
+        return math.inf
     if not 0 < days <= 36525:
         raise InvalidRequest(f"--days {days:g} must be above 0 and at most 36525")
-    when = datetime.datetime.fromtimestamp(time.time() + days * 86400, datetime.timezone.utc)
-    return when.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return time.time() + days * 86400
 
 
 def _as_dict(kind: str, some: Principal) -> dict[str, Any]:
-    expires, state = "", "valid"
-    if some.expires_s != float("inf"):
-        when = datetime.datetime.fromtimestamp(some.expires_s, datetime.timezone.utc)
-        expires = when.isoformat(timespec="seconds").replace("+00:00", "Z")
-        state = "expired" if some.expires_s <= time.time() else "valid"
     return {
         "name": some.name,
         "kind": kind,
         "tenant": some.tenant,
         "role": some.role.name.lower(),
         "models": ",".join(some.models),
-        "expires": expires,
-        "state": state,
+        "expires": expiry_text(some.expires_s),
+        "state": "expired" if some.expires_s <= time.time() else "valid",
     }

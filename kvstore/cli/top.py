@@ -14,6 +14,7 @@ from kvstore.cli.cluster_top import cluster_samples
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import console, emit, human_nbytes, percent, table
 from kvstore.cli.rates import RATES, Sample, rates
+from kvstore.cli.told import pages_told, told_all
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
@@ -81,7 +82,7 @@ def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
 
 def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) -> dict[str, Any]:
     """Rates between two states of a node. After a restart its counters began at zero again."""
-    restarted = before.instance_id != now.instance_id
+    restarted, whole = before.instance_id != now.instance_id, told_all(now)
     base = {} if restarted else {info.digest: info.counters for info in before.namespaces}
     zero = pb.Counters()
     namespaces = [
@@ -98,20 +99,24 @@ def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) 
         "restarted": restarted,
         "state": now.state,
         "uptime_ms": now.uptime_ms,
-        "session_count": now.session_count,
-        "rss_nbytes": now.rss_nbytes,
-        "ram_used_nbytes": now.ram.used_nbytes,
-        "ram_capacity_nbytes": now.ram.capacity_nbytes,
-        "page_count": now.ram.page_count,
+        "session_count": now.session_count if whole else None,
+        "rss_nbytes": now.rss_nbytes if whole else None,
+        "ram_used_nbytes": now.ram.used_nbytes if whole else None,
+        "ram_capacity_nbytes": now.ram.capacity_nbytes if whole else None,
+        "page_count": pages_told(now),
         "totals": rates(zero if restarted else before.totals, now.totals, seconds),
         "namespaces": namespaces,
     }
 
 
 def _view(values: dict[str, Any], address: str, out: Console) -> Group:
-    ram = f"RAM {human_nbytes(values['ram_used_nbytes'])} of {human_nbytes(values['ram_capacity_nbytes'])}"
-    share = percent(values["ram_used_nbytes"], values["ram_capacity_nbytes"])
-    head = f"{address}  {values['state']}  {ram} ({share})  pages {values['page_count']:,}"
+    head = f"{address}  {values['state']}  "
+    if values["ram_capacity_nbytes"] is not None:
+        ram = f"RAM {human_nbytes(values['ram_used_nbytes'])} of {human_nbytes(values['ram_capacity_nbytes'])}"
+        head += f"{ram} ({percent(values['ram_used_nbytes'], values['ram_capacity_nbytes'])})  "
+    head += f"pages {values['page_count']:,}"
+    if values["session_count"] is not None:
+        head += f"  sessions {values['session_count']}"
     columns = ("NAMESPACE", "MODEL", ">PAGES", ">ASKED/s", ">HIT", ">PUT/s", ">GOT/s", ">EVICTED/s", ">PUT", ">GOT")
     rows = [
         _row(space["digest"][:12], space["model"], space["page_count"], space)
@@ -119,7 +124,7 @@ def _view(values: dict[str, Any], address: str, out: Console) -> Group:
         if space["page_count"] or any(space[rate] for rate in RATES)  # what is left of old benchmarks is no news
     ]
     rows.append(_row("all", "", values["page_count"], values["totals"]))
-    return Group(Text(f"{head}  sessions {values['session_count']}\n"), table(columns, rows))
+    return Group(Text(head + "\n"), table(columns, rows))
 
 
 def _row(digest: str, model: str, pages: int, rates: dict[str, float]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.connections import ConnectionPool, exchange, greeting
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.tls import ClientTls, client_tls
-from kvstore.wires.tls_frames import TlsFrameSocket
+from kvstore.wires.tls_frames import TlsFrameSocket, means_no_place
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
@@ -228,6 +228,11 @@ class BulkWire:
         try:
             yield
         except ssl.SSLError as error:
+            if means_no_place(error):
+                raise Exhausted(
+                    f"{self._pool.where}: the node refuses one more connection; most likely all that it has are in "
+                    "use, or all of this host's: use fewer per client, or raise its sessions_max (its log says which)"
+                ) from error
             raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
 
     def _connected(self, limit: Deadline) -> socket.socket:

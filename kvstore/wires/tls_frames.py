@@ -19,6 +19,14 @@ from kvstore.wires.frames import FrameSocket
 # Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times as much memory.
 STEP_NBYTES = 128 << 10
 RECORD_NBYTES = 17 << 10  # the largest record of TLS: until pages come, no more is received at a time
+# What a node without a place says in place of its part of a handshake, which would cost what the limit saves: a record
+# (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`, which RFC 8446 has for a lack of memory.
+NO_PLACE = bytes((21, 3, 3, 0, 2, 2, 80))
+_NO_PLACE_REASON = "ALERT_INTERNAL_ERROR"  # as OpenSSL calls it
+
+
+def means_no_place(error: ssl.SSLError) -> bool:
+    return _NO_PLACE_REASON in (error.reason or "")
 
 
 class TlsFrameSocket(FrameSocket):

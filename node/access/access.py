@@ -2,13 +2,13 @@
 
 import logging
 import math
-import os
 import stat
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from kvstore.errors import ConfigError, Unauthenticated
+from kvstore.guarded_file import look_at, read_guarded, stamp
 from kvstore.identities import Identities, Principal, Role, parse, token_hash
 from node.access.caller import EVERYBODY, nobody
 
@@ -29,7 +29,7 @@ class Access:
     ) -> None:
         """`arena_for`: tenants that may map this node's memory. Raises ConfigError for a file that can not be read, or
         that others may write."""
-        self._path = path
+        self._file = f"identities={path}"
         self.open = not path
         self._arena_for = arena_for
         self._check_quota = check_quota
@@ -114,31 +114,17 @@ class Access:
             self._failed = str(error)
 
     def _looked(self) -> tuple[int, ...]:
-        try:
-            about = os.stat(self._path)
-        except OSError as error:
-            raise ConfigError(f"identities={self._path} can not be read: {error.strerror}") from error
-        if not stat.S_ISREG(about.st_mode):  # to open a pipe could wait for ever
-            raise ConfigError(f"identities={self._path} is no regular file")
-        if about.st_mode & stat.S_IWOTH:
-            raise ConfigError(f"identities={self._path} may be written by everybody; chmod o-w {self._path}")
-        return about.st_mtime_ns, about.st_ctime_ns, about.st_size, about.st_ino
+        return stamp(look_at(self._file, stat.S_IWOTH))
 
     def _read(self) -> Identities:
-        try:
-            with open(self._path, "rb") as file:
-                data = file.read(FILE_NBYTES_MAX + 1)
-        except OSError as error:
-            raise ConfigError(f"identities={self._path} can not be read: {error.strerror}") from error
-        if len(data) > FILE_NBYTES_MAX:
-            raise ConfigError(f"identities={self._path} has more than {FILE_NBYTES_MAX} bytes")
+        data = read_guarded(self._file, stat.S_IWOTH, FILE_NBYTES_MAX)
         return parse(data.decode(errors="replace"), self._check_quota)
 
     def _take(self, identities: Identities) -> None:
         for problem in identities.problems:
-            log.error("identities=%s, %s; it is left out", self._path, problem)
+            log.error("%s, %s; it is left out", self._file, problem)
         if not identities.tokens and not identities.certificates:
-            log.warning("identities=%s names nobody: nobody may do anything", self._path)
+            log.warning("%s names nobody: nobody may do anything", self._file)
         self._identities = identities
         self.on_change(identities)
 

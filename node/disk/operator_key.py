@@ -3,18 +3,17 @@ key service. It is never logged, and no error says more of it than its length.""
 
 import base64
 import binascii
-import os
 import shlex
 import stat
 import subprocess
-from pathlib import Path
 
 from kvstore.errors import ConfigError
+from kvstore.guarded_file import SECRET_NBYTES_MAX, read_guarded
 from node.disk.cipher import WRAPPING_KEY_NBYTES
 from node.disk.vault import PLAIN, Locked, Vault
 
 COMMAND_S = 30.0
-TEXT_NBYTES_MAX = 4096
+_OTHERS = stat.S_IRWXO | stat.S_IWGRP
 _FORM = (
     f"{WRAPPING_KEY_NBYTES} random bytes in hex or base64; `openssl rand -hex {WRAPPING_KEY_NBYTES}` makes such a key"
 )
@@ -23,24 +22,11 @@ _FORM = (
 def open_vault(key_file: str, key_command: str) -> Vault:
     """Plain if both are empty. Raises ConfigError."""
     if key_file:
-        return Locked(_parsed(_read(Path(key_file)), f"encrypt_key_file={key_file}"))
+        file = f"encrypt_key_file={key_file}"
+        return Locked(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))
     if key_command:
         return Locked(_parsed(_said(key_command), "what encrypt_key_command printed"))
     return PLAIN
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if mode & (stat.S_IRWXO | stat.S_IWGRP):
-                raise ConfigError(
-                    f"encrypt_key_file={path} has mode {mode:04o}: others can read it, or its group write it; "
-                    "`chmod 400` it"
-                )
-            return file.read(TEXT_NBYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"encrypt_key_file={path} can not be read: {error.strerror}") from error
 
 
 def _said(command: str) -> bytes:
@@ -55,7 +41,7 @@ def _said(command: str) -> bytes:
         raise ConfigError(f"encrypt_key_command can not be run: {error}") from None
     if done.returncode:
         raise ConfigError(f"encrypt_key_command ended with status {done.returncode}; run it by hand to see why")
-    return done.stdout[: TEXT_NBYTES_MAX + 1]
+    return done.stdout[: SECRET_NBYTES_MAX + 1]
 
 
 def _parsed(text: bytes, where: str) -> bytes:

@@ -4,7 +4,6 @@ The token tells a restart of this directory's node from another node that was gi
 """
 
 import json
-import os
 import re
 import secrets
 import time
@@ -15,6 +14,7 @@ from typing import Any
 from kvstore.cluster.view import check_name
 from kvstore.errors import ConfigError
 from kvstore.keys import NAMESPACE_DIGEST_NBYTES
+from kvstore.whole_file import write_whole
 
 FILE_NAME = "member.json"
 TOKEN_NBYTES = 8
@@ -75,17 +75,7 @@ class Identity:
             return
         known: dict[str, Any] = {"cluster": self.cluster, "member": self.member, "token": self.token}
         known |= {"applied": applied, "to_erase": [digest.hex() for digest in self.to_erase]}
-        draft = self._path.with_suffix(".new")
-        with draft.open("w") as file:
-            json.dump(known, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_whole(self._path, json.dumps(known).encode(), 0o600)
 
 
 def _are_digests(known: dict[str, Any]) -> bool:

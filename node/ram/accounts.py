@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.errors import Exhausted
+from node.ram.packed import Packed
 from node.slots import SlotAllocator
 
 Pool = TypeVar("Pool")
@@ -42,17 +43,6 @@ class Use(NamedTuple):
 NOTHING = Use()
 
 
-class _Size:
-    """A tenant's pages of one slot size."""
-
-    __slots__ = ("block_nbytes", "count", "per_block")
-
-    def __init__(self, block_nbytes: int, per_block: int) -> None:
-        self.block_nbytes = block_nbytes
-        self.per_block = per_block
-        self.count = 0
-
-
 class Account(Generic[Pool]):
     """Of one tenant. `pool` is where its pages that may go are; all tenants without a quota share one."""
 
@@ -74,7 +64,7 @@ class Account(Generic[Pool]):
     def __init__(self, tenant: str, accounts: "Accounts[Pool]") -> None:
         self.tenant = tenant
         self._accounts = accounts
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, Packed] = {}
         self.nbytes = 0
         self.nbytes_max = 0  # its quota; 0: none
         self.pins = self.pins_max = 0
@@ -191,10 +181,9 @@ class Accounts(Generic[Pool]):
     def all(self) -> list[Account[Pool]]:
         return list(self._by_tenant.values())
 
-    def size(self, slot_nbytes: int) -> _Size:
+    def size(self, slot_nbytes: int) -> Packed:
         """Of a tenant that has no page of this size."""
-        block_nbytes = self._slots.unit_nbytes << self._slots.level(slot_nbytes)
-        return _Size(block_nbytes, max(1, block_nbytes // slot_nbytes))
+        return Packed(self._slots, slot_nbytes)
 
     # ---- quotas --------------------------------------------------------------------------
 
@@ -269,8 +258,7 @@ class Accounts(Generic[Pool]):
             counts = found.pop(account.tenant, {})
             if account.counts() != counts:
                 wrong.append(f"tenant {account.tenant} has slots {counts}, counted {account.counts()}")
-            sizes = {slot_nbytes: self.size(slot_nbytes) for slot_nbytes in counts}
-            nbytes = sum(-(-counts[s] // size.per_block) * size.block_nbytes for s, size in sizes.items())
+            nbytes = sum(self.size(slot_nbytes).need(count) for slot_nbytes, count in counts.items())
             if nbytes != account.nbytes:
                 wrong.append(f"tenant {account.tenant} has {nbytes} bytes, counted {account.nbytes}")
             is_graded = account.grade >= 0

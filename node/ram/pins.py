@@ -5,26 +5,12 @@ from itertools import islice
 
 from kvstore.errors import Exhausted
 from node.ram.agenda import Agenda
+from node.ram.packed import Packed
 from node.ram.page import Page
 from node.slots import SlotAllocator
 
 # Of the RAM, what pinned pages take when they lie together. The rest follows the traffic.
 PINNED_SHARE = 0.5
-
-
-class _Size:
-    """Pinned pages of one slot size."""
-
-    __slots__ = ("block_nbytes", "count", "per_block")
-
-    def __init__(self, block_nbytes: int, per_block: int) -> None:
-        self.block_nbytes = block_nbytes
-        self.per_block = per_block
-        self.count = 0
-
-    def need(self, count: int) -> int:
-        """Bytes of the blocks that so many take when they lie together."""
-        return -(-count // self.per_block) * self.block_nbytes
 
 
 class Pins:
@@ -33,7 +19,7 @@ class Pins:
     def __init__(self, slots: SlotAllocator) -> None:
         self._slots = slots
         self._ends: Agenda[Page] = Agenda()
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, Packed] = {}
         self.nbytes = 0  # of the blocks that they need
         self.nbytes_max = int(slots.region_nbytes * PINNED_SHARE)
 
@@ -60,12 +46,8 @@ class Pins:
 
     def _nbytes_with(self, slot_nbytes: int, more_count: int) -> int:
         """`nbytes` if so many more pages of this size were pinned."""
-        size = self._sizes.get(slot_nbytes) or self._new(slot_nbytes)
+        size = self._sizes.get(slot_nbytes) or Packed(self._slots, slot_nbytes)
         return self.nbytes - size.need(size.count) + size.need(size.count + more_count)
-
-    def _new(self, slot_nbytes: int) -> "_Size":
-        block_nbytes = self._slots.unit_nbytes << self._slots.level(slot_nbytes)
-        return _Size(block_nbytes, block_nbytes // slot_nbytes)
 
     def some_sizes(self, count: int) -> list[int]:
         """Slot sizes of pinned pages: others with each call."""
@@ -93,7 +75,7 @@ class Pins:
         self.nbytes = self._nbytes_with(slot_nbytes, more_count)
         size = self._sizes.get(slot_nbytes)
         if size is None:
-            size = self._sizes[slot_nbytes] = self._new(slot_nbytes)
+            size = self._sizes[slot_nbytes] = Packed(self._slots, slot_nbytes)
         size.count += more_count
         if not size.count:
             del self._sizes[slot_nbytes]

@@ -12,7 +12,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
-from kvstore.wires.tls_frames import TlsFrameSocket
+from kvstore.wires.tls_frames import NO_PLACE, TlsFrameSocket
 from node.serve.connections import Connection, caller_at
 from node.serve.doors import BACKLOG, ConnectionServer
 from node.serve.limits import cap, peer_of
@@ -48,12 +48,9 @@ class BulkServer(ConnectionServer):
         frames = FrameSocket(sock) if self._certificates is None else TlsFrameSocket(sock, self._certificates.context)
         return BulkConnection(frames, name, caller, self._service, self._stall_s)
 
-    def refuse(self, sock: socket.socket, error: KVStoreError) -> None:
-        """What is said to who has not greeted in TLS would be none."""
-        if self._certificates is None:
-            super().refuse(sock, error)
-        else:
-            sock.close()
+    def refusal(self, error: KVStoreError) -> bytes:
+        """Before a handshake TLS has no words for it."""
+        return super().refusal(error) if self._certificates is None else NO_PLACE
 
 
 class BulkConnection(Connection):

@@ -75,7 +75,7 @@ class ConnectionServer(abc.ABC):
                 self._admit(sock, address)
             except Exhausted as error:
                 log.info("%s: a connection is refused: %s", self._name, error)
-                self.refuse(sock, error)
+                self._refuse(sock, error)
             except OSError as error:  # it hung up already
                 log.info("%s: a connection could not be served: %s", self._name, error)
                 sock.close()
@@ -83,13 +83,17 @@ class ConnectionServer(abc.ABC):
                 log.exception("%s: a connection could not be served", self._name)
                 sock.close()
 
-    def refuse(self, sock: socket.socket, error: KVStoreError) -> None:
+    def _refuse(self, sock: socket.socket, error: KVStoreError) -> None:
         """Says why, as far as the socket takes it at once, and hangs up."""
-        header = pb.BulkReply(error=message_of(error)).SerializeToString()
         with contextlib.suppress(OSError), sock:
             sock.setblocking(False)
-            sock.send(pack_fixed(len(header), 0) + header)
+            sock.send(self.refusal(error))
             sock.shutdown(socket.SHUT_WR)
+
+    def refusal(self, error: KVStoreError) -> bytes:
+        """What is said to who is not let in."""
+        header = pb.BulkReply(error=message_of(error)).SerializeToString()
+        return pack_fixed(len(header), 0) + header
 
     def _accept_failed(self, error: OSError) -> None:
         log.warning("%s: accept failed: %s", self._name, error)

@@ -57,7 +57,8 @@ def test_a_file_that_gets_wrong_changes_nothing(access: Access, tmp_path: Path, 
         access.look()
     assert access.of_token(TOKEN).name == "ci"
     assert [record.getMessage() for record in caplog.records] == [
-        f"identities={path} may be written by everybody; chmod o-w {path}; the identities of before stay in force"
+        f"identities={path} is open to others (mode 0666); chmod o-w {path}, or, of a Kubernetes secret, "
+        "defaultMode: 0400; the identities of before stay in force"
     ]
     path.chmod(0o600)
     path.unlink()
@@ -110,7 +111,7 @@ def test_what_is_no_file_holds_nobody_up(access: Access, tmp_path: Path, kind: s
     assert access.of_token(TOKEN).name == "ci"
 
 
-@pytest.mark.parametrize(("mode", "said"), [(0o666, "may be written by everybody"), (None, "can not be read")])
+@pytest.mark.parametrize(("mode", "said"), [(0o666, "chmod o-w"), (None, "can not be read")])
 def test_a_node_does_not_start_with_such_a_file(tmp_path: Path, mode: int | None, said: str) -> None:
     path = tmp_path / "identities"
     if mode is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import ConfigError, InvalidRequest
-from kvstore.identities import ALL, LINES_MAX, Identities, Role, parse, token_hash
+from kvstore.identities import ALL, LINES_MAX, Identities, Role, expiry_text, parse, token_hash
 from kvstore.identity_file import add, certificate_line, new_token, read, revoke, token_line
 
 HASH = "ab" * 32
@@ -30,6 +30,13 @@ def test_a_token_is_known_by_its_hash() -> None:
     assert len(token) == len("team-a.") + 43
     assert new_token("team-a") != token
     assert "." not in new_token(ALL)
+
+
+def test_an_expiry_is_written_as_it_is_read() -> None:
+    for text in ("2027-01-01T00:00:00Z", "9999-12-31T23:59:59Z", ""):
+        line = token_line("ci", new_token("team-a"), tenant="team-a", role="write", expires=text)
+        [principal] = only(line).tokens.values()
+        assert expiry_text(principal.expires_s) == text
 
 
 def test_a_certificate_is_known_by_its_name() -> None:
@@ -76,6 +83,7 @@ def test_a_share_lets_others_read() -> None:
         (f"token ci tenant=team-a tenant=team-b role=read hash={HASH}", "a field twice"),
         (f"token ci tenant=team-a role=read stray hash={HASH}", "field=value"),
         (f"token ci tenant=team-a role=read expires=tomorrow hash={HASH}", "expires must be a time"),
+        (f"token ci tenant=team-a role=read expires=9999-12-31T23:00-05:00 hash={HASH}", "expires must be a time"),
         (f"token gé tenant=team-a role=read hash={HASH}", "printable"),
         ("share team-a models=x", "a share has models= and with="),
         ("share team-a models=x with=,", "a share has models= and with="),

@@ -1,5 +1,6 @@
 """A cluster whose nodes ask who you are: members know each other by tokens, and clients by theirs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from fleets import SMALL, Start, members, peers
 from fleets import etcd as etcd
 from fleets import fleet as fleet
 from people import PAGE_NBYTES, People, namespace, taken_up
+from typer.testing import CliRunner
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, ConfigError, Keep, PutOutcome, Unauthenticated, Unavailable
+from kvstore.cli.commands import app
 from kvstore.identities import ALL
 from kvstore.identity_file import read
 from kvstore.results import ACK_ALL
@@ -106,6 +109,43 @@ def test_a_member_that_nobody_knows_does_not_join(fleet: Start, crew: People) ->
     started(fleet, crew, "n1")
     with pytest.raises(ConfigError, match="does not reach itself"):
         fleet("n2", identities=str(crew.path), replicas=2)
+
+
+@pytest.mark.parametrize(("who", "all_of_it"), [("engine", False), ("operator", True)])
+def test_a_tenant_is_shown_nothing_that_it_was_not_told(
+    fleet: Start, crew: People, monkeypatch: pytest.MonkeyPatch, who: str, all_of_it: bool
+) -> None:
+    """Not as zeros either."""
+    one, two = started(fleet, crew, "n1"), started(fleet, crew, "n2")
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    with client(one, crew.tokens["engine"]) as engine:
+        engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL), timeout_s=20.0)
+    monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{one.grpc.port}")
+    monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens[who])
+    monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
+
+    def kvstore(*args: str) -> str:
+        ran = CliRunner().invoke(app, list(args), prog_name="kvstore")
+        assert ran.exit_code == 0, ran.stderr
+        return str(ran.stdout)
+
+    for command in (("status",), ("cluster",), ("top", "--once", "-i", "0.05")):
+        shown = kvstore(*command)
+        assert (" pages wait" in shown, "from etcd" in shown, "of 32.0 MiB" in shown) == (all_of_it,) * 3
+        assert ("told to who is of all tenants" in shown) is not all_of_it
+    for command in (("status",), ("cluster",)):
+        shown = kvstore(*command)
+        assert ("sweeps" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
+        told = [member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]]
+        assert all((status["ram"] is None, status["pid"] is None) == (not all_of_it,) * 2 for status in told)
+        assert all(status["totals"]["pages_put"] == len(KEYS) for status in told)
+    sample = json.loads(kvstore("top", "--once", "-i", "0.05", "--json"))
+    assert all((member["peers"] is None) is not all_of_it for member in sample["members"] if member["answers"])
+    monkeypatch.setenv("KVSTORE_DIRECT", "1")
+    alone = kvstore("top", "--once", "-i", "0.05")
+    assert ("sessions" in alone, "RAM" in alone) == (all_of_it, all_of_it)
+    assert f"pages {len(KEYS)}" in alone
+    assert (json.loads(kvstore("status", "--json"))["ram"] is None) is not all_of_it
 
 
 def test_strangers_are_told_of_no_member(fleet: Start, crew: People) -> None:

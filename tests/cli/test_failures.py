@@ -1,6 +1,7 @@
 """What can go wrong, and the one line and exit code that tell of it."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -231,6 +232,65 @@ def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
         finally:
             os.close(write_end)
         assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["status"], ["ls", "--json"], ["top", "--once", "-i", "0.05"], ["--help"], ["--version"], ["tokens", "add"]],
+    ids=" ".join,
+)
+def test_an_output_that_can_not_be_written_is_an_error_and_no_traceback(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, arguments: list[str], unbuffered: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    identities = tmp_path / "identities"
+    if arguments[0] == "tokens":
+        arguments = [*arguments, "a", "--tenant", "t", "-f", str(identities)]
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == 74, ran.stderr
+    assert "stdout can not be written: No space left on device" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert not identities.exists(), "an identity whose token nobody has seen"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_page_bytes_that_can_not_be_written_are_an_error(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, space: Namespace, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    page = tmp_path / "page"
+    page.write_bytes(os.urandom(1 << 16))
+    key = "ab" * 16
+    assert kvstore("put", str(page), key, "--create-opaque", space.model).code == 0
+    get = ["get", "--model", space.model, key]
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run([*COMMAND, *get], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stderr.count("\n")) == (74, 1)
+    assert "stdout can not be written" in ran.stderr
+    assert subprocess.run([*COMMAND, *get], capture_output=True, check=True).stdout == page.read_bytes()
+    refused = kvstore(*get, "-o", "/dev/full", "--json")
+    assert (refused.code, refused.error["kind"]) == (74, "Unwritten")
+    assert refused.error["error"] == "can not write /dev/full: No space left on device"
+    assert kvstore(*get, "-o", str(tmp_path / "copy")).code == 0
+    assert (tmp_path / "copy").read_bytes() == page.read_bytes()
+
+
+def test_without_a_stdout_nothing_is_begun(tmp_path: Path) -> None:
+    """What is printed would be lost without an error."""
+    add = shlex.join([*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")])
+    ran = subprocess.run(["sh", "-c", f"exec {add} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, "stdout is closed" in ran.stderr) == (74, True)
+    assert not (tmp_path / "identities").exists()
+
+
+def test_remarks_that_can_not_be_written_change_no_exit_status(kvstore: Kvstore, tmp_path: Path) -> None:
+    add = [*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")]
+    for status in (0, 2):  # there is one of that name now
+        with open("/dev/full", "wb") as full:
+            ran = subprocess.run(add, stdout=subprocess.PIPE, stderr=full, check=False)
+        assert (ran.returncode, bool(ran.stdout)) == (status, status == 0)
 
 
 def test_without_the_extra_the_command_says_what_to_install() -> None:

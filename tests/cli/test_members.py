@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, Namespace, opaque_layout
-from kvstore.cli.members import rows, sums, sweep_line, troubles
+from kvstore.cli.members import COLUMNS, NOT_TOLD, rows, sums, sweep_line, troubles
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
 from kvstore.messages import namespace_message
@@ -15,7 +15,7 @@ MANY = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440") for i in range(40
 
 
 def serving(**peers: Any) -> pb.NodeStatusReply:
-    status = pb.NodeStatusReply(state="SERVING", peers=pb.PeersStatus(registry="etcd", **peers))
+    status = pb.NodeStatusReply(state="SERVING", ram=pb.RamStatus(), peers=pb.PeersStatus(registry="etcd", **peers))
     for i in range(30):
         space = Namespace(f"model-{i}", opaque_layout(512))
         said: dict[str, Any] = {"digest": space.digest, "namespace": namespace_message(space), "page_nbytes": 512}
@@ -60,6 +60,22 @@ def test_what_is_not_well() -> None:
     assert [row[1] for row in rows(view, view.members, statuses)] == ["serving", "DEGRADED", "serving", "NO ANSWER"]
 
 
+def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
+    view = View("fleet", 7, MANY.members[:2], 2)
+    whole, own = serving(pages_handed=7), serving()
+    own.ClearField("ram")
+    own.ClearField("peers")
+    lines = sums(view, {"host0:7440": whole, "host1:7440": own})
+    assert "handed 7 " in lines[2]
+    assert lines[-1] == NOT_TOLD
+    told, less = (
+        dict(zip(COLUMNS, row, strict=True))
+        for row in rows(view, view.members, {"host0:7440": whole, "host1:7440": own})
+    )
+    assert (told[">COPIES"], told[">DROPPED"]) == (0, 0)
+    assert (less[">COPIES"], less[">DROPPED"], less[">PAGES"]) == ("-", "-", sum(range(30)))
+
+
 def test_how_far_sweeps_are() -> None:
     found = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
     runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
@@ -70,7 +86,10 @@ def test_how_far_sweeps_are() -> None:
     )
     assert sweep_line(pb.PeersStatus()) == "not swept yet"
     view = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3)))
-    statuses = {f"host{i}:7440": pb.NodeStatusReply(peers=peers) for i, peers in enumerate((runs, looks, over))}
+    statuses = {
+        f"host{i}:7440": pb.NodeStatusReply(ram=pb.RamStatus(), peers=peers)
+        for i, peers in enumerate((runs, looks, over))
+    }
     assert sums(view, statuses)[-1] == (
         "sweeps n0 25.0 %, n1 looks  left n2 5 pages found no room, 1 pages could not be had"
     )

@@ -49,6 +49,16 @@ def test_what_is_listed_and_revoked(kvstore: Any, tmp_path: Path) -> None:
     assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 1
 
 
+def test_a_name_that_is_there_already_is_refused_and_no_token_told(kvstore: Any, tmp_path: Path) -> None:
+    add = ("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"))
+    assert kvstore(*add).code == 0
+    before = (tmp_path / "identities").read_bytes()
+    again = kvstore(*add)
+    assert (again.code, again.stdout) == (2, "")
+    assert "has a token named a already" in again.stderr
+    assert (tmp_path / "identities").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -47,9 +47,8 @@ def cluster(count: int) -> View:
 
 
 def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> pb.NodeStatusReply:
-    return pb.NodeStatusReply(
-        instance_id=instance, state="SERVING", uptime_ms=uptime_ms, totals=pb.Counters(**counters)
-    )
+    known = {"instance_id": instance, "state": "SERVING", "uptime_ms": uptime_ms, "ram": pb.RamStatus()}
+    return pb.NodeStatusReply(**known, totals=pb.Counters(**counters))
 
 
 def test_a_members_rates_are_by_its_own_clock() -> None:

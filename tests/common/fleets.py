@@ -1,5 +1,6 @@
 """Nodes that register themselves in an etcd of the test's own, and are stopped with it."""
 
+import contextlib
 import json
 import threading
 import time
@@ -37,13 +38,20 @@ def etcd() -> Iterator[FakeEtcd]:
 
 @pytest.fixture
 def fleet(etcd: FakeEtcd) -> Iterator[Start]:
-    """Starts registered nodes, and stops them in the end: no thread of theirs may be left."""
+    """Starts registered nodes."""
+    cluster = f"etcd://127.0.0.1:1,{etcd.endpoint}/fleet"  # the first endpoint is dead
+    known = {"cluster": cluster, "lease_s": LEASE_S, "cluster_wait_s": 10.0}
+    with small_nodes() as start:
+        yield lambda member="", **settings: start(**{**known, "member": member, **settings})
+
+
+@contextlib.contextmanager
+def small_nodes() -> Iterator[Start]:
+    """Starts nodes, and stops them in the end: no thread of theirs may be left."""
     nodes: list[Node] = []
 
-    def start(member: str = "", **settings: Any) -> Node:
-        cluster = f"etcd://127.0.0.1:1,{etcd.endpoint}/fleet"  # the first endpoint is dead
-        known = {"cluster": cluster, "member": member, "lease_s": LEASE_S, "cluster_wait_s": 10.0}
-        node = Node(NodeConfig(**{**SMALL, **known, **settings}))
+    def start(**settings: Any) -> Node:
+        node = Node(NodeConfig(**{**SMALL, **settings}))
         node.start()
         nodes.append(node)
         return node

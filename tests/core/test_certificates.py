@@ -105,10 +105,10 @@ def garble(path: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
     "no certificate": (
         lambda placed, _: placed.cert.unlink(),
-        r"tls_cert=.*cert\.pem: No such file",
+        r"tls_cert=.*cert\.pem can not be read: No such file",
     ),
-    "no key": (lambda placed, _: placed.key.unlink(), r"tls_key=.*cert\.key: No such file"),
-    "no authority": (lambda placed, _: placed.ca.unlink(), r"tls_ca=.*ca\.pem: No such file"),
+    "no key": (lambda placed, _: placed.key.unlink(), r"tls_key=.*cert\.key can not be read: No such file"),
+    "no authority": (lambda placed, _: placed.ca.unlink(), r"tls_ca=.*ca\.pem can not be read: No such file"),
     "a folder": (lambda placed, _: (placed.ca.unlink(), placed.ca.mkdir()), r"tls_ca=.*ca\.pem is no regular file"),
     "another key": (swap_key, r"tls_key=.*cert\.key is not the key of the certificate in tls_cert=.*made together"),
     "half a certificate": (
@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
     "encrypted": (lambda placed, _: encrypt(placed.key), r"tls_key=.*cert\.key is encrypted, .* write it without"),
     "open": (
         lambda placed, _: placed.key.chmod(0o644),
-        r"tls_key=.* is open to everybody .*mode 0644.*chmod 600 .*key",
+        r"tls_key=.* is open to others .*mode 0644.*chmod o-r .*key, or, of a Kubernetes secret, defaultMode: 0400",
     ),
 }
 
@@ -194,7 +194,7 @@ def test_a_rotation_seen_half_way_is_taken_when_it_is_whole(placed: Placed, ours
 
 def test_a_key_made_private_is_taken_although_its_bytes_are_the_same(placed: Placed) -> None:
     placed.key.chmod(0o644)
-    with pytest.raises(ConfigError, match="open to everybody"):
+    with pytest.raises(ConfigError, match="open to others"):
         placed.files.look()
     placed.key.chmod(0o600)
     assert placed.files.look().key

@@ -131,7 +131,7 @@ def test_a_file_and_a_variable_give_the_same_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "0" * 5000, "é" * 64])
 def test_what_is_no_secret_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"pages\.key does not hold 64 hex digits") as refused:
+    with pytest.raises(ConfigError, match=r"pages\.key (does not hold 64 hex digits|has more than 4096)") as refused:
         page_keys(ClientConfig(page_key_file=key_file(tmp_path, text)))
     assert not text or text not in str(refused.value)
     if text:
@@ -140,7 +140,7 @@ def test_what_is_no_secret_is_refused_and_not_repeated(tmp_path: Path, text: str
 
 
 def test_a_file_that_is_open_to_everybody_or_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"open to everybody \(mode 0644\): chmod 600 it"):
+    with pytest.raises(ConfigError, match=r"open to others \(mode 0644\); chmod o-r /"):
         page_keys(ClientConfig(page_key_file=key_file(tmp_path, SECRET.hex(), 0o644)))
     with pytest.raises(ConfigError, match="can not be read: No such file"):
         page_keys(ClientConfig(page_key_file=str(tmp_path / "none")))

@@ -1,5 +1,7 @@
 """The operator's key: who may read it, what it may look like, and which directory it opens."""
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,28 @@ def test_what_is_wrapped_opens_under_its_key_and_in_its_row_only() -> None:
             other.unwrap(row_key, value)
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o420])
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(ConfigError, match=rf"encrypt_key_file=.* has mode {mode:04o}.*chmod 400"):
+@pytest.mark.parametrize(
+    ("mode", "remedy"), [(0o644, "o-r"), (0o604, "o-r"), (0o602, "o-w"), (0o420, "g-w"), (0o666, "g-w,o-rw")]
+)
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"encrypt_key_file=.* is open to others .*{mode:04o}\); chmod {remedy} /"):
         open_vault(key_file(tmp_path / "key", mode=mode), "")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    said: list[str] = []
+
+    def opening() -> None:
+        try:
+            open_vault(str(tmp_path / "pipe"), "")
+        except ConfigError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=opening, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert said == [f"encrypt_key_file={tmp_path}/pipe is no regular file"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +68,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
         (KEY.hex()[2:], "a key of 31 bytes"),
         (KEY.hex() + "00", "a key of 33 bytes"),
         ("00" * 32, "one byte again and again"),
-        ("ab" * 10_000, "neither hex nor base64"),
+        ("ab" * 10_000, "has more than 4096 bytes|neither hex nor base64"),
     ],
 )
 def test_what_is_no_key_is_refused_and_not_told(tmp_path: Path, text: str, why: str) -> None:

@@ -5,10 +5,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fleets import SMALL, members, stop
+from fleets import members, small_nodes, stop
 from real_etcd import RealEtcd
 from stopping import stop as pause
 from waiting import wait_until
@@ -16,7 +15,6 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
 from kvstore.cluster.view import State
 from kvstore.errors import ConfigError
-from node.config import NodeConfig
 from node.server import Node
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
@@ -33,18 +31,9 @@ def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
 
 @pytest.fixture
 def fleet(etcd: RealEtcd) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def start(member: str, **settings: Any) -> Node:
-        known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "member": member, "lease_s": LEASE_S}
-        node = Node(NodeConfig(**{**SMALL, **known, **settings}))
-        node.start()
-        nodes.append(node)
-        return node
-
-    yield start
-    for node in nodes:
-        stop(node)
+    known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "lease_s": LEASE_S}
+    with small_nodes() as start:
+        yield lambda member, **settings: start(**{**known, "member": member, **settings})
 
 
 def registry(node: Node) -> str:
@@ -70,8 +59,10 @@ def test_nodes_come_go_and_are_refused(fleet: Callable[..., Node], etcd: RealEtc
 def test_a_lease_that_was_taken_away_is_had_again(fleet: Callable[..., Node], etcd: RealEtcd) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
-    etcd.ctl("lease", "revoke", f"{two.registry._lease:x}")  # type: ignore[union-attr]
-    wait_until(lambda: members(one) == ["n1"])
+    lease, number = two.registry._lease, one.membership.view.number  # type: ignore[union-attr]
+    etcd.ctl("lease", "revoke", f"{lease:x}")
+    wait_until(lambda: one.membership.view.number > number)  # type: ignore[union-attr]
+    wait_until(lambda: two.registry._lease not in (0, lease))  # type: ignore[union-attr]
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import SMALL, members, peers, stop
+from fleets import members, peers, small_nodes, stop
 from real_etcd import RealEtcd
 from waiting import wait_until
 
 from kvstore.errors import ConfigError
-from node.config import NodeConfig
 from node.peers.etcd import Access
 from node.server import Node
 
@@ -88,18 +87,13 @@ def etcd(tmp_path_factory: pytest.TempPathFactory, ours: Authority) -> Iterator[
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
+    with small_nodes() as small:
 
-    def start(etcd: RealEtcd, *files: str, **settings: Any) -> Node:
-        known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "member": "n1", "lease_s": 2, "cluster_wait_s": 1.0}
-        node = Node(NodeConfig(**{**SMALL, **known, **dict(zip(ETCD_FILES, files, strict=False)), **settings}))
-        node.start()
-        nodes.append(node)
-        return node
+        def start(etcd: RealEtcd, *files: str, **settings: Any) -> Node:
+            known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "member": "n1", "lease_s": 2, "cluster_wait_s": 1.0}
+            return small(**{**known, **dict(zip(ETCD_FILES, files, strict=False)), **settings})
 
-    yield start
-    for node in nodes:
-        stop(node)
+        yield start
 
 
 USER: dict[str, Any] = {"etcd_user": "root", "etcd_password": "pass"}

@@ -8,10 +8,11 @@ import pytest
 from authorities import HERE, client_context, of_client, of_node, pair
 from waiting import wait_until
 
-from kvstore import ClientConfig, Unavailable
+from kvstore import ClientConfig, Exhausted, Unavailable
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
 from kvstore.wires.bulk import BulkWire
+from kvstore.wires.tls_frames import NO_PLACE
 from node.server import Node
 
 WIRES = ("bulk", "grpc", "auto")
@@ -162,6 +163,24 @@ def test_who_says_nothing_after_the_greeting_leaves_for_others(
     pages.put(connect(node, "bulk", **of_client(ours)), pages.keys(1))
     for sock in silent:
         sock.close()
+
+
+def test_a_full_node_says_so_before_a_handshake(
+    start_node: Any, ours: Authority, connect: Any, make_pages: Any
+) -> None:
+    """To who says nothing, too: nobody waits for him. The client takes it for an answer, as without TLS."""
+    node = start_node(**of_node(ours), sessions_max=2)
+    pages = make_pages("full")
+    client = connect(node, "bulk", **of_client(ours))
+    busy = node.bulk._places.enter("127.0.0.1", lambda: None)
+    for _ in range(3):
+        with pytest.raises(Exhausted, match=r"refuses one more connection; most likely .* raise its sessions_max"):
+            client.lookup(pages.namespace, pages.keys(1))
+        with socket.create_connection(("127.0.0.1", node.bulk.port)) as silent:
+            silent.settimeout(20.0)
+            assert (silent.recv(64), silent.recv(64)) == (NO_PLACE, b"")
+    busy.close()
+    assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0  # no pause: it was no failure of the node
 
 
 def test_a_certificate_is_asked_for_in_each_connections_own_thread(node: Node, ours: Authority, connect: Any) -> None:

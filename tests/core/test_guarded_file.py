@@ -1,0 +1,69 @@
+"""Files that are believed: what they must be, however one comes to be another while it is opened."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.guarded_file import look_at, read_guarded, stamp
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "a=file"
+    made.write_bytes(b"12345678")
+    made.chmod(0o640)
+    return made
+
+
+def test_a_file_is_read_up_to_its_limit(path: Path) -> None:
+    assert read_guarded(f"setting={path}", stat.S_IRWXO, 8) == b"12345678"
+    with pytest.raises(ConfigError, match=r"^setting=.*/a=file has more than 7 bytes$"):
+        read_guarded(f"setting={path}", stat.S_IRWXO, 7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "forbidden", "said"),
+    [
+        (0o644, stat.S_IROTH, r"\(mode 0644\); chmod o-r /.*/a=file, or"),
+        (0o777, stat.S_IWOTH, r"\(mode 0777\); chmod o-w /"),
+        (0o467, stat.S_IRWXO | stat.S_IWGRP, r"\(mode 0467\); chmod g-w,o-rwx /"),
+    ],
+)
+def test_what_is_open_to_others_is_told_what_to_close(path: Path, mode: int, forbidden: int, said: str) -> None:
+    path.chmod(mode)
+    for look in (
+        lambda: look_at(f"setting={path}", forbidden),
+        lambda: read_guarded(f"setting={path}", forbidden, 8),
+    ):
+        with pytest.raises(ConfigError, match=f"^setting=.* is open to others {said}"):
+            look()
+
+
+def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
+    """A pipe with a writer, which could be read from; without one to open it could wait for ever."""
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        os.write(writer, b"secret")
+        for file in (f"setting={tmp_path}/pipe", "setting=/dev/zero"):
+            with pytest.raises(ConfigError, match=f"^{file} is no regular file$"):
+                read_guarded(file, stat.S_IXOTH, 8)
+    finally:
+        os.close(writer)
+    for file, said in ((f"setting={tmp_path}", "Is a directory"), (f"setting={tmp_path}/none", "No such file")):
+        with pytest.raises(ConfigError, match=f"^{file} can not be read: {said}"):
+            read_guarded(file, 0, 8)
+
+
+def test_a_stamp_is_the_same_until_the_file_is_replaced(path: Path) -> None:
+    def now() -> tuple[int, ...]:
+        return stamp(look_at(f"setting={path}"))
+
+    before = now()
+    assert now() == before
+    os.replace(path, path.with_name("b"))
+    path.write_bytes(b"12345678")
+    assert now() != before
