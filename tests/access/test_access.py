@@ -31,7 +31,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.shm import ShmWire
 from node.access.access import Access
-from node.access.audit import LINES_AT_ONCE, Audit
+from node.access.audit import LINES_AT_ONCE, WHY_LENGTH_MAX, Audit
 from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
@@ -310,6 +310,49 @@ class TestAudit:
         audit.refused("get", "a", "", "there again")
         audit.close()
         assert [line["why"] for line in self.lines(folder / "audit")] == ["there again"]
+
+    @pytest.mark.parametrize("reader", [False, True])
+    def test_a_pipe_in_its_place_that_nobody_reads_holds_nobody_up(self, tmp_path: Path, reader: bool) -> None:
+        path = tmp_path / "audit"
+        audit = Audit(str(path), lambda: 0.0)
+        path.unlink()
+        os.mkfifo(path)
+        end = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if reader else -1
+
+        def knocks() -> None:
+            for _ in range(2 * int(LINES_AT_ONCE)):
+                audit.refused("get", "a", "", "x" * WHY_LENGTH_MAX)
+                audit.acted("flush", "a", "x" * 600, object())
+            audit.close()
+
+        knocking = threading.Thread(target=knocks, daemon=True)
+        knocking.start()
+        knocking.join(30.0)
+        assert not knocking.is_alive()
+        if reader:
+            os.close(end)
+
+    def test_a_pipe_that_nobody_reads_ends_the_start(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "audit")
+        said: list[str] = []
+
+        def start() -> None:
+            try:
+                Audit(str(tmp_path / "audit"))
+            except ConfigError as error:
+                said.append(str(error))
+
+        starting = threading.Thread(target=start, daemon=True)
+        starting.start()
+        starting.join(30.0)
+        assert [error.partition("=")[0] for error in said] == ["audit_log"]
+
+    def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(self, caplog: Any) -> None:
+        audit = Audit("/dev/full")
+        for _ in range(3):
+            audit.refused("get", "a", "", "lost")
+        audit.close()
+        assert caplog.text.count("the audit log can not be written; lines are lost") == 1
 
     def test_in_the_nodes_log_a_flood_hides_no_act_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The log's own rate knows a statement by its place, and all lines of the audit log come from one."""
