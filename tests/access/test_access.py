@@ -123,6 +123,21 @@ def test_what_is_no_file_holds_nobody_up(access: Access, tmp_path: Path, kind: s
     assert access.of_token(TOKEN).name == "ci"
 
 
+def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(access: Access, tmp_path: Path) -> None:
+    """One that has the node alone is not held to half of it."""
+    path = tmp_path / "identities"
+    alone = path.read_text()
+    operator = token_line("op", new_token("*"), tenant="*", role="admin") + "\n"
+    for more, share in (
+        (operator, ""),
+        ("tenant team-a pins=1\n", "tenant team-a"),
+        (token_line("b", new_token("team-b"), tenant="team-b", role="read") + "\n", "tenant team-a"),
+    ):
+        path.write_text(alone + more)
+        access.look()
+        assert access.share(access.of_token(TOKEN)) == share
+
+
 @pytest.mark.parametrize(("mode", "said"), [(0o666, "may be written by everybody"), (None, "can not be read")])
 def test_a_node_does_not_start_with_such_a_file(tmp_path: Path, mode: int | None, said: str) -> None:
     path = tmp_path / "identities"
