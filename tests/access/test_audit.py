@@ -42,6 +42,7 @@ def test_a_refusal_and_an_act_are_lines(start_node: Any, people: People, tmp_pat
         "what": "act", "op": "remove_namespace", "who": "admin", "namespace": space.digest.hex()[:8],
     }  # fmt: skip
     assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
+    assert refused["peer"] == act["peer"] == "127.0.0.1", "an address, also where a peer is a tenant"
     assert "role read" in refused["why"]
     assert node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).refused_calls == 1
 

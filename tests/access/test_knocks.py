@@ -81,6 +81,8 @@ def test_who_knocks_all_the_time_is_hung_up_on_and_others_are_served(
     monkeypatch.setattr(knocks, "KNOCKS_PER_S", 0.0)  # a busy machine may make fewer calls than that
     monkeypatch.setattr(knocks, "WAIT_S", 1.0)
     node: Node = start_node(identities=str(people.path), shm_socket="none")
+    hang_up, hung_up = node.grpc._servicer.hang_up, []
+    node.grpc._servicer.hang_up = lambda name: (hung_up.append(name), hang_up(name))
     options = [("grpc.use_local_subchannel_pool", 1)]
     with (
         client(node, people.tokens["write"], wire="grpc") as engine,
@@ -98,9 +100,22 @@ def test_who_knocks_all_the_time_is_hung_up_on_and_others_are_served(
 
         wait_until(ended)
         assert codes[0] in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        assert hung_up
         for _ in range(50):
             engine.lookup(namespace(), [KEY])
         assert engine.stats.connects == 1, "it comes from the same address, and is known"
+
+
+def test_beyond_that_a_call_waits(start_node: Any, people: People, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knocks, "KNOCKS_AT_ONCE", 0.0)
+    monkeypatch.setattr(knocks, "KNOCKS_PER_S", 0.0)
+    monkeypatch.setattr(knocks, "WAIT_S", 3600.0)
+    node: Node = start_node(identities=str(people.path), shm_socket="none")
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_who_makes_connections_all_the_time_is_banned() -> None:
