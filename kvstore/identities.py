@@ -91,13 +91,15 @@ class Share:
 
 @dataclass
 class Identities:
-    """`problems`: of the lines that were left out, a sentence each. `quotas`: of each tenant, its settings as text."""
+    """`problems`: of the lines that were left out, a sentence each. `quotas`: of each tenant, its settings as text.
+    `whole`: whether the last line has its end."""
 
     tokens: dict[bytes, Principal] = field(default_factory=dict)
     certificates: dict[str, Principal] = field(default_factory=dict)
     quotas: dict[str, dict[str, str]] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    whole: bool = True
 
     @cached_property
     def tenant_count(self) -> int:
@@ -111,7 +113,7 @@ def token_hash(token: str) -> bytes:
 
 def parse(text: str, check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None) -> Identities:
     """`check_quota` raises ConfigError for fields that are no quota."""
-    found = Identities()
+    found = Identities(whole=text.endswith("\n"))
     seen: dict[tuple[str, str], int] = {}
     lines = text.split("\n", LINES_MAX)
     for number, line in enumerate(lines[:LINES_MAX], 1):

@@ -35,6 +35,7 @@ class Access:
         self._check_quota = check_quota
         self._identities = Identities()
         self._signature: tuple[int, ...] = ()
+        self._seen: tuple[int, ...] = ()  # of the last look that found a change
         self._failed: str = ""  # said already
         self.on_change: Callable[[Identities], None] = lambda identities: None
         if path:
@@ -99,14 +100,18 @@ class Access:
     # ---- the file ------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Takes what the file says now, if it has changed. One that can not be used changes nothing; told once."""
+        """Takes what the file says now, if it has changed. One that can not be used changes nothing; told once. One
+        that ends within a line is being written, perhaps: it is taken if it is still so when it is looked at again."""
         if self.open:
             return
         try:
             signature = self._looked()
             if signature == self._signature:
                 return
-            self._take(self._read())
+            identities, seen, self._seen = self._read(), self._seen, signature
+            if not identities.whole and signature != seen:
+                return
+            self._take(identities)
             self._signature, self._failed = signature, ""
         except ConfigError as error:
             if str(error) != self._failed:

@@ -6,10 +6,12 @@ So many lines a second; those beyond are counted, and the next line says how man
 request is in it but the first 8 digits of its namespace.
 """
 
+import contextlib
 import datetime
 import json
 import logging
 import logging.handlers
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -88,11 +90,19 @@ def _about(request: Any) -> dict[str, str]:
 
 
 class _File(logging.handlers.WatchedFileHandler):
-    """A full disk, or a directory that is gone, costs lines, never a request; it is told once."""
+    """A full disk, a directory that is gone, or a pipe that nobody reads, costs lines, never a request nor the end of a
+    stop; it is told once."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8")
         self._failed = False
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_at_once)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -104,3 +114,8 @@ class _File(logging.handlers.WatchedFileHandler):
         if not self._failed:
             log.exception("the audit log can not be written; lines are lost")
         self._failed = True
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Nobody waits for who is to read a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)

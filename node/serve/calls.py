@@ -31,7 +31,8 @@ class Call:
 
     def __init__(self, context: Any, places: Places, stall_s: float) -> None:
         self.context = context
-        self.peer = _peer(context.peer())
+        self.name = context.peer()
+        self.peer = _peer(self.name)
         self.ended_because = ""
         self.request_nbytes = 0
         self.writing = False  # still True at the end: a reply that nobody takes stays in gRPC's memory

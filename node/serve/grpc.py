@@ -96,6 +96,7 @@ class GrpcServer:
         what = cap("gRPC connections", connections_max, "use fewer channels")
         self._connections = GrpcConnections(self.port, what, tls=certificates is not None)
         self._servicer.hang_up = lambda name: self._connections.hang_up(*address_of(name))
+        self._servicer.knocks.ban = self._connections.bans.ban
 
     async def _bind(self, where: str, options: list[tuple[str, int]], certificates: Certificates | None) -> int:
         self._server = grpc.aio.server(options=options)
@@ -159,7 +160,7 @@ class Servicer:
         remedy = "make fewer at a time"
         quoted = service.tenants.quoted("connections", "connections")
         self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"), quoted)
-        self._knocks = Knocks()
+        self.knocks = Knocks()
         self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
         self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
@@ -189,7 +190,7 @@ class Servicer:
         """Calls that wait, for a request or for something to tell, do not delay a stop."""
         for places in (self._calls, self._health_calls, self._followers, self._reflections):
             places.close()
-        self._knocks.close()
+        self.knocks.close()
 
     # ---- how methods are called ----------------------------------------------------------
 
@@ -224,9 +225,9 @@ class Servicer:
         async def run(messages: Messages, context: Any) -> Any:
             call = Call(context, places, self._stall_s)
             try:
-                if not self._knocks.welcome(call, self._service.gate, op):
-                    await self._knocks.wait()
-                    self.hang_up(context.peer())
+                if not self.knocks.welcome(call, self._service.gate, op):
+                    await self.knocks.wait()
+                    self.hang_up(call.name)
                     return _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without a credential")
                 with call:
                     return await behaviour(call, messages)
@@ -240,7 +241,7 @@ class Servicer:
                     raise
                 log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
                 if call.writing:
-                    self.hang_up(context.peer())  # a status would wait behind the reply, in memory
+                    self.hang_up(call.name)  # a status would wait behind the reply, in memory
                     raise
                 _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
             except grpc.aio.BaseError:

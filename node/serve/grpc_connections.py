@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from typing import NamedTuple
 
+from node.serve.bans import Bans
 from node.serve.descriptors import SpareDescriptor
 from node.serve.limits import Cap, peer_of
 
@@ -42,6 +43,7 @@ class GrpcConnections:
         self._cap = cap
         self._asked_nbytes = _ASKED_TLS_NBYTES if tls else _ASKED_NBYTES
         self._known: dict[int, _Connection | None] = {}  # by inode; None for what is no connection of gRPC
+        self.bans = Bans(self._listeners)
         self._spare = SpareDescriptor()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="grpc-connections", daemon=True)
@@ -64,6 +66,7 @@ class GrpcConnections:
 
     def look(self) -> None:
         with self._spare.lent():
+            self.bans.look()
             fds = [int(name) for name in os.listdir("/proc/self/fd")]
             self._learn(fds)
             for connection in self._leaving(len(fds)):
@@ -81,6 +84,18 @@ class GrpcConnections:
             if self._identified(connection.fd, sock) == connection:
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def _listeners(self) -> list[socket.socket]:
+        """Duplicates, of IPv4 and of IPv6."""
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                sock = _duplicate(int(name))
+                if _listens(sock) and sock.getsockname()[1] == self._port:
+                    found.append(sock)
+                else:
+                    sock.close()
+        return found
+
     def _learn(self, fds: list[int]) -> None:
         known: dict[int, _Connection | None] = {}
         for fd in fds:
@@ -97,9 +112,7 @@ class GrpcConnections:
 
     def _identified(self, fd: int, sock: socket.socket) -> _Connection | None:
         """Whether this is a connection that gRPC has accepted."""
-        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-            return None
-        if sock.getsockname()[1] != self._port or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if not _is_tcp(sock) or sock.getsockname()[1] != self._port or _listens(sock):
             return None
         host, port, *_ = sock.getpeername()
         return _Connection(fd, peer_of(host), port)
@@ -119,6 +132,14 @@ class GrpcConnections:
                 excess -= 1
                 leaving.append(connection)
         return leaving
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+
+
+def _listens(sock: socket.socket) -> bool:
+    return _is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -29,6 +29,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> People:
     people.join("narrow", "team-a", "admin", models="qwen-*")
     people.join("operator", ALL, "admin")
     people.join("modeller", ALL, "admin", models="qwen-*")
+    people.join("watcher", ALL, "read")
     people.join("member", ALL, "node")
     return people
 

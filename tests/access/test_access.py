@@ -1,7 +1,5 @@
 """What is in force while a node runs: tokens revoked, expired and changed under it."""
 
-import io
-import json
 import logging
 import os
 import threading
@@ -21,18 +19,14 @@ from kvstore import (
     PutOutcome,
     Unauthenticated,
     Unavailable,
-    UnknownNamespace,
 )
 from kvstore.deadline import Deadline
 from kvstore.identities import Role, token_hash
 from kvstore.identity_file import new_token, token_line
-from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.shm import ShmWire
 from node.access.access import Access
-from node.access.audit import LINES_AT_ONCE, Audit
-from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.server import Node
 
@@ -83,6 +77,25 @@ def test_a_change_that_keeps_size_and_time_is_taken(access: Access, tmp_path: Pa
     assert access.of_token(TOKEN).tenant == "team-b"
 
 
+def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path: Path) -> None:
+    """As editors and `scp` write it, in its place."""
+    path = tmp_path / "identities"
+    whole = path.read_text()
+    line = token_line("narrow", new_token("team-a"), tenant="team-a", role="read", models="qwen-*") + "\n"
+    for text in ("", whole[:40], whole + line[: -len(" models=qwen-*\n")]):
+        path.write_text(text)
+        access.look()
+        assert access.of_token(TOKEN).name == "ci"
+        assert len(access.identities.tokens) == 1, "half a line may say more than all of it"
+    path.write_text(whole + line)
+    access.look()
+    assert len(access.identities.tokens) == 2
+    path.write_text(line.rstrip())
+    access.look()
+    access.look()
+    assert [who.name for who in access.identities.tokens.values()] == ["narrow"], "it is as long as it will be"
+
+
 def soon_changed(path: Path, before: os.stat_result) -> None:
     """The file system's clock has a grain."""
 
@@ -109,6 +122,21 @@ def test_what_is_no_file_holds_nobody_up(access: Access, tmp_path: Path, kind: s
     assert not looking.is_alive()
     assert "the identities of before stay in force" in caplog.text
     assert access.of_token(TOKEN).name == "ci"
+
+
+def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(access: Access, tmp_path: Path) -> None:
+    """One that has the node alone is not held to half of it."""
+    path = tmp_path / "identities"
+    alone = path.read_text()
+    operator = token_line("op", new_token("*"), tenant="*", role="admin") + "\n"
+    for more, share in (
+        (operator, ""),
+        ("tenant team-a pins=1\n", "tenant team-a"),
+        (token_line("b", new_token("team-b"), tenant="team-b", role="read") + "\n", "tenant team-a"),
+    ):
+        path.write_text(alone + more)
+        access.look()
+        assert access.share(access.of_token(TOKEN)) == share
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o666, "chmod o-w"), (None, "can not be read")])
@@ -232,103 +260,6 @@ def test_the_file_has_no_token_and_the_log_neither(node: Node, people: People, c
     said = caplog.text + people.path.read_text() + repr(reader.config)
     assert "forbidden" in said.lower() or "refused" in said
     assert not [name for name, token in people.tokens.items() if token and token in said]
-
-
-class TestAudit:
-    def lines(self, path: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    def test_a_refusal_and_an_act_are_lines(self, start_node: Any, people: People, tmp_path: Path) -> None:
-        path = tmp_path / "audit"
-        node = start_node(identities=str(people.path), audit_log=str(path), shm_socket="none")
-        space = namespace(salt="audited")
-        with client(node, people.tokens["admin"]) as admin:
-            admin.put(space, [KEY], [PAGE])
-            admin.remove_namespace(space)
-        with client(node, people.tokens["read"]) as reader, pytest.raises(Forbidden):
-            reader.put(space, [KEY], [PAGE])
-        act, refused = self.lines(path)
-        assert {name: act[name] for name in ("what", "op", "who", "namespace")} == {
-            "what": "act", "op": "remove_namespace", "who": "admin", "namespace": space.digest.hex()[:8],
-        }  # fmt: skip
-        assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
-        assert "role read" in refused["why"]
-        assert node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).refused_calls == 1
-
-    def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_down(
-        self, start_node: Any, people: People, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "audit"
-        node = start_node(identities=str(people.path), audit_log=str(path))
-        with client(node, people.tokens["write"], wire="bulk") as writer:
-            writer.put(namespace(), [KEY], [PAGE])
-        wire = ShmWire(node.shm.path, node.service.instance_id, ClientConfig(token=people.tokens["write"]))
-        with pytest.raises(Forbidden, match="shm-trust"):
-            wire.connect(Deadline(20.0))
-        wire.close()
-        stranger = BulkWire("127.0.0.1", node.bulk.port, ClientConfig(token=people.tokens["other"]))
-        for digest in (namespace().digest, bytes(16)):
-            with pytest.raises(UnknownNamespace):
-                stranger.call("list", pb.ListRequest(namespace=digest), Deadline(20.0))
-        stranger.close()
-        kept_out, asked = self.lines(path)
-        assert (kept_out["op"], kept_out["who"]) == ("hello", "write")
-        assert "shm-trust" in kept_out["why"]
-        assert (asked["op"], asked["who"], asked["namespace"]) == ("list", "other", namespace().digest.hex()[:8])
-
-    def test_a_flood_is_counted_and_hides_no_act(self, tmp_path: Path) -> None:
-        path, now = tmp_path / "audit", [0.0]
-        audit = Audit(str(path), lambda: now[0])
-        for _ in range(1000):
-            audit.refused("get", "10.0.0.1", "", "nobody")
-        audit.acted("drain", "10.0.0.2", "op", object())
-        now[0] = 1.0
-        audit.refused("get", "10.0.0.1", "", "nobody")
-        audit.close()
-        lines = self.lines(path)
-        assert len(lines) == LINES_AT_ONCE + 2
-        assert lines[-2]["op"] == "drain"
-        assert lines[-1]["omitted"] == 1000 - LINES_AT_ONCE
-
-    def test_a_file_that_is_moved_away_is_begun_anew(self, tmp_path: Path) -> None:
-        path = tmp_path / "audit"
-        audit = Audit(str(path))
-        audit.refused("get", "a", "", "1")
-        os.rename(path, tmp_path / "old")
-        audit.refused("get", "a", "", "2")
-        audit.close()
-        assert [line["why"] for line in self.lines(path)] == ["2"]
-
-    def test_one_whose_directory_goes_costs_lines_and_no_request(self, tmp_path: Path, caplog: Any) -> None:
-        folder = tmp_path / "logs"
-        folder.mkdir()
-        audit = Audit(str(folder / "audit"))
-        folder.rename(tmp_path / "moved")
-        for _ in range(3):
-            audit.refused("get", "a", "", "lost")
-        assert caplog.text.count("the audit log can not be written; lines are lost") == 1
-        folder.mkdir()
-        audit.refused("get", "a", "", "there again")
-        audit.close()
-        assert [line["why"] for line in self.lines(folder / "audit")] == ["there again"]
-
-    def test_in_the_nodes_log_a_flood_hides_no_act_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The log's own rate knows a statement by its place, and all lines of the audit log come from one."""
-        handler, said = logging.StreamHandler(), io.StringIO()
-        handler.setStream(said)
-        handler.addFilter(LogRate())
-        monkeypatch.setattr(logging.getLogger("kvstore.audit"), "handlers", [handler])
-        audit = Audit()
-        for _ in range(1000):
-            audit.refused("get", "10.0.0.1", "", "nobody")
-        audit.acted("drain", "10.0.0.2", "op", object())
-        lines = [json.loads(line) for line in said.getvalue().splitlines()]
-        assert len(lines) >= LINES_AT_ONCE + 1
-        assert lines[-1]["op"] == "drain"
-
-    def test_one_that_can_not_be_written_ends_the_start(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="audit_log="):
-            Audit(str(tmp_path / "none" / "audit"))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "node7"])

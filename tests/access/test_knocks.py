@@ -1,5 +1,7 @@
 """Who is not known may knock, and not all the time: refusals take the event loop's time from those who are served."""
 
+import contextlib
+import socket
 from typing import Any
 
 import grpc
@@ -8,8 +10,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from people import People, client, namespace
 from waiting import wait_until
 
+from kvstore import Unauthenticated
 from node.serve import knocks
-from node.serve.knocks import ADDRESSES_MAX, KNOCKS_AT_ONCE, KNOCKS_PER_S, Knocks
+from node.serve.knocks import (
+    ADDRESSES_MAX,
+    BORNE_AT_ONCE,
+    BORNE_PER_S,
+    KNOCKS_AT_ONCE,
+    KNOCKS_PER_S,
+    Knocks,
+)
 from node.server import Node
 
 KEY = b"k" * 32
@@ -71,6 +81,8 @@ def test_who_knocks_all_the_time_is_hung_up_on_and_others_are_served(
     monkeypatch.setattr(knocks, "KNOCKS_PER_S", 0.0)  # a busy machine may make fewer calls than that
     monkeypatch.setattr(knocks, "WAIT_S", 1.0)
     node: Node = start_node(identities=str(people.path), shm_socket="none")
+    hang_up, hung_up = node.grpc._servicer.hang_up, []
+    node.grpc._servicer.hang_up = lambda name: (hung_up.append(name), hang_up(name))
     options = [("grpc.use_local_subchannel_pool", 1)]
     with (
         client(node, people.tokens["write"], wire="grpc") as engine,
@@ -88,9 +100,66 @@ def test_who_knocks_all_the_time_is_hung_up_on_and_others_are_served(
 
         wait_until(ended)
         assert codes[0] in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        assert hung_up
         for _ in range(50):
             engine.lookup(namespace(), [KEY])
         assert engine.stats.connects == 1, "it comes from the same address, and is known"
+
+
+def test_beyond_that_a_call_waits(start_node: Any, people: People, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knocks, "KNOCKS_AT_ONCE", 0.0)
+    monkeypatch.setattr(knocks, "KNOCKS_PER_S", 0.0)
+    monkeypatch.setattr(knocks, "WAIT_S", 3600.0)
+    node: Node = start_node(identities=str(people.path), shm_socket="none")
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_who_makes_connections_all_the_time_is_banned() -> None:
+    """Who waits for no answer does not see that others do not get theirs."""
+    now, banned = [0.0], []
+    heard = Knocks(lambda: now[0])
+    heard.ban = banned.append
+    for number in range(int(BORNE_AT_ONCE)):
+        heard.meet(str(number), "a")
+    for _ in range(10):
+        heard.meet("0", "a")
+    assert not banned, "one that is there calls as often as it likes"
+    heard.meet("one more", "a")
+    heard.meet("of another", "b")
+    assert banned == ["a"]
+    for number in range(int(10 * BORNE_PER_S)):
+        now[0] += 1.01 / BORNE_PER_S
+        heard.meet(f"later {number}", "a")
+    assert banned == ["a"], "so often it may"
+    for _ in range(int(BORNE_AT_ONCE)):
+        heard.hear("c")
+    assert banned == ["a"]
+    heard.hear("c")
+    assert banned == ["a", "c"], "who is not known, on whatever connections"
+    for number in range(2 * ADDRESSES_MAX):
+        heard.meet(str(number), str(number))
+    assert len(heard._met) == len(heard._left) == ADDRESSES_MAX
+
+
+@pytest.mark.parametrize("who", ["nobody", "read"])
+def test_who_is_banned_makes_no_new_connection_and_others_calls_go_on(
+    start_node: Any, people: People, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    monkeypatch.setattr(knocks, "BORNE_PER_S", 0.0)
+    monkeypatch.setattr(knocks, "BORNE_AT_ONCE", 1.0)
+    node: Node = start_node(identities=str(people.path), shm_socket="none")
+    with client(node, people.tokens["write"], wire="grpc") as engine:
+        engine.lookup(namespace(), [KEY])
+        with client(node, people.tokens[who], wire="grpc") as one_more, contextlib.suppress(Unauthenticated):
+            one_more.lookup(namespace(), [KEY])
+        with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", node.grpc.port), 0.3):
+            pass
+        engine.lookup(namespace(), [KEY])
+        assert engine.stats.connects == 1
 
 
 def test_at_an_open_node_nobody_is_known_and_all_are_served(start_node: Any) -> None:

@@ -14,6 +14,7 @@ from kvstore.deadline import Deadline
 from kvstore.identities import Role
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.frames import FrameSocket, pack_fixed
 from kvstore.wires.grpc_wire import GrpcWire
@@ -37,6 +38,7 @@ WHO = (
     "other",
     "narrow",
     "modeller",
+    "watcher",
     "member",
     "operator",
 )
@@ -44,6 +46,7 @@ ROLES = {
     "other": Role.ADMIN,
     "narrow": Role.ADMIN,
     "modeller": Role.ADMIN,
+    "watcher": Role.READ,
     "member": Role.NODE,
     "operator": Role.ADMIN,
 } | {role.name.lower(): role for role in Role}
@@ -215,7 +218,7 @@ def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
 @pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("op", [op for op in OPS if op not in PARTS])
 def test_over_shared_memory(grpc_wires: Any, shm_wires: dict[str, ShmWire], op: str, who: str) -> None:
-    """Who maps the memory may all in it: writers of the tenant that is trusted, and who is of all tenants."""
+    """Who maps the memory may all in it: writers of the tenant that is trusted, and who writes in all tenants."""
     trusted = who in ("write", "admin", "member", "operator")
     wanted = expected(op, who)
     if wanted is not Unauthenticated and not trusted:
@@ -243,6 +246,31 @@ def test_who_is_not_known_sends_no_large_first_frame(node: Node) -> None:
         frames.send(pack_fixed(1 << 20, 0))
         header, _ = frames.recv_frame(1 << 20)
         assert "at most 4096" in pb.BulkReply.FromString(header).error.message
+
+
+def test_of_two_authorizations_the_first_counts(node: Node, people: People) -> None:
+    right, wrong = (("authorization", f"Bearer {people.tokens[who]}") for who in ("read", "wrong"))
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        hello = KVStoreStub(channel).Hello  # type: ignore[no-untyped-call]
+        assert hello(pb.HelloRequest(), metadata=(right, wrong), timeout=20.0).tenant == "team-a"
+        with pytest.raises(grpc.RpcError) as caught:
+            hello(pb.HelloRequest(), metadata=(wrong, right), timeout=20.0)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_what_a_connection_reserves_counts_to_its_tenant(node: Node, people: People) -> None:
+    with client(node, people.tokens["write"], wire="bulk") as writer:
+        writer.lookup(namespace(), [KEY])
+    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
+        frames = FrameSocket(sock)
+        frames.arm(10.0)
+        put = request("put")
+        put.prefix_hashes[:] = [b"reserved" * 4]
+        hello = pb.HelloRequest(protocol_version=PROTOCOL_VERSION, token=people.tokens["write"])
+        for asked in (pb.BulkRequest(hello=hello), pb.BulkRequest(put=put)):
+            frames.send_frame(asked.SerializeToString())
+            frames.recv_frame(1 << 20)
+        assert list(node.sessions.reserved._by_peer) == ["tenant team-a"]
 
 
 def test_a_hello_over_grpc_says_whose_it_is(grpc_wires: dict[str, GrpcWire]) -> None:

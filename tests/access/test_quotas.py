@@ -14,8 +14,11 @@ import pytest
 from people import People, client, soon_touched, taken_up
 from waiting import wait_until
 
-from kvstore import Client, Exhausted, KVStoreError, Namespace, PutOutcome, opaque_layout
+from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Namespace, PutOutcome, opaque_layout
+from kvstore.deadline import Deadline
 from kvstore.measure.content import page_content
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
 from node.server import Node
 
 MB = 1 << 20
@@ -198,6 +201,44 @@ def test_what_is_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) 
     assert (use.pin_count, use.refused_pins, use.refused_holds) == (10, 1, 1)
     assert use.refused_requests >= 1
     assert where.use("quiet").refused_requests == 0
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
+@pytest.mark.parametrize("op", ["put", "get"])
+@pytest.mark.parametrize("quota", ["requests", "bytes"])
+def test_puts_and_gets_are_requests_and_move_bytes(town: Callable[..., Town], wire: str, op: str, quota: str) -> None:
+    """So many that they are several requests: another than the first is refused, unless they come seconds apart."""
+    where, many = town(**{quota: "1/s"}), keys(*range(2048))
+    put(where.client("operator"), LOUD, many[:2])
+    loud, pages = where.client("loud", wire=wire), [bytearray(PAGE_NBYTES)] * len(many)
+
+    def ask_often() -> None:
+        for _ in range(3):
+            loud.put(LOUD, many, pages) if op == "put" else loud.get(LOUD, many, pages)
+
+    with pytest.raises(Exhausted, match=f"1 {quota} a second of its quota"):
+        ask_often()
+
+
+@pytest.mark.parametrize("op", ["put", "get"])
+@pytest.mark.parametrize("quota", ["requests", "bytes"])
+def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, quota: str) -> None:
+    """Before which a client asks what is there: a stranger's need not."""
+    where = town(**{quota: "1/s"})
+    put(where.client("operator"), LOUD, keys(0))
+    wire = BulkWire("127.0.0.1", where.node.bulk.port, ClientConfig(token=where.people.tokens["loud"]))
+    page = memoryview(bytearray(PAGE_NBYTES))
+
+    def ask_often() -> None:
+        for number in range(1, 200):
+            about: Any = {"namespace": LOUD.digest, "prefix_hashes": keys(number if op == "put" else 0)}
+            if op == "put":
+                wire.put(pb.PutRequest(**about, page_nbytes=PAGE_NBYTES), [page], Deadline(20.0))
+            else:
+                wire.get(pb.GetRequest(**about), [page], [0], Deadline(20.0))
+
+    with contextlib.closing(wire), pytest.raises(Exhausted, match=f"1 {quota} a second of its quota"):
+        ask_often()
 
 
 def test_connections_of_a_tenant_are_as_many_as_its_quota_says(town: Callable[..., Town]) -> None:

@@ -74,6 +74,26 @@ def test_nothing_of_it_is_found_and_all_of_the_others(
     assert not found_in(nodes.data_dir, [*pieces(gone, keys), *SECRETS])
 
 
+def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(
+    nodes: Any, make_pages: Any, settings: dict[str, Any]
+) -> None:
+    """A node with smaller extents does not open the namespace, and has its pages."""
+    node = nodes.start(**settings)
+    client = nodes.connect(node)
+    gone = of(make_pages, "gone", 300_000)
+    keys = gone.keys(*range(4))
+    gone.put(client, keys, durable=True)
+    node = nodes.restart(node, **{**settings, "extent_nbytes": 256 << 10})
+    client = nodes.connect(node)
+    assert gone.digest not in {namespace.digest for namespace, _ in client.namespaces()}
+    assert found_in(nodes.data_dir, pieces(gone, keys)) or "encrypt_key_file" in settings
+    told = client.forget("gone")
+    assert (told.namespaces, told.left) == (1, 0)
+    assert not found_in(nodes.data_dir, [*pieces(gone, keys), *SECRETS])
+    node = nodes.restart(node, **settings)
+    assert gone.get(nodes.connect(node), keys) == [False] * 4
+
+
 def behind(pages: Any, keys: list[bytes]) -> list[bytes]:
     """Pieces from the end of its pages: behind the end of a shorter page in the same slot."""
     return [pages.content(key)[-64:] for key in keys]

@@ -9,7 +9,7 @@ from kvstore.config import GET_PIECES_MAX
 from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
-from node.serve import grpc_options, knocks, limits
+from node.serve import bans, grpc_options, knocks, limits
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.requests import RANGE_NBYTES
 from node.server import Node
@@ -72,6 +72,10 @@ SAID = {
     "bytes on a gRPC stream that nobody has read": f"{grpc_options.STREAM_NBYTES_MAX >> 20} MiB",
     "gRPC calls of who is not known": (
         f"of one address {knocks.KNOCKS_AT_ONCE:g} at once, {knocks.KNOCKS_PER_S:g} a second after that"
+    ),
+    "new gRPC connections, and calls of who is not known": (
+        f"of one address {knocks.BORNE_AT_ONCE:g} at once, {knocks.BORNE_PER_S:g} a second after that | "
+        f"the kernel takes no more of the address for {bans.BAN_S:g} s"
     ),
     "gRPC metadata": f"{grpc_options.METADATA_NBYTES_MAX >> 10} KiB a call",
     "time for a put or get": (

@@ -91,3 +91,15 @@ def test_more_members_than_connections_are_told_once(start_node: Any, caplog: py
     assert len(said) == 1
     assert "5 members and sessions_max=8" in said[0]
     assert "--sessions-max 20" in said[0]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5:7440", "[2001:db8::5]:7440", "10.0.0.5"])
+def test_a_member_that_others_can_not_reach_does_not_start(start_node: Any, address: str) -> None:
+    cluster = f"static:fleet/n1={address},n2=h2"
+    with pytest.raises(ConfigError, match="it listens for its own host only; name an address to listen on"):
+        start_node(cluster=cluster, member="n1", host="127.0.0.1")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7440", "localhost:7440", "h1"])
+def test_what_a_name_means_is_for_a_resolver(start_node: Any, address: str) -> None:
+    assert start_node(cluster=f"static:fleet/n1={address},n2=h2", member="n1", host="127.0.0.1")
