@@ -27,6 +27,7 @@ from node.garbage import refused
 from node.serve.calls import Call, address_of
 from node.serve.grpc_connections import GrpcConnections
 from node.serve.grpc_options import server_options
+from node.serve.grpc_stop import stopped
 from node.serve.grpc_tls import server_credentials
 from node.serve.health import SERVICE_NAME as HEALTH_NAME
 from node.serve.health import Health, Reply, Request
@@ -132,7 +133,7 @@ class GrpcServer:
         self._connections.stop()
         try:
             self._run(self._servicer.end_idle())
-            self._run(self._server.stop(drain_s), drain_s + STOP_S_MAX)
+            self._run(stopped(self._server, drain_s, lambda: self._servicer.call_count), drain_s + STOP_S_MAX)
         except futures.TimeoutError:
             log.warning("grpc: calls that were cancelled have not ended after %g s", STOP_S_MAX)
         self._servicer.close()
@@ -164,6 +165,7 @@ class Servicer:
         self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
         self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
+        self._places = (self._calls, self._health_calls, self._followers, self._reflections)
         transfers = max(1, threads * 3 // 4)
         self._transfers = Budget(cap("gRPC transfers", transfers, f"{remedy}, or raise grpc_threads"))
         # Of them, those that may wait for the disk or for other members: however long these hang, the others are left
@@ -186,9 +188,13 @@ class Servicer:
         for threads in (self._transfer_threads, self._long_threads, self._large_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def call_count(self) -> int:
+        return sum(places.count for places in self._places)
+
     async def end_idle(self) -> None:
         """Calls that wait, for a request or for something to tell, do not delay a stop."""
-        for places in (self._calls, self._health_calls, self._followers, self._reflections):
+        for places in self._places:
             places.close()
         self.knocks.close()
 
