@@ -122,7 +122,9 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
         engine.put(namespace(), KEYS, PAGES, Keep(ack=ACK_ALL), timeout_s=20.0)
     monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{one.grpc.port}")
     monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens[who])
-    monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
+    monkeypatch.setenv("KVSTORE_TIMEOUT_S", "30")
+    monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "20")
+    monkeypatch.setattr("kvstore.cli.cluster_top.LOOK_S", 30.0)
 
     def kvstore(*args: str) -> str:
         ran = CliRunner().invoke(app, list(args), prog_name="kvstore")
