@@ -266,6 +266,14 @@ class Management:
         """Has the named member fetch what it owns and others have; `dry`: only says what that is."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
+    def record(
+        self, seconds: float = 0.0, recording: bytes = b"", end: bool = False, timeout_s: float | None = None
+    ) -> pb.RecordReply:
+        """Begins to record what the node is asked, for so long, or fetches what it has noted since the last time.
+        Raises Exhausted while somebody else records there."""
+        request = pb.RecordRequest(ms=round(seconds * 1000), recording=recording, end=end)
+        return cast(pb.RecordReply, self._only("record", request, timeout_s))
+
     # ---- one call ------------------------------------------------------------------------
 
     def _keyed(

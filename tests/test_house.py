@@ -46,6 +46,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "typer": ("kvstore/cli/",),
     "click": ("kvstore/cli/",),
     "rich": ("kvstore/cli/",),
+    "matplotlib": ("kvstore/cli/plan_picture.py",),
     "torch": ("gpu_agent/",),
     "cupy": ("gpu_agent/kernels/",),
     "transformers": ("gpu_agent/engines/transformers.py", "gpu_agent/engines/transformers_paged.py"),
@@ -67,6 +68,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("client.py",),
         ("__init__.py",),
         ("measure/",),
+        ("plan/",),
         ("cli/",),
     ),
     "node": (

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from kvstore import __version__
-from kvstore.cli import certs, cluster, disk, erasure, listing, load, moves, pages, payload, pins, tokens
+from kvstore.cli import certs, cluster, disk, erasure, listing, load, moves, pages, payload, pins, plan, record, tokens
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.status import status
@@ -24,6 +24,7 @@ Examples:
   kvstore lookup --tokens-file prompt.txt --json
   kvstore get 9c0d41 --decode
   kvstore replay trace.jsonl --capacity-pages 10000
+  kvstore plan trace.jsonl --ram 64GiB --disk 2TiB
   kvstore cluster -a node1:7440,node2:7440
 
 \b
@@ -89,6 +90,8 @@ for _name, _function in (
     ("recover", disk.recover),
     ("bench", load.bench_command),
     ("replay", load.replay_command),
+    ("plan", plan.plan),
+    ("record", record.record),
 ):
     app.command(_name)(command(_function))
 

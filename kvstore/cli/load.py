@@ -10,8 +10,9 @@ from kvstore.cli.batches import remove_all
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, note, progress, show
+from kvstore.cli.sizes import option_nbytes
 from kvstore.cluster.spread import Away
-from kvstore.config import ClientConfig, parse_nbytes
+from kvstore.config import ClientConfig
 from kvstore.credentials import tenant_of
 from kvstore.errors import InvalidRequest
 from kvstore.measure.bench import BenchOptions, BenchReport, bench
@@ -52,7 +53,7 @@ def bench_command(
       kvstore bench --page-nbytes 256KiB --batch 64 --threads 4 --seconds 10
       kvstore bench --wire grpc --json
     """
-    options = BenchOptions(_size(page_nbytes, "--page-nbytes"), batch, threads, seconds)
+    options = BenchOptions(option_nbytes(page_nbytes, "--page-nbytes"), batch, threads, seconds)
     connections = max(ClientConfig().connections_max, threads)
     with run.client(wire, connections_max=connections) as client, progress("measuring", seconds) as on_progress:
         report = bench(client, options, on_progress)
@@ -110,7 +111,7 @@ def replay_command(
         raise InvalidRequest(f"--limit {limit} must be at least 1")
     if speed is not None and not speed > 0:
         raise InvalidRequest(f"--speed {speed:g} must be above 0")
-    page_nbytes = _size(page_bytes, "--page-bytes")
+    page_nbytes = option_nbytes(page_bytes, "--page-bytes")
     count = count_requests(trace, limit)
     namespace, away = replay_namespace(page_nbytes, tenant_of(run.config())), Away()
     with contextlib.ExitStack() as stack:
@@ -151,13 +152,6 @@ def _show_replay(report: ReplayReport) -> None:
         figures = [f"{latency[p]:.3f}" if latency else "-" for p in ("p50", "p90", "p99")]
         rows.append((name, rates[name], *figures))
     show(("CALL", ">GB/s", ">p50 ms", ">p90 ms", ">p99 ms"), rows)
-
-
-def _size(text: str, option: str) -> int:
-    try:
-        return parse_nbytes(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB") from error
 
 
 def _verdict(mismatches: int, corrupt: int, away: list[str]) -> int:

@@ -122,6 +122,14 @@ def human_nbytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def human_count(count: float) -> str:
+    """16505817 -> '16.5 M'."""
+    for unit, least in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if count >= least:
+            return f"{count / (1e3 if unit == 'k' else least):,.1f} {unit}"
+    return f"{count:,.0f}"
+
+
 def human_ms(ms: float) -> str:
     """95000 -> '1.6 min'."""
     for unit, length in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):

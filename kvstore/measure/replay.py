@@ -5,7 +5,8 @@ For each request, in order and one at a time (the order decides the hit rate):
     lookup all its pages -> get the leading run, verify every byte -> put the whole chain
 
 The put names the pages that exist, too: the node is told of the use of the whole chain and ages it
-tail first. Content follows from the key, so hits are verified without remembering what was stored.
+tail first. What a recorded trace has as `stored` is only put. Content follows from the key, so hits
+are verified without remembering what was stored.
 """
 
 import secrets
@@ -117,9 +118,10 @@ class _Replay:
                 while (wait_s := due - time.perf_counter()) > 0:
                     time.sleep(min(wait_s, PAUSE_S))
                     self._on_progress(report)
-            report.requests += 1
+            report.requests += not request.stored
             if request.hash_ids:
-                self._serve([trace_prefix_hash(hash_id) for hash_id in request.hash_ids])
+                hashes = [trace_prefix_hash(hash_id) for hash_id in request.hash_ids]
+                (self._store_all if request.stored else self._serve)(hashes)
             self._on_progress(report)
         report.seconds = round(time.perf_counter() - start, 3)
         report.prefix_hit_rate = report.pages_hit / report.pages_asked if report.pages_asked else 0.0
@@ -136,6 +138,9 @@ class _Replay:
         pages: list[Any] = self._load(hashes[:found])
         pages += [self._content(prefix_hash) for prefix_hash in hashes[len(pages) :]]
         self._save(hashes, pages)
+
+    def _store_all(self, hashes: list[bytes]) -> None:
+        self._save(hashes, [self._content(prefix_hash) for prefix_hash in hashes])
 
     def _load(self, hashes: list[bytes]) -> list[bytearray]:
         """Gets and verifies pages; the leading run that was there."""

@@ -4,6 +4,9 @@
 
 `timestamp` is in milliseconds, lengths are in tokens. An id stands for one page *and everything
 before it* (one parent per id), so ids are prefix hashes already, only shorter ones.
+
+What `kvstore record` writes has more: `page_nbytes` and `page_tokens` of each of its pages, and `stored` where pages
+were stored or used by somebody who did not ask for them first.
 """
 
 import hashlib
@@ -13,28 +16,30 @@ import math
 import random
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from kvstore.errors import InvalidRequest
 
 LINE_NBYTES_MAX = 16 << 20  # a request of a million pages; more is not a trace but a mistake
 SYSTEM_PROMPT_PAGES = (4, 8, 16)
-CHATS = 64  # at a time
+CHATS = 64
 CHAT_PAGES_MAX = 48
 _NUMBERS = ("timestamp", "input_length", "output_length")
+_PAGE_NUMBERS = ("page_nbytes", "page_tokens")
 
 
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request. `hash_ids`: its pages, head first."""
+class TraceRequest(NamedTuple):
+    """One request. `hash_ids`: its pages, head first. `page_nbytes`, `page_tokens`: 0 where the trace does not say."""
 
     timestamp_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    page_nbytes: int = 0
+    page_tokens: float = 0.0
+    stored: bool = False
 
 
 def trace_prefix_hash(hash_id: int) -> bytes:
@@ -51,25 +56,37 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
 
 
 def conversations(count: int, seed: int = 1) -> list[TraceRequest]:
+    """As many, a few at a time."""
+    return list(chatting(count, seed))
+
+
+def chatting(count: int, seed: int = 1, at_a_time: int = CHATS) -> Iterator[TraceRequest]:
     """`count` requests that nobody made: many chats beside each other, each request of a chat with all pages of the one
     before and some new ones, behind one of a few system prompts."""
     chance, fresh = random.Random(seed), itertools.count()
     prompts = [tuple(itertools.islice(fresh, pages)) for pages in SYSTEM_PROMPT_PAGES]
-    chats = [chance.choice(prompts) for _ in range(CHATS)]
-    requests = []
+    chats = [chance.choice(prompts) for _ in range(at_a_time)]
     for number in range(count):
-        chat = chance.randrange(CHATS)
+        chat = chance.randrange(at_a_time)
         if len(chats[chat]) > CHAT_PAGES_MAX:
             chats[chat] = chance.choice(prompts)
         chats[chat] += tuple(itertools.islice(fresh, chance.randint(1, 8)))
-        requests.append(TraceRequest(number * 100.0, len(chats[chat]) * 512, 128, chats[chat]))
-    return requests
+        yield TraceRequest(number * 100.0, len(chats[chat]) * 512, 128, chats[chat])
 
 
 def count_requests(path: Path, limit: int | None = None) -> int:
     """How many requests `read_trace` will give, without parsing them."""
+    return trace_size(path, limit)[0]
+
+
+def trace_size(path: Path, limit: int | None = None) -> tuple[int, int]:
+    """(requests, about as many pages) that `read_trace` will give, without parsing them."""
+    requests = pages = 0
     with _opened(path) as file:
-        return sum(1 for _ in islice((line for _, line in _lines(path, file)), limit))
+        for _, line in islice(_lines(path, file), limit):
+            requests += 1
+            pages += line.count(b",") - 2
+    return requests, max(0, pages)
 
 
 def _requests(path: Path) -> Iterator[TraceRequest]:
@@ -105,7 +122,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes) -> TraceRequest:
     """Raises ValueError saying what is wrong with the line."""
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode())  # text: whose encoding nobody has to guess
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -113,21 +130,30 @@ def _parse(line: bytes) -> TraceRequest:
     missing = [name for name in (*_NUMBERS, "hash_ids") if name not in fields]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
-    for name in _NUMBERS:
-        number = fields[name]
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            raise ValueError(f"{name} is {number!r}, not a number >= 0")
-    return TraceRequest(
-        fields["timestamp"], int(fields["input_length"]), int(fields["output_length"]), _hash_ids(fields["hash_ids"])
-    )
+    timestamp, input_length, output_length = [_number(name, fields[name]) for name in _NUMBERS]
+    request = TraceRequest(timestamp, int(input_length), int(output_length), _hash_ids(fields["hash_ids"]))
+    if len(fields) == len(_NUMBERS) + 1:
+        return request
+    page_nbytes, page_tokens = [_number(name, fields.get(name, 0)) for name in _PAGE_NUMBERS]
+    stored = fields.get("stored", False)
+    if not isinstance(stored, bool):
+        raise ValueError(f"stored is {stored!r}, not true or false")
+    return request._replace(page_nbytes=int(page_nbytes), page_tokens=page_tokens, stored=stored)
+
+
+def _number(name: str, number: Any) -> float:
+    if type(number) not in (int, float) or not 0 <= number < math.inf:  # a bool is no number
+        raise ValueError(f"{name} is {number!r}, not a number >= 0")
+    return number  # type: ignore[no-any-return]
 
 
 def _hash_ids(ids: object) -> tuple[int, ...]:
+    """Checked as a whole: there may be millions."""
     if not isinstance(ids, list):
         raise ValueError(f"hash_ids is {type(ids).__name__}, not a list")
-    for hash_id in ids:
-        if isinstance(hash_id, bool) or not isinstance(hash_id, int) or not 0 <= hash_id < 1 << 64:
-            raise ValueError(f"hash id {hash_id!r} is not an integer in 0..2^64-1")
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 64):
+        wrong = next(some for some in ids if type(some) is not int or not 0 <= some < 1 << 64)
+        raise ValueError(f"hash id {wrong!r} is not an integer in 0..2^64-1")
     if len(set(ids)) != len(ids):
         raise ValueError("hash_ids names an id twice, so they are not chained prefix hashes")
     return tuple(ids)

@@ -119,6 +119,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.SweepRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.SweepReply.FromString,
                 )
+        self.Record = channel.unary_unary(
+                '/kvstore.KVStore/Record',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecordReply.FromString,
+                )
 
 
 class KVStoreServicer(object):
@@ -265,6 +270,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """What this node is asked, as a trace: the first request begins it, the others fetch what was noted since.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -372,6 +384,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Sweep,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.SweepRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.SweepReply.SerializeToString,
+            ),
+            'Record': grpc.unary_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecordRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecordReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -737,5 +754,22 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Sweep',
             kvstore_dot_pb_dot_kvstore__pb2.SweepRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.SweepReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Record',
+            kvstore_dot_pb_dot_kvstore__pb2.RecordRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.RecordReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -39,6 +39,7 @@ _METHODS = {
     "recover": "Recover",
     "drain": "Drain",
     "sweep": "Sweep",
+    "record": "Record",
 }
 
 

@@ -44,6 +44,7 @@ RULES = {
     "recover": _OF_NODE,
     "drain": _OF_NODE,
     "sweep": _OF_NODE,
+    "record": _OF_NODE,  # of everybody's requests, though it does not say whose nor what they are
     "forget": _OF_NODE,  # it overwrites all that no page has, whoever had it
     "reflection": Rule(Role.ADMIN),
 }

@@ -39,6 +39,7 @@ LONG_CALLS = {
     "recover": 1,
     "drain": 4,
     "sweep": 2,
+    "record": 2,
     "remove_namespace": 2,
     "forget": 1,
     "node_status": 8,

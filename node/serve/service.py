@@ -22,7 +22,7 @@ from node.disk.durability import Durability
 from node.disk.tier import DiskTier
 from node.peers.peers import Peers
 from node.ram.arena import Arena
-from node.ram.inventory import Inventory, PageInfo
+from node.ram.inventory import Inventory
 from node.ram.parts import parts_wanted
 from node.ram.pinning import Pinning
 from node.ram.tier import RamTier
@@ -38,16 +38,14 @@ from node.serve.limits import (
     Turns,
     cap,
 )
+from node.serve.listing import Listing
 from node.serve.near import Near
 from node.serve.promises import Promises
-from node.serve.replies import in_range
+from node.serve.recorder import Recorder
 from node.serve.requests import Requests
 from node.serve.scopes import scoped
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
-
-LIST_LIMIT_MAX = 8192  # pages in one List reply: about 160 bytes each, well below a message
-LIST_LIMIT = 1000
 
 _HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
 
@@ -87,6 +85,8 @@ class Service:
         self._peers = peers
         self.membership = peers.membership
         self.cluster = ClusterCalls(peers)
+        listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
+        self.recorder = Recorder(tier.namespace)
         self._near = Near(tier, peers.elsewhere)
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
@@ -102,13 +102,7 @@ class Service:
             op: Budget(cap(f"{op} calls", count, "wait for those that run")) for op, count in LONG_CALLS.items()
         }
         self._status = Status(config, arena, tier, disk)
-        self.limits = pb.Limits(
-            batch_keys_max=config.batch_keys_max,
-            batch_nbytes_max=config.batch_nbytes_max,
-            page_nbytes_max=config.extent_nbytes,
-            message_nbytes_max=MESSAGE_NBYTES_MAX,
-            pin_ttl_ms_max=config.pin_ttl_ms_max,
-        )
+        self.limits = _limits(config)
         self._unary: dict[str, Callable[[Any, Caller], Any]] = {
             "hello": self._hello,
             "open_namespace": self._open_namespace,
@@ -118,8 +112,8 @@ class Service:
             "remove": self._remove,
             "pin": self._pin,
             "unpin": self._unpin,
-            "list": self._list,
-            "stat": self._stat,
+            "list": listing.list_pages,
+            "stat": listing.stat,
             "node_status": self._node_status,
             "remove_namespace": self._remove_namespace,
             "forget": self.erasure.forget,
@@ -128,6 +122,7 @@ class Service:
             "recover": disk_calls.recover,
             "drain": self.cluster.drain,
             "sweep": self.cluster.sweep,
+            "record": self.recorder.record,
         }
 
     def answer(self, op: str, data: bytes, caller: Caller) -> Any:
@@ -172,6 +167,8 @@ class Service:
         copies = self._near.copies(request)
         result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes, copies)
         self.promises.begin(session, request, result)
+        if self.recorder.on and not request.forwarded_by:
+            self.recorder.note(request.namespace, list(request.prefix_hashes), stored=True)
         self.tenants.moves(principal, len(result.pages) * request.page_nbytes)
         if session.maps_arena:
             offsets = [page.offset for page in result.pages]
@@ -290,6 +287,8 @@ class Service:
         prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
         present = self._tier.lookup(request.namespace, prefix_hashes, request.touch)
+        if self.recorder.on:
+            self.recorder.note(request.namespace, prefix_hashes, request.touch)
         if request.near and caller.may_wait and False in present:
             self._near.look_further(request, present)
         return lookup_reply(present)
@@ -340,18 +339,6 @@ class Service:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         return pb.UnpinReply(unpinned=self._pinning.unpin(request.namespace, request.prefix_hashes))
 
-    def _list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
-        limit = min(request.limit or LIST_LIMIT, LIST_LIMIT_MAX)
-        infos, rest_after = self._inventory.list_pages(
-            request.namespace, request.key_prefix, request.page_token, limit, self.cluster.owned(request)
-        )
-        return pb.ListReply(pages=[_stat_message(info) for info in infos], next_page_token=rest_after)
-
-    def _stat(self, request: pb.StatRequest, caller: Caller) -> pb.StatReply:
-        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
-        infos = self._inventory.stat(request.namespace, request.prefix_hashes)
-        return pb.StatReply(pages=[_stat_message(info) for info in infos])
-
     def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
         status = self._status.node(
             instance_id=self.instance_id,
@@ -380,6 +367,16 @@ class Service:
         return pb.RemoveNamespaceReply(removed=removed)
 
 
+def _limits(config: NodeConfig) -> pb.Limits:
+    return pb.Limits(
+        batch_keys_max=config.batch_keys_max,
+        batch_nbytes_max=config.batch_nbytes_max,
+        page_nbytes_max=config.extent_nbytes,
+        message_nbytes_max=MESSAGE_NBYTES_MAX,
+        pin_ttl_ms_max=config.pin_ttl_ms_max,
+    )
+
+
 def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Result:
     """The edge of every request, on every wire: what nobody expected is logged here and answered INTERNAL.
     It ends the request; the connection stays."""
@@ -390,7 +387,3 @@ def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Resul
     except Exception as error:
         log.exception("%s failed", op)
         raise KVStoreError(f"{op} failed inside the node ({type(error).__name__}); its log says more") from error
-
-
-def _stat_message(info: PageInfo) -> pb.PageStat:
-    return in_range(pb.PageStat, **info._asdict())

@@ -56,7 +56,7 @@ NEEDS = {
     Role.WRITE: "put commit remove pin unpin",
     Role.ADMIN: "remove_namespace reflection",
 }
-OF_NODE = ["flush", "scrub", "recover", "drain", "sweep", "forget"]  # for administrators of all tenants
+OF_NODE = ["flush", "scrub", "recover", "drain", "sweep", "record", "forget"]  # for administrators of all tenants
 ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict.fromkeys(OF_NODE, Role.ADMIN)
 REFUSALS = (Unauthenticated, Forbidden, UnknownNamespace)
 

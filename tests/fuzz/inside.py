@@ -128,6 +128,7 @@ def unary() -> dict[str, Any]:
         "recover": pb.RecoverRequest(),
         "drain": pb.DrainRequest(),
         "sweep": pb.SweepRequest(dry=True),
+        "record": pb.RecordRequest(ms=20),
     }
 
 

@@ -43,7 +43,7 @@ class Blocked:
 
 
 def refused(call: Callable[[], object]) -> None:
-    """A node that is alone has nobody to move pages to."""
+    """A node that is alone has nobody to move pages to, and not everything can be begun by chance."""
     with contextlib.suppress(InvalidRequest):
         call()
 
@@ -58,6 +58,7 @@ LONG = {
     "recover": lambda client, pages: client.recover(),
     "drain": lambda client, pages: refused(client.drain),
     "sweep": lambda client, pages: refused(client.sweep),
+    "record": lambda client, pages: refused(client.record),  # of no time
     "node_status": lambda client, pages: client.node_status(),
     "list_namespaces": lambda client, pages: client.namespaces(),
 }

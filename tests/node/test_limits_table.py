@@ -9,7 +9,7 @@ from kvstore.config import GET_PIECES_MAX
 from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
-from node.serve import bans, grpc_options, knocks, limits
+from node.serve import bans, grpc_options, knocks, limits, recorder
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.requests import RANGE_NBYTES
 from node.server import Node
@@ -93,6 +93,7 @@ SAID = {
     ", ".join(
         f"{op} calls" for op in limits.LONG_CALLS
     ): f"{', '.join(map(str, limits.LONG_CALLS.values()))} at a time",
+    "a recording": f"one at a time, a day; {recorder.WAITING_PAGES_MAX:,} pages",
     "one scrub": f"{limits.SCRUB_NBYTES_MAX >> 20} MiB, {limits.SCRUB_S_MAX:g} s",
     "scrapes": f"{limits.SCRAPES_MAX}, each {limits.SCRAPE_S_MAX:g} s",
     "descriptors": f"fewer than {DESCRIPTORS_LEFT_MIN} are left",
@@ -105,3 +106,5 @@ def test_the_numbers_of_the_table_are_those_in_use() -> None:
     told = {row[0]: " | ".join(row[1:-1]) for row in rows()}
     assert {name: said for name, said in SAID.items() if said not in told[name]} == {}
     assert limits.HEALTH_WATCH_S_MAX == 3600.0
+    assert recorder.RECORD_MS_MAX == 24 * 3600 * 1000
+    assert f"for {recorder.ABANDONED_S:g} s ends" in told["a recording"]

@@ -52,6 +52,7 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "recover": lambda client, chain, s: client.recover(timeout_s=s),
     "drain": lambda client, chain, s: client.drain(timeout_s=s),
     "sweep": lambda client, chain, s: client.sweep(timeout_s=s),
+    "record": lambda client, chain, s: client.record(0.001, timeout_s=s),
     "batch_pages_max": lambda client, chain, s: client.batch_pages_max(chain.namespace, timeout_s=s),
     "open_put": lambda client, chain, s: entering(client.open_put(chain.namespace, chain.keys(2), timeout_s=s)),
     "open_get": lambda client, chain, s: entering(client.open_get(chain.namespace, chain.keys(1), timeout_s=s)),

@@ -1,0 +1,224 @@
+"""One pass over a trace: all that a plan is made from. Exact, or from a sample of the pages.
+
+A sample (SHARDS: Waldspurger et al. 2015) takes pages by a hash of their id, all uses of a page or none. What is left
+of a chain is a chain, so all that `stack` says holds; a store of C pages becomes one of C/n. Several such groups are
+taken, disjoint and each of one page in n: how they differ gives the error. *Misses* are estimated, and taken from what
+was asked, which is known: whether the sample has the few pages that all requests begin with matters little then.
+"""
+
+import math
+import statistics
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.measure.trace import TraceRequest
+from kvstore.plan.curve import Curve
+from kvstore.plan.optimum import Intervals, Starts
+from kvstore.plan.stack import ID_NBYTES, Stack
+from kvstore.plan.windows import Windows
+
+GROUPS = 8  # of a sample
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`groups` disjoint ones, each of one page in `one_in`."""
+
+    groups: int = 1
+    one_in: int = 1
+
+    @property
+    def rate(self) -> float:
+        return self.groups / self.one_in
+
+
+EXACT = Sampling()
+
+
+def sampling(one_in: float) -> Sampling:
+    """Of about one page in so many, in all groups together."""
+    return EXACT if one_in <= 1 else Sampling(GROUPS, round(GROUPS * one_in))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`error`: standard error, 0 if it is exact."""
+
+    value: float
+    error: float = 0.0
+
+
+class Survey:
+    """Filled with `add`, request by request, and asked then. `sizes`: in pages, rising: those that can be asked about
+    windows of time; all else can be asked of any size. `page_tokens`: of a full page."""
+
+    def __init__(self, sizes: Sequence[int], window_ms: float, page_tokens: float, sample: Sampling = EXACT) -> None:
+        self.sizes = list(sizes)
+        self.sample = sample
+        self.window_ms = window_ms
+        self._page_tokens = page_tokens
+        scaled = [-(-size // sample.one_in) for size in sizes]
+        self._groups = [_Group(scaled) for _ in range(sample.groups)]
+        self.requests = 0
+        self.pages_asked = 0
+        self.tokens_asked = 0
+        self.asked: Counter[int] = Counter()  # pages, by window
+        self._stored: Counter[int] = Counter()  # of requests that do not ask
+        self.first_ms, self.last_ms = math.inf, -math.inf
+
+    def add(self, request: TraceRequest) -> None:
+        ids, now = request.hash_ids, request.timestamp_ms
+        window, pages, asks = int(now // self.window_ms), len(ids), not request.stored
+        if now < self.first_ms:
+            self.first_ms = now
+        if now > self.last_ms:
+            self.last_ms = now
+        if asks:
+            self.requests += 1
+            self.pages_asked += pages
+            self.tokens_asked += request.input_length
+            self.asked[window] += pages
+        else:
+            self._stored[window] += pages
+        lacks = pages * self._page_tokens - request.input_length if request.input_length else 0.0
+        if self.sample is EXACT:
+            self._groups[0].add(window, array("Q", ids).tobytes(), asks, lacks)
+        else:
+            self._add_sampled(window, ids, asks, lacks)
+
+    def _add_sampled(self, window: int, ids: Sequence[int], asks: bool, lacks: float) -> None:
+        one_in, count = self.sample.one_in, self.sample.groups
+        chains: list[list[int]] = [[] for _ in range(count)]
+        for hash_id in ids:
+            mixed = (hash_id + 0x632BE59BD9B4E019) * 0x9E3779B97F4A7C15 & _MASK
+            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _MASK
+            group = (mixed >> 32) % one_in
+            if group < count:
+                chains[group].append(hash_id)
+        for some, chain in zip(self._groups, chains, strict=True):
+            if chain:
+                short = lacks if chain[-1] == ids[-1] else 0.0
+                some.add(window, array("Q", chain).tobytes(), asks, short)
+
+    # ---- what was found ------------------------------------------------------------------
+
+    @property
+    def used(self) -> Counter[int]:
+        """Pages of all requests, by window, asked for or not."""
+        return self.asked + self._stored
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last request; 0: the trace has no times."""
+        return max(0.0, (self.last_ms - self.first_ms) / 1000) if self.asked else 0.0
+
+    @property
+    def pages(self) -> int:
+        """Distinct ones."""
+        return round(sum(group.stack.pages for group in self._groups) / self.sample.rate)
+
+    @property
+    def pages_wanted(self) -> int:
+        """The least size with all hits."""
+        return max(group.curve.pages_wanted for group in self._groups) * self.sample.one_in
+
+    def hits(self, pages: int) -> Estimate:
+        """Pages that a store of this size has had when they were asked for, each with all before it."""
+        scaled = -(-pages // self.sample.one_in)
+        return self._estimate(lambda group: group.curve.hits(scaled))
+
+    def most_hits(self, pages: int) -> Estimate:
+        """The bound: see `optimum`. Between two sizes that a group can have it is taken to be on a line."""
+        scaled, rest = divmod(pages, self.sample.one_in)
+        share = rest / self.sample.one_in
+
+        def hits(group: _Group) -> float:
+            least = group.most_hits(scaled)
+            return least + share * (group.most_hits(scaled + 1) - least) if rest else least
+
+        return self._estimate(hits)
+
+    def tokens(self, pages: int) -> float:
+        """That those hits stand for."""
+        scaled, full = -(-pages // self.sample.one_in), self._page_tokens
+        lacking = sum(group.curve.hits(scaled) * full - group.curve.tokens(scaled, full) for group in self._groups)
+        return max(0.0, self.hits(pages).value * full - lacking / self.sample.rate)
+
+    def size_for(self, hits: float) -> int:
+        """The least with so many."""
+        if self.sample is EXACT:
+            return self._groups[0].curve.size_for(hits)
+        sizes = range(0, self.pages_wanted + 1, self.sample.one_in)
+        return sizes[min(bisect_left(sizes, hits, key=lambda size: self.hits(size).value), len(sizes) - 1)]
+
+    def by_window(self, stored: bool = False) -> dict[int, list[float]]:
+        """Hits in each window, at each of `sizes`; `stored`: of pages that were used, asked for or not."""
+        asked = self.used if stored else self.asked
+        found = {window: [float(pages)] * len(self.sizes) for window, pages in asked.items()}
+        for group in self._groups:
+            hits, uses = group.of_windows(stored)
+            for window, used in uses.items():
+                there = hits.get(window, [0] * len(self.sizes))
+                found[window] = [
+                    rest - (used - some) / self.sample.rate for rest, some in zip(found[window], there, strict=True)
+                ]
+        return found
+
+    def _estimate(self, hits: Callable[["_Group"], float]) -> Estimate:
+        misses = [(group.pages_asked - hits(group)) * self.sample.one_in for group in self._groups]
+        error = statistics.stdev(misses) / math.sqrt(len(misses)) if len(misses) > 1 else 0.0
+        return Estimate(min(max(0.0, self.pages_asked - statistics.fmean(misses)), self.pages_asked), error)
+
+
+class _Group:
+    """Pages of one sample, or all."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.stack = Stack()
+        self.curve = Curve()
+        self.pages_asked = 0
+        self._intervals = Intervals()
+        self._starts: Starts | None = None  # made when all are there
+        self._overlap = 0
+        self._asked, self._stored = Windows(sizes), Windows(sizes)
+        self._asks: Counter[int] = Counter()
+        self._stores: Counter[int] = Counter()
+
+    def add(self, window: int, chain: bytes, asks: bool, lacks: float) -> None:
+        """`lacks`: tokens, of the last page."""
+        here, found, pages = self.stack.requests, self.stack.use(chain), len(chain) // ID_NBYTES
+        if not asks:
+            self._stores[window] += pages
+            for reuse in found:
+                self._stored.add(window, reuse)
+            return
+        self.pages_asked += pages
+        self._asks[window] += pages
+        left = pages
+        for reuse in found:
+            self.curve.add(reuse)
+            self._asked.add(window, reuse)
+            self._intervals.add(reuse.last, here, reuse.pages)
+            left -= reuse.pages
+        if not left and lacks > 0:
+            self.curve.lacks(reuse.distance + reuse.pages - 1, lacks)
+
+    def most_hits(self, pages: int) -> int:
+        if self._starts is None:
+            self._starts, self._overlap = self._intervals.by_start(), self._intervals.overlap()
+        if pages >= self._overlap:
+            return self.curve.total
+        return self._starts.most_hits(pages)
+
+    def of_windows(self, stored: bool) -> tuple[dict[int, list[int]], Counter[int]]:
+        """(hits, pages used) by window; `stored`: asked for or not."""
+        hits = self._asked.hits()
+        if not stored:
+            return hits, self._asks
+        for window, more in self._stored.hits().items():
+            hits[window] = [a + b for a, b in zip(hits.get(window, [0] * len(more)), more, strict=True)]
+        return hits, self._asks + self._stores

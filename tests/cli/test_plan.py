@@ -1,0 +1,163 @@
+"""`kvstore plan`: its table, its words, its pictures; the figures themselves are held to account in tests/plan."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli import plan as module
+from kvstore.measure.trace import chatting
+from kvstore.plan.survey import Sampling
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def written(path: Path, count: int, at_a_time: int = 40, **more: Any) -> Path:
+    with path.open("w") as file:
+        for request in chatting(count, at_a_time=at_a_time):
+            line = {"timestamp": request.timestamp_ms, "input_length": request.input_length, "output_length": 1}
+            file.write(json.dumps({**line, "hash_ids": request.hash_ids, **more}) + "\n")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return written(tmp_path / "trace.jsonl", 400)
+
+
+def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(kvstore: Any, trace: Path) -> None:
+    ran = kvstore("plan", str(trace), "--ram", "1GiB,4GiB", "--ram", "8GiB", "--disk", "64GiB", "--page-bytes", "1MiB")
+    assert ran.code == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith("400 requests, ")
+    assert "512 tokens, 1.0 MiB" in lines[0]
+    assert [line.split()[:3] for line in lines if re.match(r" *\d\.0 GiB", line)] == [
+        [size, "GiB", disk] for size in ("1.0", "4.0", "8.0") for disk in ("-", "64.0")
+    ]
+    assert [line for line in lines if line.startswith("* A store that never forgets would hit ")]
+    assert [line for line in lines if line.startswith("* A disk of 64.0 GiB beside RAM of 8.0 GiB ")]
+
+
+def test_json_has_all_figures_and_the_words(kvstore: Any, trace: Path) -> None:
+    found = kvstore("plan", str(trace), "--ram", "1GiB", "--prefill-tokens-per-s", "5000", "--json").json
+    row = found["rows"][0]
+    assert row["ram_nbytes"] == 1 << 30
+    assert row["pages"] == 16
+    assert row["gpu_seconds_saved"] == pytest.approx(row["tokens_saved"] / 5000, abs=0.05)
+    assert 0 < row["hit_rate"] <= row["bound"] <= found["endless"] < 1
+    assert row["gets"]["peak"] >= row["gets"]["mean"] > 0
+    assert "Llama 3 8B" in found["assumed"][0]
+    assert found["recommendation"][0].startswith("A store that never forgets")
+
+
+def test_one_run_gives_what_the_next_gives(kvstore: Any, trace: Path) -> None:
+    assert kvstore("plan", str(trace), "--json").stdout == kvstore("plan", str(trace), "--json").stdout
+
+
+def test_a_sample_says_its_error(kvstore: Any, trace: Path) -> None:
+    ran = kvstore("plan", str(trace), "--sample", "2", "--ram", "64GiB")
+    assert ran.code == 0, ran.stderr
+    assert "from 50.0 % of the pages; ± is one standard error; below 1,600 pages" in ran.stdout
+    assert re.search(r"\d % ±\d", ran.stdout)
+
+
+def test_a_trace_with_too_many_pages_is_sampled_by_itself() -> None:
+    assert module._sample(None, module.EXACT_PAGES_MAX).rate == 1
+    assert module._sample(None, 4 * module.EXACT_PAGES_MAX) == Sampling(8, 320)
+    assert module._sample(1.0, 4 * module.EXACT_PAGES_MAX).rate == 1, "as the user wants it"
+
+
+def test_pictures_are_drawn_and_need_nothing_else(kvstore: Any, trace: Path, tmp_path: Path) -> None:
+    png, page = tmp_path / "plan.png", tmp_path / "plan.html"
+    ran = kvstore("plan", str(trace), "--picture", str(png), "--picture", str(page), "--json")
+    assert ran.code == 0, ran.stderr
+    assert png.read_bytes().startswith(PNG)
+    text = page.read_text()
+    assert text.count("<svg") == 1
+    assert "<script" not in text
+    assert not re.search(r"""(src|href)=["'](?!#)""", text), "it refers to itself only"
+    assert "A store that never forgets" in text
+    assert text.count("<tr>") == 1 + len(ran.json["rows"])
+
+
+def test_without_matplotlib_it_says_what_to_install_before_it_reads(
+    kvstore: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    ran = kvstore("plan", str(trace), "--picture", str(tmp_path / "plan.png"))
+    assert ran.code == 2
+    assert "comes with the extra plan" in ran.stderr
+    assert kvstore("plan", str(trace)).code == 0, "all else does without it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--ram", "lots"), "--ram 'lots' is not a size"),
+        (("--ram", "1"), "--ram 1 must be at least a page"),
+        (("--picture", "plan.pdf"), "must end with .png or .html"),
+        (("--picture", "/nowhere/plan.png"), "there is no folder"),
+        (("--sample", "0.5"), "--sample 0.5"),
+        (("--limit", "0"), "--limit 0"),
+        (("--copies", "0"), "--copies 0"),
+        (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s"),
+        (("--window", "0"), "--window"),
+        (("--tokens-per-page", "-1"), "--tokens-per-page"),
+        (("--model-config", "/nowhere"), "can not read /nowhere"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_name(kvstore: Any, trace: Path, arguments: tuple[str, ...], said: str) -> None:
+    ran = kvstore("plan", str(trace), *arguments)
+    assert ran.code == 2
+    assert said in ran.stderr
+
+
+def test_a_trace_that_is_none_is_refused(kvstore: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    assert kvstore("plan", str(path)).code == 2
+    path.write_text("{}\n")
+    ran = kvstore("plan", str(path))
+    assert (ran.code, "line 1: timestamp is missing" in ran.stderr) == (2, True)
+
+
+# ---- words -----------------------------------------------------------------------------------
+
+
+def words(kvstore: Any, trace: Path, *arguments: str) -> str:
+    ran = kvstore("plan", str(trace), "--page-bytes", "1MiB", "--json", *arguments)
+    assert ran.code == 0, ran.stderr
+    return " ".join(ran.json["recommendation"])
+
+
+def test_it_says_when_more_ram_is_of_no_use(kvstore: Any, trace: Path) -> None:
+    assert "RAM of 1.0 TiB has all that is ever asked for again" in words(kvstore, trace, "--ram", "1TiB")
+
+
+def test_it_says_when_a_disk_is_needed_and_which(kvstore: Any, trace: Path) -> None:
+    said = words(kvstore, trace, "--ram", "64MiB")
+    assert "A disk is needed for the rest: one of " in said
+
+
+def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(kvstore: Any, trace: Path) -> None:
+    assert "for hits it is hardly worth it" in words(kvstore, trace, "--ram", "4GiB", "--disk", "8GiB")
+    slow = words(kvstore, trace, "--ram", "64MiB", "--disk", "8GiB", "--disk-gb-per-s", "0.000001")
+    assert "more than the 1e-06 that disks are believed to do" in slow
+    assert "All of it should be RAM" in slow
+
+
+def test_it_says_that_a_trace_without_repetition_saves_nothing(kvstore: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 1}
+    path.write_text("".join(json.dumps({**line, "hash_ids": [2 * i, 2 * i + 1]}) + "\n" for i in range(20)))
+    assert "no store would save anything" in words(kvstore, path)
+
+
+def test_it_does_not_speak_of_rates_without_times(kvstore: Any, tmp_path: Path) -> None:
+    said = words(kvstore, written(tmp_path / "still.jsonl", 200, timestamp=0), "--ram", "64MiB", "--disk", "1GiB")
+    assert "The trace has no times" in said
+    assert "GB/s" not in said

@@ -1,0 +1,178 @@
+"""`kvstore record`: a node's own trace, which plans as the node behaved."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, Namespace
+from kvstore.cli import record as module
+from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.recording import Chains, Recording
+from kvstore.measure.replay import ReplayReport, replay, replay_namespace, throwaway_node
+from kvstore.measure.trace import chatting, read_trace
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.plan.pages import page_size
+from kvstore.plan.plan import Wishes, planned, surveyed
+
+CAPACITY = 400
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ASK_S", 0.1)
+    monkeypatch.setattr(module, "STEP_S", 0.02)
+
+
+@pytest.fixture
+def small_node() -> Iterator[NodeProcess]:
+    with throwaway_node(CAPACITY, 4096) as node:
+        yield node
+
+
+def recorded(
+    kvstore: Any,
+    node: NodeProcess,
+    does: Callable[[Client], object],
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+) -> Any:
+    """Runs the command, and `does` beside it: begun when the node records. It is asked again when that is done, so no
+    time is too short."""
+    begun, done = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        assert begun.wait(30.0)
+        with Client(ClientConfig(address=node.address, timeout_s=30.0)) as client:
+            does(client)
+        done.set()
+
+    real = Client.record
+
+    def record(client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False) -> pb.RecordReply:
+        if recording:
+            assert done.wait(60.0)
+        reply = real(client, seconds, recording, end or bool(recording))
+        begun.set()
+        return reply
+
+    monkeypatch.setattr(Client, "record", record)
+    other = threading.Thread(target=beside)
+    other.start()
+    ran = kvstore("record", "-a", node.address, "--seconds", "600", *arguments)
+    other.join()
+    assert ran.code == 0, ran.stderr
+    return ran
+
+
+def test_what_was_recorded_plans_as_the_node_behaved(
+    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = list(chatting(300, at_a_time=16))
+    reports: list[ReplayReport] = []
+    path = tmp_path / "trace.jsonl"
+
+    def does(client: Client) -> None:
+        reports.append(replay(client, requests, replay_namespace(4096)))
+
+    found = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--json").json
+    trace = list(read_trace(path))
+    assert (found["requests"], found["dropped"], len(trace)) == (300, 0, found["requests"] + found["stored"])
+    asked = [request for request in trace if not request.stored]
+    assert [len(request.hash_ids) for request in asked] == [len(request.hash_ids) for request in requests]
+    assert {(request.page_nbytes, request.page_tokens) for request in trace} == {(4096, 1)}
+    page = page_size(trace, None, None, None)
+    wishes = Wishes(page, 1000.0, ram=(CAPACITY * 4096,))
+    row = planned(surveyed(trace, wishes), wishes).rows[0]
+    assert 0.1 < row.hit_rate < 0.95
+    assert abs(row.hit_rate - reports[0].prefix_hit_rate) <= 0.003, "the node's policy is exact LRU"
+
+
+def test_neither_keys_nor_names_are_in_the_file(
+    kvstore: Any,
+    shared_node: NodeProcess,
+    space: Namespace,
+    hashes: list[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorded(kvstore, shared_node, lambda client: client.lookup(space, hashes), monkeypatch, "-o", str(path))
+    text = path.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all(line["hash_ids"] == list(range(len(line["hash_ids"]))) for line in lines)
+    assert all(0 <= number < 1000 for line in lines for number in line["hash_ids"])
+    assert {key for line in lines for key in line} <= {
+        "timestamp", "input_length", "output_length", "hash_ids", "page_nbytes", "page_tokens", "stored",
+    }  # fmt: skip
+    assert lines[-1]["input_length"] == 12, "three pages of four tokens"
+    assert space.model not in text
+
+
+def test_a_file_that_is_there_is_left_alone(kvstore: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("mine")
+    ran = kvstore("record", "-o", str(path))
+    assert (ran.code, path.read_text()) == (2, "mine")
+    assert "can not begin" in ran.stderr
+
+
+def test_when_nobody_asks_there_is_no_file(kvstore: Any, small_node: NodeProcess, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    ran = kvstore("record", "-a", small_node.address, "-o", str(path), "--seconds", "0.05")
+    assert (ran.code, path.exists()) == (1, False)
+    assert "nobody asked" in ran.stderr
+
+
+def test_a_second_recording_is_refused_until_the_first_is_over(kvstore: Any, client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    first = client.record(60.0).recording
+    ran = kvstore("record", "-o", str(path), "--seconds", "0.05")
+    assert (ran.code, path.exists()) == (4, False)
+    assert "one at a time" in ran.stderr
+    while not client.record(recording=first, end=True).over:
+        pass
+
+
+def test_it_ends_when_the_file_is_as_large_as_it_may_be(
+    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def does(client: Client) -> None:
+        replay(client, list(chatting(30)), replay_namespace(4096))
+
+    path = tmp_path / "trace.jsonl"
+    ran = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--max-bytes", "1")
+    assert "--max-bytes 1 were reached" in ran.stderr
+    assert path.read_text().count("\n") == 60
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1"])
+def test_no_time_at_all_is_refused(kvstore: Any, tmp_path: Path, seconds: str) -> None:
+    ran = kvstore("record", "-o", str(tmp_path / "trace.jsonl"), "--seconds", seconds)
+    assert ran.code == 2
+    assert "--seconds" in ran.stderr
+
+
+# ---- chains ----------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_path: Path) -> None:
+    with (tmp_path / "spool").open("w+b") as spool:
+        recording = Recording(spool)
+        for stored, pages in ((True, [70, 80]), (False, [50, 60]), (True, [50, 60, 70, 80]), (False, [])):
+            recording.add([pb.RecordedUse(stored=stored, pages=pages, page_nbytes=8, page_tokens=0.5)])
+        lines = [json.loads(line) for line in recording.lines()]
+    assert [line["hash_ids"] for line in lines] == [[2, 3, 0, 1], [2, 3], [2, 3, 0, 1]]
+    assert [line["input_length"] for line in lines] == [2, 1, 2]
+    assert (recording.requests, recording.stores) == (1, 2)
+
+
+def test_keys_that_are_no_chains_do_not_go_in_circles() -> None:
+    chains = Chains()
+    numbers = [chains.add(ids) for ids in ([1, 2], [2, 1], [3, 3, 1, 3])]
+    assert numbers == [[0, 1], [1, 0], [2, 0]]
+    assert [chains.whole(some) for some in numbers] == [[0, 1], [1, 0], [2, 0]]
+    assert chains.whole([0]) == [1, 0]

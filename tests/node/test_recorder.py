@@ -1,0 +1,154 @@
+"""Recording what a node is asked: bounded, one at a time, of no cost when it is off, and without what pages are."""
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore import Exhausted, InvalidRequest, Namespace, opaque_layout
+from kvstore.pb import kvstore_pb2 as pb
+from node.serve import recorder as module
+from node.serve.recorder import Recorder
+from node.server import Node
+
+SPACE = Namespace("recorded", opaque_layout(300, page_tokens=64), tp_rank=1, tp_size=4)
+KEYS = [hashlib.sha256(bytes([number])).digest() for number in range(6)]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recorder(clock: Clock) -> Recorder:
+    index: Any = SimpleNamespace(value=SPACE, page_nbytes=SPACE.stored_nbytes)
+    return Recorder({SPACE.digest: index}.__getitem__, clock)
+
+
+def begin(recorder: Recorder, ms: int = 10_000) -> bytes:
+    return recorder.record(pb.RecordRequest(ms=ms), None).recording
+
+
+def fetch(recorder: Recorder, name: bytes, end: bool = False) -> pb.RecordReply:
+    return recorder.record(pb.RecordRequest(recording=name, end=end), None)
+
+
+def test_it_is_off_until_somebody_begins_and_after_the_end(recorder: Recorder, clock: Clock) -> None:
+    assert not recorder.on
+    name = begin(recorder)
+    assert recorder.on
+    clock.now += 0.25
+    recorder.note(SPACE.digest, KEYS[:3], stored=False)
+    recorder.note(SPACE.digest, KEYS[1:4], stored=True)
+    reply = fetch(recorder, name)
+    asked, stored = reply.uses
+    assert (asked.at_ms, asked.stored, asked.page_nbytes, asked.page_tokens) == (250, False, 300, 16.0)
+    assert list(asked.pages[1:]) == list(stored.pages[:2]), "the same pages have the same ids"
+    assert stored.stored
+    assert not reply.more
+    assert not reply.over
+    assert fetch(recorder, name, end=True).over
+    assert not recorder.on
+
+
+def test_ids_tell_nothing_of_keys_nor_of_another_recording(recorder: Recorder) -> None:
+    seen = []
+    for _ in range(2):
+        name = begin(recorder)
+        recorder.note(SPACE.digest, KEYS, stored=False)
+        reply = fetch(recorder, name, end=True)
+        seen.append(list(reply.uses[0].pages))
+        told = reply.SerializeToString()
+        assert SPACE.digest not in told
+        assert not any(key[start : start + 8] in told for key in KEYS for start in (0, 8, 16, 24))
+    assert len({*seen[0], *seen[1]}) == 2 * len(KEYS)
+
+
+def test_it_ends_by_itself(recorder: Recorder, clock: Clock) -> None:
+    name = begin(recorder, ms=1000)
+    recorder.note(SPACE.digest, KEYS[:1], stored=False)
+    clock.now += 1.5
+    recorder.note(SPACE.digest, KEYS[:2], stored=False)
+    assert not recorder.on, "by the first that comes too late"
+    reply = fetch(recorder, name)
+    assert ([len(use.pages) for use in reply.uses], reply.over) == ([1], True)
+    with pytest.raises(InvalidRequest, match="over"):
+        fetch(recorder, name)
+
+
+def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(recorder: Recorder, clock: Clock) -> None:
+    first = begin(recorder, ms=10**6)
+    with pytest.raises(Exhausted, match="one at a time"):
+        begin(recorder)
+    clock.now += module.ABANDONED_S + 1
+    recorder.note(SPACE.digest, KEYS, stored=False)
+    assert not recorder.on
+    second = begin(recorder)
+    assert recorder.on
+    with pytest.raises(InvalidRequest, match="over"):
+        fetch(recorder, first)
+    assert fetch(recorder, second, end=True).over
+
+
+@pytest.mark.parametrize("ms", [0, module.RECORD_MS_MAX + 1])
+def test_a_recording_of_no_time_or_more_than_a_day_is_refused(recorder: Recorder, ms: int) -> None:
+    with pytest.raises(InvalidRequest, match="ms"):
+        begin(recorder, ms)
+    assert not recorder.on
+
+
+def test_what_waits_is_bounded_and_what_finds_no_room_is_counted(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WAITING_PAGES_MAX", 4 * (6 + module.USE_PAGES))
+    monkeypatch.setattr(module, "REPLY_PAGES_MAX", 2 * (6 + module.USE_PAGES))
+    name = begin(recorder)
+    for _ in range(7):
+        recorder.note(SPACE.digest, KEYS, stored=False)
+    first, second = fetch(recorder, name), fetch(recorder, name, end=True)
+    assert [len(first.uses), len(second.uses)] == [2, 2]
+    assert (first.more, first.over, second.more, second.over) == (True, False, False, True)
+    assert first.dropped == second.dropped == 3
+
+
+def test_the_largest_reply_fits_a_message(recorder: Recorder) -> None:
+    name = begin(recorder)
+    while not recorder._recording or recorder._recording.pages < module.REPLY_PAGES_MAX:
+        recorder.note(SPACE.digest, KEYS[:1], stored=True)
+    assert fetch(recorder, name).ByteSize() < 2 << 20
+
+
+def test_pages_of_a_namespace_that_was_removed_are_left_out(
+    node: Node, connect: Any, pages: Any, make_pages: Any
+) -> None:
+    client, other = connect(node), make_pages("other")
+    name = client.record(60.0).recording
+    for some in (pages, other):
+        some.put(client, some.keys(0, 1))
+        client.lookup(some.namespace, some.keys(0, 1, 2))
+    client.remove_namespace(other.namespace)
+    reply = client.record(recording=name, end=True)
+    assert [(use.stored, len(use.pages)) for use in reply.uses][:2] == [(True, 2), (False, 3)]
+    assert list(reply.uses[0].pages) == list(reply.uses[1].pages[:2])
+    assert reply.over
+    assert not node.service.recorder.on
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_lookups_and_puts_of_every_wire_are_recorded(node: Node, connect: Any, pages: Any, wire: str) -> None:
+    client, admin = connect(node, wire), connect(node)
+    name = admin.record(60.0).recording
+    pages.put(client, pages.keys(0, 1, 2))
+    client.lookup(pages.namespace, pages.keys(0, 1))
+    client.lookup(pages.namespace, pages.keys(0, 1, 2), touch=True)
+    found = [(use.stored, len(use.pages)) for use in admin.record(recording=name, end=True).uses]
+    assert found == [(True, 3), (False, 2), (True, 3)]

@@ -1,0 +1,87 @@
+"""What a page is: as it is said, as lengths have it, as a model's description has it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.measure.trace import TraceRequest
+from kvstore.plan.pages import TOKEN_NBYTES, page_size, token_nbytes
+
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+def requests(page_tokens: int, full_only: bool) -> list[TraceRequest]:
+    """Of some tokens each, whose last page is left out or part of one."""
+    chance = random.Random(page_tokens)
+    made = []
+    for _ in range(400):
+        tokens = chance.randint(page_tokens, 200 * page_tokens)
+        pages = tokens // page_tokens if full_only else -(-tokens // page_tokens)
+        made.append(TraceRequest(0, tokens, 1, tuple(range(pages))))
+    return made
+
+
+@pytest.mark.parametrize("full_only", [False, True])
+@pytest.mark.parametrize("page_tokens", [16, 64, 512])
+def test_lengths_tell_how_many_tokens_a_page_has(page_tokens: int, full_only: bool) -> None:
+    found = page_size(requests(page_tokens, full_only), None, None, None)
+    assert (found.tokens, found.nbytes) == (page_tokens, page_tokens * TOKEN_NBYTES)
+    assert "Llama 3 8B" in found.assumed[0]
+
+
+def test_what_is_said_counts_and_nothing_is_assumed_then() -> None:
+    found = page_size(requests(64, True), 128, None, 1000)
+    assert (found.tokens, found.nbytes, found.assumed) == (128, 128_000, ())
+    assert page_size(requests(64, True), None, 4096, None).nbytes == 4096
+
+
+def test_a_recorded_trace_says_it_itself() -> None:
+    recorded = [request._replace(page_nbytes=4096, page_tokens=16.0) for request in requests(64, True)]
+    assert page_size(recorded, None, None, None) == page_size([], 16.0, 4096, None)
+    mixed = [*recorded, recorded[0]._replace(page_nbytes=8192)]
+    assert "2 sizes" in page_size(mixed, None, None, None).assumed[0]
+
+
+def test_a_trace_without_lengths_asks_for_them() -> None:
+    with pytest.raises(InvalidRequest, match="--tokens-per-page"):
+        page_size([TraceRequest(0, 0, 0, (1, 2))], None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "nbytes"),
+    [
+        (LLAMA, 131_072),
+        ({**LLAMA, "torch_dtype": "float32"}, 262_144),
+        ({**LLAMA, "num_key_value_heads": None, "head_dim": 64}, 262_144),
+        ({"text_config": LLAMA, "vision_config": {}}, 131_072),
+        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}, 70_272),
+    ],
+)
+def test_a_models_description_tells_the_bytes_of_a_token(tmp_path: Path, model: dict[str, Any], nbytes: int) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model))
+    assert token_nbytes(path) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "describes no model"),
+        ("[]", "describes no model"),
+        ("{}", "num_attention_heads|num_hidden_layers"),
+        (json.dumps({**LLAMA, "torch_dtype": "int3"}), "unknown dtype 'int3'"),
+        (json.dumps({**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}), "sliding_attention"),
+        (None, "can not read"),
+    ],
+)
+def test_what_is_no_such_description_is_refused_by_name(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        token_nbytes(path)
+    assert "config.json" in str(caught.value)

@@ -1,0 +1,134 @@
+"""Plans: two tiers, copies, what must be borne; against a store of each size."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from brute_force import lru_hits, trees
+
+from kvstore.errors import InvalidRequest
+from kvstore.measure.trace import TraceRequest
+from kvstore.plan.pages import PageSize
+from kvstore.plan.plan import NEARLY_ALL, Plan, Row, Wishes, planned, surveyed
+
+PAGE = PageSize(16.0, 4096)
+REQUESTS = trees(11, 400, fresh=0.1, deep=5)
+CHAINS = [request.hash_ids for request in REQUESTS]
+ASKED = sum(map(len, CHAINS))
+
+
+def plan(requests: list[TraceRequest] = REQUESTS, **wishes: Any) -> Plan:
+    wanted = Wishes(PAGE, 1000.0, window_s=10.0, **wishes)
+    return planned(surveyed(requests, wanted), wanted)
+
+
+def row(made: Plan, ram: int, disk: int = 0) -> Row:
+    return next(some for some in made.rows if (some.ram_nbytes, some.disk_nbytes) == (ram, disk))
+
+
+def test_ram_and_disk_are_one_stack_and_the_larger_one_decides() -> None:
+    made = plan(ram=(40 * 4096, 200 * 4096), disk=(100 * 4096,))
+    for ram, disk in ((40, 0), (200, 0), (40, 100), (200, 100)):
+        found = row(made, ram * 4096, disk * 4096)
+        assert found.pages == max(ram, disk)
+        assert found.hit_rate == lru_hits(CHAINS, max(ram, disk)) / ASKED
+        assert found.hit_rate_ram == lru_hits(CHAINS, ram) / ASKED
+        assert found.hit_rate_doubled == lru_hits(CHAINS, max(2 * ram, disk)) / ASKED
+        assert found.hit_rate <= found.bound <= made.endless
+        assert found.gpu_seconds_saved == pytest.approx(found.tokens_saved / 1000, abs=0.05)
+
+
+def test_rates_are_bytes_of_a_second_on_average_and_in_the_worst_window() -> None:
+    made = plan(ram=(40 * 4096,), disk=(100 * 4096,))
+    found, seconds = row(made, 40 * 4096, 100 * 4096), made.seconds
+    hits, in_ram = lru_hits(CHAINS, 100), lru_hits(CHAINS, 40)
+    assert found.gets.mean == pytest.approx(hits * 4096 / seconds / 1e9)
+    assert found.puts.mean == pytest.approx((ASKED - hits) * 4096 / seconds / 1e9)
+    assert found.disk_reads.mean == pytest.approx((hits - in_ram) * 4096 / seconds / 1e9)
+    assert found.disk_writes == found.puts
+    per_window = [
+        lru_hits([r.hash_ids for r in REQUESTS if r.timestamp_ms < end], 100) for end in range(0, 110_000, 10_000)
+    ]
+    worst = max(after - before for before, after in itertools.pairwise(per_window))
+    assert found.gets.peak == pytest.approx(worst * 4096 / 10 / 1e9)
+    assert row(made, 40 * 4096).disk_reads.peak == 0
+
+
+def test_a_trace_without_times_has_no_rates() -> None:
+    made = plan([request._replace(timestamp_ms=5.0) for request in REQUESTS], ram=(40 * 4096,))
+    assert made.rows[0].gets == made.rows[0].disk_reads == (made.rows[0].puts)
+    assert made.rows[0].gets.mean is None
+    assert made.ram_beside_disk_nbytes is None
+
+
+def test_owners_and_near_copies_take_their_places() -> None:
+    made = plan(ram=(80 * 4096,), copies=2, near_share=0.25)
+    assert made.rows[0].pages == 30
+    assert made.rows[0].hit_rate == lru_hits(CHAINS, 30) / ASKED
+    costs = {(cost.copies, cost.near_share): cost for cost in made.copy_costs}
+    assert costs.keys() == {(copies, share) for copies in (1, 2, 3) for share in (0.0, 0.25)}
+    for (copies, share), cost in costs.items():
+        assert cost.hit_rate == lru_hits(CHAINS, int(80 * (1 - share)) // copies) / ASKED
+    assert costs[2, 0.0].nearly_all_nbytes == 2 * costs[1, 0.0].nearly_all_nbytes == made.nearly_all_nbytes
+
+
+def test_the_knee_is_the_least_size_with_nearly_all_hits() -> None:
+    made = plan()
+    knee = made.nearly_all_pages
+    assert lru_hits(CHAINS, knee) >= NEARLY_ALL * lru_hits(CHAINS, ASKED) > lru_hits(CHAINS, knee - 1)
+    assert lru_hits(CHAINS, made.wanted_pages) == lru_hits(CHAINS, ASKED) > lru_hits(CHAINS, made.wanted_pages - 1)
+    assert made.endless == lru_hits(CHAINS, ASKED) / ASKED
+
+
+def test_sizes_that_nobody_asked_for_reach_from_few_hits_to_all() -> None:
+    made = plan()
+    sizes = [some.ram_nbytes for some in made.rows]
+    assert sizes == sorted(sizes)
+    assert made.rows[-1].pages >= made.wanted_pages > made.rows[-2].pages
+    assert made.rows[-1].hit_rate == made.endless
+    assert all(math.log2(size).is_integer() for size in sizes)
+    assert not made.ram_asked
+
+
+def test_the_ram_beside_a_disk_is_the_least_with_which_the_disk_keeps_up() -> None:
+    slow, fast = plan(disk_gb_per_s=1e-9), plan(disk_gb_per_s=1e9)
+    assert slow.ram_beside_disk_nbytes is not None
+    assert fast.ram_beside_disk_nbytes is not None
+    assert slow.ram_beside_disk_nbytes >= slow.nearly_all_nbytes
+    assert fast.ram_beside_disk_nbytes < 4 * 4096
+    between = plan(disk_gb_per_s=2e-5)
+    assert between.ram_beside_disk_nbytes is not None
+    found = plan(ram=(between.ram_beside_disk_nbytes,), disk=(between.nearly_all_nbytes,)).rows[1]
+    assert found.disk_reads.peak is not None
+    assert found.disk_reads.peak <= 2e-5
+
+
+def test_the_curve_rises_to_all_hits() -> None:
+    made = plan()
+    rates = [rate for _, rate in made.curve]
+    assert rates == sorted(rates)
+    assert rates[-1] == made.endless
+    assert all(rate == lru_hits(CHAINS, nbytes // 4096) / ASKED for nbytes, rate in made.curve[::16])
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"copies": 0}, "--copies 0"),
+        ({"near_share": 1.0}, "--near-share"),
+        ({"near_share": -0.1}, "--near-share"),
+        ({"ram": (4095,)}, "--ram 4095"),
+        ({"disk": (0,)}, "--disk 0"),
+        ({"ram": (8 * 4096,), "copies": 9}, "--ram"),
+        ({"disk_gb_per_s": 0.0}, "--disk-gb-per-s"),
+    ],
+)
+def test_wishes_that_can_not_be_are_refused_by_name(wishes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        plan(**wishes)
+
+
+def test_a_trace_that_asks_for_nothing_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no request"):
+        plan([TraceRequest(0, 1, 1, ()), TraceRequest(0, 1, 1, (1, 2), stored=True)])

@@ -1,0 +1,107 @@
+"""All that is found in one pass: tokens, windows of time, what is only stored; and samples, beside what is exact."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from brute_force import lru_hits, trees
+
+from kvstore.measure.trace import TraceRequest, chatting
+from kvstore.plan.survey import EXACT, Sampling, Survey, sampling
+
+PAGE_TOKENS = 16.0
+SIZES = [1, 4, 9, 20, 64, 200, 1000]
+
+
+def surveyed(requests: list[TraceRequest], sample: Sampling = EXACT, window_ms: float = 5000.0) -> Survey:
+    survey = Survey(SIZES, window_ms, PAGE_TOKENS, sample)
+    for request in requests:
+        survey.add(request)
+    return survey
+
+
+def hits_of_each(requests: list[TraceRequest], pages: int) -> list[int]:
+    chains = [request.hash_ids for request in requests]
+    sums = [lru_hits(chains[:count], pages) for count in range(len(chains) + 1)]
+    return [after - before for before, after in itertools.pairwise(sums)]
+
+
+@pytest.mark.parametrize("pages", SIZES)
+def test_tokens_are_those_of_the_pages_hit_and_the_last_page_may_be_short(pages: int) -> None:
+    requests = trees(1, 120, fresh=0.2, deep=4)
+    survey = surveyed(requests)
+    wanted = sum(
+        min(hits * PAGE_TOKENS, request.input_length)
+        for request, hits in zip(requests, hits_of_each(requests, pages), strict=True)
+    )
+    assert survey.tokens(pages) == wanted
+    assert survey.tokens_asked == sum(request.input_length for request in requests)
+
+
+def test_hits_of_each_window_are_those_of_its_requests() -> None:
+    requests = trees(2, 120, fresh=0.2, deep=4)
+    survey = surveyed(requests)
+    found = survey.by_window()
+    for place, pages in enumerate(SIZES):
+        wanted: Counter[int] = Counter()
+        for request, hits in zip(requests, hits_of_each(requests, pages), strict=True):
+            wanted[int(request.timestamp_ms // 5000)] += hits
+        assert {window: hits[place] for window, hits in found.items()} == {window: wanted[window] for window in found}
+        assert survey.hits(pages).value == sum(wanted.values())
+    assert survey.asked.total() == survey.pages_asked
+    assert survey.seconds == (requests[-1].timestamp_ms - requests[0].timestamp_ms) / 1000
+
+
+def test_what_is_only_stored_is_there_and_asks_for_nothing() -> None:
+    chain = tuple(range(5))
+    stored = TraceRequest(0, 80, 0, chain, stored=True)
+    asks = TraceRequest(1000, 48, 0, chain[:3])
+    survey = surveyed([stored, asks, stored])
+    assert (survey.requests, survey.pages_asked, survey.hits(10).value) == (1, 3, 3)
+    assert survey.most_hits(10).value == 3
+    assert survey.most_hits(2).value == 2
+    assert sum(survey.used.values()) == 13
+    assert survey.by_window(stored=True)[0][SIZES.index(20)] == 8, "three that were asked for, five stored again"
+
+
+@pytest.mark.parametrize("one_in", [2.0, 5.0])
+def test_a_sample_is_right_within_its_error(one_in: float) -> None:
+    """Within four standard errors, and these are small; nothing here is random."""
+    requests = list(chatting(6000, at_a_time=400))
+    exact, sampled = surveyed(requests), surveyed(requests, sampling(one_in))
+    assert sampled.pages_asked == exact.pages_asked
+    assert abs(sampled.pages / exact.pages - 1) < 0.1
+    assert sampled.sample.rate == pytest.approx(1 / one_in)
+    for pages in (2000, 5000, 8000, 20_000):
+        for estimate, truth in (
+            (sampled.hits(pages), exact.hits(pages)),
+            (sampled.most_hits(pages), exact.most_hits(pages)),
+        ):
+            assert truth.error == 0
+            assert abs(estimate.value - truth.value) <= 4 * estimate.error + 0.002 * exact.pages_asked, pages
+            assert estimate.error < 0.03 * exact.pages_asked
+        assert sampled.tokens(pages) == pytest.approx(exact.tokens(pages), rel=0.1)
+    half = exact.hits(10**9).value / 2
+    assert sampled.size_for(half) == pytest.approx(exact.size_for(half), rel=0.2)
+
+
+def test_windows_of_a_sample_are_scaled_to_all_pages() -> None:
+    requests = list(chatting(4000, at_a_time=300))
+    exact, sampled = surveyed(requests, window_ms=100_000), surveyed(requests, sampling(3.0), window_ms=100_000)
+    place = SIZES.index(1000)
+    wanted, found = exact.by_window(), sampled.by_window()
+    assert wanted.keys() == found.keys()
+    total = sum(hits[place] for hits in wanted.values())
+    assert sum(hits[place] for hits in found.values()) == pytest.approx(total, rel=0.1)
+
+
+def test_one_page_in_one_is_no_sample() -> None:
+    assert sampling(1.0) is EXACT
+    assert sampling(0.3) is EXACT
+    assert sampling(4.0) == Sampling(8, 32)
+
+
+def test_a_request_without_pages_counts_as_a_request() -> None:
+    requests = [request._replace(hash_ids=()) for request in trees(1, 3, 0.5, 2)]
+    survey = surveyed(requests)
+    assert (survey.requests, survey.pages_asked, survey.pages_wanted) == (3, 0, 0)
