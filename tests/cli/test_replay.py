@@ -113,6 +113,12 @@ def test_the_capacities_of_that_test_tell_touching_orders_apart() -> None:
     assert rates == sorted(set(rates))
 
 
+def test_what_a_recording_has_as_stored_is_put_and_not_asked_for() -> None:
+    trace = [TraceRequest(0, 0, 0, (1, 2), stored=True), TraceRequest(0, 0, 0, (1, 2, 3))]
+    report = replay(FakeStore(), trace, replay_namespace(PAGE_NBYTES))
+    assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (1, 3, 2, 3)
+
+
 @pytest.mark.parametrize("position", [0, 137, PAGE_NBYTES - 1])
 def test_one_wrong_byte_is_a_mismatch_and_is_not_put_back(position: int) -> None:
     store = FakeStore()

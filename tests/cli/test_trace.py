@@ -21,6 +21,13 @@ def test_a_request_is_read_as_written(tmp_path: Path) -> None:
     assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
 
 
+def test_what_a_recording_says_of_its_pages_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", {**GOOD, "page_nbytes": 4096, "page_tokens": 2.5, "stored": True})
+    assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1), 4096, 2.5, True)]
+    path = write(tmp_path / "trace.jsonl", {**GOOD, "something": "else"})
+    assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
+
+
 def test_blank_lines_are_not_requests(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", GOOD, "", "  ", GOOD)
     assert count_requests(path) == len(list(read_trace(path))) == 2
@@ -42,6 +49,10 @@ def test_the_limit_ends_reading_before_a_bad_line(tmp_path: Path) -> None:
         ({**GOOD, "input_length": True}, "input_length is True"),
         ({"timestamp": 0, "input_length": 1, "output_length": 1}, "hash_ids is missing"),
         ({**GOOD, "hash_ids": {}}, "hash_ids is dict"),
+        ({**GOOD, "hash_ids": [1, True]}, "hash id True"),
+        ({**GOOD, "stored": 1}, "stored is 1"),
+        ({**GOOD, "page_tokens": -1}, "page_tokens is -1"),
+        ({**GOOD, "page_nbytes": None}, "page_nbytes is None"),
         ({**GOOD, "hash_ids": [1, 2.5]}, "hash id 2.5"),
         ({**GOOD, "hash_ids": [-1]}, "hash id -1"),
         ({**GOOD, "hash_ids": [2**64]}, "hash id 18446744073709551616"),
