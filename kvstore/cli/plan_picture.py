@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.output import human_nbytes
 from kvstore.errors import InvalidRequest
 from kvstore.plan.plan import Plan, Row
@@ -38,12 +39,12 @@ def check_pictures(paths: Sequence[Path]) -> None:
 
 
 def draw(plan: Plan, words: Sequence[str], path: Path) -> None:
-    """Raises InvalidRequest if it can not be written."""
+    """Raises Failure if it can not be written."""
     data = _png(plan) if path.suffix.lower() == ".png" else _page(plan, words).encode()
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise InvalidRequest(f"can not write {path}: {error.strerror}") from error
+        raise Failure(f"can not write {path}: {error.strerror}", ExitCode.UNWRITTEN) from error
 
 
 def _figure_class() -> Any:

@@ -49,17 +49,20 @@ def record(
         file = output.open("x", encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"can not begin {output}: {error.strerror}") from error
-    with file, tempfile.TemporaryFile() as spool:
-        recording, code, dropped = Recording(spool), ExitCode.OK, 0
-        try:
-            with run.client(direct=True) as client, progress("recording", seconds) as on_progress:
-                dropped = _listen(client, recording, seconds, most, on_progress)
-        except KeyboardInterrupt:
-            code = ExitCode.INTERRUPTED
-        finally:  # a node that is lost takes nothing of what it has told
-            file.writelines(recording.lines())
-            if not recording.nbytes:
-                output.unlink()
+    try:
+        with file, tempfile.TemporaryFile() as spool:
+            recording, code, dropped = Recording(spool), ExitCode.OK, 0
+            try:
+                with run.client(direct=True) as client, progress("recording", seconds) as on_progress:
+                    dropped = _listen(client, recording, seconds, most, on_progress)
+            except KeyboardInterrupt:
+                code = ExitCode.INTERRUPTED
+            finally:  # a node that is lost takes nothing of what it has told
+                file.writelines(recording.lines())
+                if not recording.nbytes:
+                    output.unlink()
+    except OSError as error:
+        raise Failure(f"can not write {output}, or beside it: {error.strerror}", ExitCode.UNWRITTEN) from error
     if recording.nbytes >= most:
         note(f"--max-bytes {max_bytes} were reached before the time was over")
     if dropped:

@@ -1,5 +1,6 @@
 """`kvstore record`: a node's own trace, which plans as the node behaved."""
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -118,6 +119,18 @@ def test_a_file_that_is_there_is_left_alone(kvstore: Any, tmp_path: Path) -> Non
     ran = kvstore("record", "-o", str(path))
     assert (ran.code, path.read_text()) == (2, "mine")
     assert "can not begin" in ran.stderr
+
+
+def test_a_full_disk_is_told_as_such(
+    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(recording: Recording) -> Iterator[str]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Recording, "lines", full)
+    ran = kvstore("record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--seconds", "0.05")
+    assert ran.code == 74
+    assert "No space left" in ran.stderr
 
 
 def test_when_nobody_asks_there_is_no_file(kvstore: Any, small_node: NodeProcess, tmp_path: Path) -> None:
