@@ -74,11 +74,11 @@ def apart(exact: Plan, sampled: Plan) -> str:
     """How far a sample is from all, in points."""
     pairs = [(a, b) for a in exact.rows for b in sampled.rows if a.ram_nbytes == b.ram_nbytes]
     hits = max(abs(a.hit_rate - b.hit_rate) for a, b in pairs)
-    bounds = max(abs(a.bound - b.bound) for a, b in pairs)
+    bounds = ", ".join(f"{100 * abs(a.bound - b.bound):.2f} at {a.pages:,}" for a, b in pairs)
     errors = max(max(b.hit_rate_error, b.bound_error) for _, b in pairs)
     return (
         f"one page in {SAMPLED:g}, at {len(pairs)} sizes: hit rates at most {100 * hits:.2f} points from the exact, "
-        f"bounds {100 * bounds:.2f}; the largest standard error that it states is {100 * errors:.2f}"
+        f"bounds {bounds} pages; the largest standard error that it states is {100 * errors:.2f}"
     )
 
 

@@ -19,7 +19,6 @@ from kvstore.plan.survey import EXACT, Sampling, sampling
 
 EXACT_PAGES_MAX = 10**8  # uses of pages: some 2.5 minutes, 1 GiB; beyond, a sample
 SAMPLE_PAGES = 10**7  # of about so many uses
-FEW_PAGES = 100  # of a group of a sample: its bounds are some tenths of a point too low
 PREFILL_TOKENS_PER_S = 10_000.0
 
 
@@ -133,8 +132,9 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
     for assumed in plan.assumed:
         print(f"assumed: {assumed}")
     if plan.sampled < 1:
-        few = FEW_PAGES * plan.page_stands_for
-        print(f"from {percent(plan.sampled)} of the pages; ± is one standard error; below {few:,} pages bounds are low")
+        print(
+            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds are besides a little too low"
+        )
     print()
     rows = [_cells(plan, row) for row in plan.rows]
     show((">RAM", ">DISK", ">PAGES", ">HIT", ">IN RAM", ">BOUND", ">TOKENS SAVED", ">GPU s", *_RATES), rows)

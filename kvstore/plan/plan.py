@@ -119,8 +119,7 @@ class CopyCost:
 class Plan:
     """`endless`: the hit rate of a store that never forgets. `nearly_all_pages`: the least size with 95 % of its hits,
     `wanted_pages`: with all. `ram_beside_disk_nbytes`: the least RAM beside a disk for nearly all with which the disk
-    reads no faster than `disk_gb_per_s`; None: the trace has no times. `ram_asked`: by the user, or chosen here.
-    `page_stands_for`: so many, in each group of a sample."""
+    reads no faster than `disk_gb_per_s`; None: the trace has no times. `ram_asked`: by the user, or chosen here."""
 
     requests: int
     pages_asked: int
@@ -128,7 +127,6 @@ class Plan:
     tokens_asked: int
     seconds: float
     sampled: float
-    page_stands_for: int
     page_nbytes: int
     page_tokens: float
     assumed: tuple[str, ...]
@@ -195,7 +193,6 @@ class _Planner:
             tokens_asked=survey.tokens_asked,
             seconds=survey.seconds,
             sampled=survey.sample.rate,
-            page_stands_for=survey.sample.one_in,
             page_nbytes=wishes.page.nbytes,
             page_tokens=wishes.page.tokens,
             assumed=wishes.page.assumed,
