@@ -132,8 +132,8 @@ class Survey:
         return self._estimate(lambda group: group.curve.hits(scaled))
 
     def most_hits(self, pages: int) -> Estimate:
-        """The bound: see `optimum`. Between two sizes that a group can have it is taken to be on a line. Of a sample it is
-        low: how many of a request's pages a group has varies, and fewer gain it less than more cost it."""
+        """The bound: see `optimum`. Between two sizes that a group can have it is taken to be on a line. Of a sample it
+        is low: how many of a request's pages a group has varies, and fewer gain it less than more cost it."""
         scaled, rest = divmod(pages, self.sample.one_in)
         share = rest / self.sample.one_in
 
