@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -49,6 +49,7 @@ help:
 	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
+	@echo "make soak-cluster three nodes under mixed load and faults: what must stay flat, as a picture (30 minutes; ARGS='--minutes 5')"
 	@echo "make bench        ten benchmarks, of the wires, TLS, lookups, metadata and the disk; TRACE=path adds two of hit rates, DIR=path"
 	@echo "                  puts the data on another disk; not those of locks, calls abreast, GPUs (make gpu-test) and engines"
 	@echo "                  (15 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
@@ -229,6 +230,9 @@ proto: $(READY)
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+soak-cluster: $(READY)
+	$(BIN)/python benchmarks/soak_cluster.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
