@@ -1,4 +1,4 @@
-"""What the documents say that can be looked up: flags, defaults, variables, command lines, the README's program."""
+"""What the documents say that can be looked up: flags, defaults, variables, command lines, the guide's program."""
 
 import dataclasses
 import re
@@ -79,7 +79,7 @@ def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
     ("document", "said"),
     [
         ("docs/operations.md", f"when a read has taken {HANGS_S:g} s, what is on disk only is a miss"),
-        ("README.md", f"those on disk are misses when a read has taken {HANGS_S:g} s"),
+        ("docs/guide.md", f"those on disk are misses when a read has taken {HANGS_S:g} s"),
         ("docs/operations.md", f"{END_S:g} of them for the keeper, which is killed then"),
         ("docs/operations.md", f"a warning in the log says so every {LOG_S:g} s"),
         ("docs/operations.md", f"the next one waits up to {LOCK_WAIT_S:g} s for the old keeper"),
@@ -115,7 +115,10 @@ def test_dockers_variables_are_those_of_the_compose_file() -> None:
         told |= dict(zip(full, defaults.strip().split(", "), strict=True))
     assert len(told) == 10
     assert told.items() <= there.items()
-    assert f"A stop gets {re.findall(r'stop_grace_period: (30)s', compose)[0]} s" in (ROOT / "README.md").read_text()
+    assert (
+        f"A stop gets {re.findall(r'stop_grace_period: (30)s', compose)[0]} s"
+        in (ROOT / "docs" / "guide.md").read_text()
+    )
 
 
 def test_every_variable_that_the_documents_name_is_read() -> None:
@@ -192,14 +195,16 @@ def test_every_metric_that_the_documents_name_is_told() -> None:
 # ---- a program -------------------------------------------------------------------------------
 
 
-def test_the_program_of_the_readme_stores_pages_and_finds_them(shared_node: NodeProcess) -> None:
-    blocks = re.findall(r"(?:^    .*\n|^\n)+", section((ROOT / "README.md").read_text(), "In a program"), re.MULTILINE)
+def test_the_program_of_the_guide_stores_pages_and_finds_them(shared_node: NodeProcess) -> None:
+    blocks = re.findall(
+        r"(?:^    .*\n|^\n)+", section((ROOT / "docs" / "guide.md").read_text(), "In a program"), re.MULTILINE
+    )
     program = "\n".join(line[4:] for line in next(block for block in blocks if block.strip()).splitlines())
     program = program.replace("10.0.0.5:7440", shared_node.address)
     pages = [bytes([i]) * (8 << 20) for i in (1, 2)]
     for found in (0, 2):
         names: dict[str, Any] = {"tokens": range(130), "pages": pages}
-        exec(compile(program, "README.md", "exec"), names)
+        exec(compile(program, "docs/guide.md", "exec"), names)
         assert names["layout"].page_nbytes == 8 << 20
         assert names["found"] == found
     assert names["hits"] == [True, True]
