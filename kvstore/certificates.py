@@ -6,6 +6,7 @@ key            of that certificate; nobody but its owner may read it
 """
 
 import datetime
+import ipaddress
 import logging
 import os
 import re
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 FILE_NBYTES_MAX = 16 << 20
+NEAR_END_S = 7 * 24 * 3600.0  # so long before a certificate's time is up it is warned of
 SYSTEM = "system"  # in place of a file of authorities: those that this host believes
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PAIR_TRIES, PAIR_S = 5, 0.05
@@ -32,6 +34,7 @@ _VERSION = 0xA0  # and of a field that not every certificate has
 _VALIDITY = 3  # place of a certificate's dates among its other fields; the next is whose it is
 _EXTENSIONS = 0xA3
 _ALTERNATIVE_NAMES = bytes.fromhex("551d11")
+_DNS_NAME, _IP_ADDRESS = 0x82, 0x87
 _NO_TEXT = (0x06, 0x87, 0x88, 0xA0, 0xA3, 0xA4, 0xA5)  # in names: identifiers, addresses, what has parts
 _WIDE = {0x1C: "utf-32-be", 0x1E: "utf-16-be"}
 
@@ -205,12 +208,32 @@ def names_end_early(pem: bytes) -> bool:
     try:
         _, subject, *rest = _fields(pem)[_VALIDITY:]
         named = [pair for _, entry in _parts(subject[1]) for _, some in _parts(entry) for pair in _parts(some)]
-        for _, extension in (some for tag, all_of_them in rest if tag == _EXTENSIONS for some in _in(all_of_them)):
-            (_, kind), *_, (_, value) = _parts(extension)
-            named += _in(value) if kind == _ALTERNATIVE_NAMES else []
+        named += _alternatives(rest)
         return any("\0" in content.decode(_WIDE.get(tag, "latin-1")) for tag, content in named if tag not in _NO_TEXT)
     except (ValueError, IndexError):
         return True
+
+
+def hosts(pem: bytes) -> list[str]:
+    """Names and addresses by which the holder of a certificate may be called. Raises ConfigError for what is none."""
+    try:
+        named = _alternatives(_fields(pem)[_VALIDITY + 2 :])
+        return [
+            str(ipaddress.ip_address(content)) if tag == _IP_ADDRESS else content.decode("ascii")
+            for tag, content in named
+            if tag in (_DNS_NAME, _IP_ADDRESS)
+        ]
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"a certificate that can not be read: {error}") from error
+
+
+def _alternatives(fields: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The alternative names among what stands behind a certificate's subject."""
+    named = []
+    for _, extension in (some for tag, all_of_them in fields if tag == _EXTENSIONS for some in _in(all_of_them)):
+        (_, kind), *_, (_, value) = _parts(extension)
+        named += _in(value) if kind == _ALTERNATIVE_NAMES else []
+    return named
 
 
 def _fields(pem: bytes) -> list[tuple[int, bytes]]:

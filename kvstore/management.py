@@ -206,7 +206,7 @@ class Management:
         return self._fan_out.each(lambda link, limit: link.wire.call("node_status", request, limit), None, deadline)
 
     def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
-        """Forgets all pages of a namespace in every tier; how many entries went."""
+        """Forgets a namespace and all its pages in every tier; how many entries went."""
         request = pb.RemoveNamespaceRequest(namespace=namespace.digest, removal=os.urandom(REMOVAL_NBYTES))
         deadline = self._deadline(timeout_s)
         removed = 0

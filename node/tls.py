@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from kvstore.certificates import PemFiles, Pems, date, names_end_early
+from kvstore.certificates import NEAR_END_S, PemFiles, Pems, date, names_end_early
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
@@ -25,7 +25,6 @@ from node.config import NodeConfig
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-NEAR_END_S = 7 * 24 * 3600.0
 WARN_AGAIN_S = 6 * 3600.0
 _names_end_early = lru_cache(256)(names_end_early)  # a connection makes many calls
 SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")

@@ -69,6 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__.py",),
         ("measure/",),
         ("plan/",),
+        ("doctor/",),
         ("cli/",),
     ),
     "node": (

@@ -35,7 +35,7 @@ def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list
             storage = plane.bits.untyped_storage()
             if storage._cdata not in numbers:  # not its address: that changes when memory becomes shared
                 numbers[storage._cdata] = len(storages)
-                storages.append(_described_storage(storage, inherited))
+                storages.append(described_storage(storage, inherited))
             views.append(
                 {
                     "storage": numbers[storage._cdata],
@@ -49,7 +49,7 @@ def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list
     return storages, described, inherited
 
 
-def _described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> dict[str, Any]:
+def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> dict[str, Any]:
     try:
         if storage.device.type == "cuda":
             values = storage._share_cuda_()  # type: ignore[no-untyped-call]

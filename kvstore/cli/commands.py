@@ -6,6 +6,7 @@ import typer
 
 from kvstore import __version__
 from kvstore.cli import certs, cluster, disk, erasure, listing, load, moves, pages, payload, pins, plan, record, tokens
+from kvstore.cli.doctor import doctor
 from kvstore.cli.exits import Root
 from kvstore.cli.invocation import Invocation, command
 from kvstore.cli.status import status
@@ -30,7 +31,7 @@ Examples:
 \b
 Exit codes:
   0    ok
-  1    miss, not found, or nothing matched
+  1    miss, not found, or nothing matched; a check of doctor failed
   2    wrong usage or invalid request
   3    node unavailable, or deadline exceeded
   4    the node or a limit is exhausted
@@ -75,6 +76,7 @@ def options(
 for _name, _function in (
     ("status", status),
     ("top", top),
+    ("doctor", doctor),
     ("ls", listing.ls),
     ("stat", pages.stat),
     ("lookup", pages.lookup),

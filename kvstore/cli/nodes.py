@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.certificates import date
+from kvstore.certificates import NEAR_END_S, date
 from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, handing_line, sweep_line
@@ -15,7 +15,6 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 
-NEAR_END_MS = 7 * 24 * 3600 * 1000  # of a certificate
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 
 
@@ -143,7 +142,7 @@ def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
     for one in tls.certificates:
         left_ms = 1000 * (one.ends_unix_s - time.time())
         lines[0] += f"  {one.setting} until {date(one.ends_unix_s)}"
-        if left_ms < NEAR_END_MS:
+        if left_ms < 1000 * NEAR_END_S:
             lines.append(
                 f"{one.setting} {'HAS EXPIRED' if left_ms <= 0 else 'expires in ' + human_ms(left_ms)}: renew it"
             )

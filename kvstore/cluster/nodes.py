@@ -123,7 +123,7 @@ class Nodes:
         with self._lock:
             known = [link for at, link in self._links.items() if self._members.get(at) in given]
         yield from (link for link in known if link.wire_name == "shm")
-        here = [some for some in view.members if some.id in given and _is_here(split_address(some.address)[0])]
+        here = [some for some in view.members if some.id in given and is_here(split_address(some.address)[0])]
         yield from (self._link(member.address) for member in here[:NEAR_TRIED])
 
     # ---- links ---------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Nodes:
             link.close()
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Whether it is this host, as far as that shows without asking anybody."""
     if host in ("localhost", socket.gethostname()):
         return True

@@ -746,7 +746,7 @@ class TenantUse(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., ram_nbytes: _Optional[int] = ..., ram_quota_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., disk_quota_nbytes: _Optional[int] = ..., pin_count: _Optional[int] = ..., pin_quota: _Optional[int] = ..., held_nbytes: _Optional[int] = ..., held_quota_nbytes: _Optional[int] = ..., refused_puts: _Optional[int] = ..., refused_pins: _Optional[int] = ..., refused_holds: _Optional[int] = ..., refused_connections: _Optional[int] = ..., refused_requests: _Optional[int] = ..., refused_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -767,6 +767,7 @@ class NodeStatusReply(_message.Message):
     INSECURE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CALLS_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
+    NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -787,7 +788,8 @@ class NodeStatusReply(_message.Message):
     insecure: str
     refused_calls: int
     tls: TlsStatus
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ...) -> None: ...
+    now_unix_ms: int
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ...) -> None: ...
 
 class TlsStatus(_message.Message):
     __slots__ = ("certificates", "client_certificates", "problem")

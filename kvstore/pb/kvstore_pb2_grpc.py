@@ -222,7 +222,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveNamespace(self, request, context):
-        """Forgets all pages of a namespace, in RAM and on disk.
+        """Forgets all pages of a namespace, in RAM and on disk, and the namespace, unless somebody puts pages into it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

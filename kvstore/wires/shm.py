@@ -42,6 +42,11 @@ T = TypeVar("T")
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 
+def socket_here(node_path: str, config: ClientConfig) -> str:
+    """Where the socket lies that is at `node_path` where the node is."""
+    return os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
+
+
 class ShmWire:
     """Connections to one run of one node, and the map of its arena.
 
@@ -57,7 +62,7 @@ class ShmWire:
         `version`."""
         self._version = version
         self._config = config
-        self._path = os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
+        self._path = socket_here(node_path, config)
         self._instance_id = instance_id
         self._pool = ConnectionPool(self._path, self._connect, config.connections_max)
         self._lock = threading.Lock()

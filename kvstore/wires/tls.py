@@ -98,23 +98,31 @@ def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: flo
     each address, of at most so many seconds in all."""
     for address in found:
         with contextlib.suppress(OSError), socket.create_connection((address, port), seconds / len(found)) as sock:
-            if said := _plain(sock) if tls is None else _encrypted(sock, tls):
+            if said := _plain(sock) if tls is None else greeted(sock, tls):
                 return said
     return ""
 
 
-def _plain(sock: socket.socket) -> str:
-    """Whether a TLS server is there that a plain client was talking to."""
+def shown(sock: socket.socket) -> bytes:
+    """The certificate that is shown to anybody, in PEM form, believed or not; it takes the socket. Raises OSError for
+    who speaks no TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+    with context.wrap_socket(sock) as wrapped:
+        return ssl.DER_cert_to_PEM_cert(wrapped.getpeercert(binary_form=True) or b"").encode()
+
+
+def _plain(sock: socket.socket) -> str:
+    """Whether a TLS server is there that a plain client was talking to."""
     try:
-        context.wrap_socket(sock).close()
+        shown(sock)
     except ssl.SSLError as error:
         return SPEAKS_TLS if "ALERT" in str(error.reason) else ""
     return SPEAKS_TLS
 
 
-def _encrypted(sock: socket.socket, tls: ClientTls) -> str:
+def greeted(sock: socket.socket, tls: ClientTls) -> str:
+    """What keeps a client from greeting the node at the other end; empty: nothing. It takes the socket."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     try:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvstore.pb import kvstore_pb2 as pb
 
 # Of the node itself: as it is told to everybody.
-_SAID = ("version", "instance_id", "state", "uptime_ms", "limits", "bulk_port", "metrics_port")
+_SAID = ("version", "instance_id", "state", "uptime_ms", "limits", "bulk_port", "metrics_port", "now_unix_ms")
 
 
 def scoped(status: pb.NodeStatusReply, namespaces: Sequence[pb.NamespaceInfo], tenant: str) -> pb.NodeStatusReply:

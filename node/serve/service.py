@@ -363,6 +363,8 @@ class Service:
     def _remove_namespace(self, request: pb.RemoveNamespaceRequest, caller: Caller) -> pb.RemoveNamespaceReply:
         check_removal(request.removal)
         removed = self._tier.remove_namespace(request.namespace)
+        with self._tier.lock:
+            self._tier.namespaces.close(request.namespace)  # unless somebody puts pages into it: who asks opens it anew
         self.on_removed(request.namespace, request.removal)
         return pb.RemoveNamespaceReply(removed=removed)
 

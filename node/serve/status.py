@@ -38,6 +38,7 @@ class Status:
             state="DRAINING" if draining else "DEGRADED" if degraded else "SERVING",
             uptime_ms=int((time.monotonic() - self._started) * 1000),
             insecure=self._config.insecurity,
+            now_unix_ms=time.time_ns() // 1_000_000,
             pid=os.getpid(),
             rss_nbytes=self.memory.nbytes(),
             ram=self._ram(),

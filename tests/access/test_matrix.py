@@ -1,5 +1,6 @@
 """Every request of the schema, over every wire, by everybody: an RPC without a rule fails here."""
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,6 +139,9 @@ def moved(wire: Any, op: str, deadline: Deadline) -> None:
 
 def asked(wire: Any, op: str) -> None:
     deadline = Deadline(20.0)
+    if op == "remove_namespace":  # one who may has removed it before
+        with contextlib.suppress(KVStoreError):
+            wire.call("open_namespace", request("open_namespace"), deadline)
     if op in ("put", "get"):
         moved(wire, op, deadline)
     else:

@@ -1,0 +1,120 @@
+"""What an agent on a GPU needs of this host, tried: `python -m gpu_agent.process.probe`, for `kvstore doctor --gpu`.
+
+torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process (CUDA IPC)
+
+Needs some 600 MB of each GPU's memory for a moment, which is what CUDA takes for a process, twice.
+"""
+
+import json
+import logging
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpu_agent.process.memory import described_storage, opened_storages
+from kvstore.doctor.finding import Finding, fail, ok, skipped, warn
+from kvstore.doctor.probe import tell
+from kvstore.errors import ConfigError, KVStoreError
+
+try:
+    from gpu_agent.kernels.cuda import CudaDevice
+except ImportError as error:  # the extra cuda12 or cuda13 is not installed
+    CudaDevice = None  # type: ignore[assignment, misc]
+    _missing = str(error)
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+LOCKED_NBYTES, SHARED_NBYTES = 64 * MIB, 2 * MIB
+VALUE = 0x5A
+OTHER_S = 60.0
+
+
+def findings() -> Iterator[Finding]:
+    yield ok("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    if not torch.cuda.is_available():
+        remedy = "a torch with CUDA, the driver (nvidia-smi), and of a container: --gpus, or the device plugin"
+        yield fail("GPU", "torch sees none", remedy)
+        for name in ("CuPy", "page-locking", "CUDA IPC"):
+            yield skipped(name, "not without a GPU")
+        return
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    yield ok("GPU", ", ".join(names))
+    yield from _kernels()
+    yield _ipc()
+
+
+def _kernels() -> Iterator[Finding]:
+    """Made as an agent makes them, for the first GPU."""
+    if CudaDevice is None:
+        extra = f"cupy-cuda{(torch.version.cuda or '12').partition('.')[0]}x"
+        yield warn("CuPy", f"{_missing}: pages are moved by torch, which is slower", f"install {extra}")
+        yield skipped("page-locking", "not without CuPy")
+        return
+    try:
+        device = CudaDevice(torch.device("cuda", 0))
+    except Exception as error:  # of CuPy's compiler or loader, or the driver
+        log.debug("the kernels", exc_info=True)
+        yield fail(
+            "CuPy", f"the kernels can not be made: {error}", "install the CuPy of this torch's CUDA, and its headers"
+        )
+        yield skipped("page-locking", "not without the kernels")
+        return
+    yield ok("CuPy", "the kernels are compiled and run")
+    yield _locking(device)
+
+
+def _locking(device: Any) -> Finding:
+    """Of memory as a node's arena is: a memfd, mapped here."""
+    fd = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, LOCKED_NBYTES)
+        mapped = mmap.mmap(fd, LOCKED_NBYTES)
+    finally:
+        os.close(fd)
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    try:
+        device.register(address, LOCKED_NBYTES)
+        device.unregister(address)
+    except ConfigError as error:
+        remedy = "raise the limit of locked memory (LimitMEMLOCK=infinity), or give the container IPC_LOCK"
+        return warn("page-locking", f"{error}: copies are slower", remedy)
+    return ok("page-locking", f"{LOCKED_NBYTES // MIB} MiB of shared memory")
+
+
+def _ipc() -> Finding:
+    """Another process maps memory of this one, as that of agents maps the engine's."""
+    remedy = "run engine and agents in one container, with its default IPC and pid namespaces; or agents=threads"
+    tensor = torch.full((SHARED_NBYTES,), VALUE, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    try:
+        described = described_storage(tensor.untyped_storage(), [])
+        command = [sys.executable, "-m", "gpu_agent.process.probe", json.dumps(described)]
+        other = subprocess.run(command, capture_output=True, text=True, timeout=OTHER_S, check=False)
+    except (KVStoreError, subprocess.TimeoutExpired) as error:
+        return fail("CUDA IPC", str(error), remedy)
+    if other.returncode:
+        last = other.stderr.strip().splitlines()[-1:] or [f"status {other.returncode}"]
+        return fail("CUDA IPC", f"another process can not map this one's memory: {last[0]}", remedy)
+    return ok("CUDA IPC", "another process maps and reads memory of this one")
+
+
+def _open(described: str) -> None:
+    """In that other process. Raises ConfigError for what can not be mapped, or holds something else."""
+    (storage,) = opened_storages([json.loads(described)])
+    nbytes = storage.nbytes()
+    found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
+    if not bool((found == VALUE).all()):
+        raise ConfigError("the memory that was mapped holds something else")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        _open(sys.argv[1])
+    else:
+        tell(findings())

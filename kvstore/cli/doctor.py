@@ -1,0 +1,106 @@
+"""`kvstore doctor`: what is wrong with a deployment, seen from here, and what to do."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvstore.cli.exits import ExitCode
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.load import WireOption
+from kvstore.cli.output import console, emit, printable, progress
+from kvstore.doctor.check import run_all
+from kvstore.doctor.examination import Examination, Wanted
+from kvstore.doctor.finding import Finding, State
+
+STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
+WORD = max(len(state.value) for state in State)
+
+
+def doctor(
+    run: Invocation,
+    wire: WireOption = "auto",
+    data_dir: Annotated[
+        Path | None,
+        typer.Option("--data-dir", metavar="DIR", help="Also look at a node's data directory, on the node's host."),
+    ] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Also look at what an agent on a GPU needs, on its host.")] = False,
+) -> int:
+    """Check a deployment from here: this host, the way to the nodes, members, wires, pages. Says what to do.
+
+    Puts a few pages of 16 KiB into a namespace of its own, gets them over each wire that works, and removes them. What
+    hangs is left alone in time, and the rest goes on. --wire names one that has to work. Exit 1 if a check failed.
+
+    \b
+    Examples:
+      kvstore doctor
+      kvstore doctor -a node1:7440,node2:7440 --json | jq '.checks[] | select(.state == "fail")'
+      kvstore doctor --wire shm --gpu
+      kvstore doctor --data-dir /var/lib/kvstore
+    """
+    examination = Examination(run.config(wire), Wanted(data_dir, gpu))
+    found: list[tuple[str, Finding]] = []
+    out = console()
+    with contextlib.closing(examination.groups()) as groups:
+        for group in groups:
+            with progress(group.title, len(group.checks)) as report:
+                findings = run_all(group.checks, report)
+            found += [(group.title, finding) for finding in findings]
+            if not run.as_json:
+                _show(out, group.title, findings)
+    if run.as_json:
+        emit(_json(run.config(wire).address, found))
+    else:
+        _show_sum(out, [finding for _, finding in found])
+    return ExitCode.MISS if any(finding.state is State.FAIL for _, finding in found) else ExitCode.OK
+
+
+def _show(out: Console, title: str, findings: Sequence[Finding]) -> None:
+    names = [_name(finding) for finding in findings]
+    width = max(map(len, names), default=0)
+    out.print(title, markup=False, style="bold")
+    for name, finding in zip(names, findings, strict=True):
+        state = Text(f"  {finding.state.value.ljust(WORD)}  ", style=STYLES[finding.state])
+        out.print(state + Text(f"{name.ljust(width)}  {_line(finding.found)}", style=""), soft_wrap=True)
+        if finding.remedy:
+            out.print(Text(f"  {' ' * WORD}  -> {_line(finding.remedy)}"), soft_wrap=True)
+
+
+def _show_sum(out: Console, findings: Sequence[Finding]) -> None:
+    counts = _counts(findings)
+    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    failed = ", ".join(_name(finding) for finding in findings if finding.state is State.FAIL)
+    out.print(f"{said}{': failed ' * bool(failed)}{failed}", markup=False, soft_wrap=True)
+
+
+def _json(address: str, found: Sequence[tuple[str, Finding]]) -> dict[str, Any]:
+    checks = [
+        {
+            "group": title,
+            "of": finding.of,
+            "name": finding.name,
+            "state": finding.state.value,
+            "found": finding.found,
+            "remedy": finding.remedy,
+        }
+        for title, finding in found
+    ]
+    return {"address": address, **_counts([finding for _, finding in found]), "checks": checks}
+
+
+def _counts(findings: Sequence[Finding]) -> dict[str, int]:
+    counted = Counter(finding.state for finding in findings)
+    return {state.value: counted[state] for state in State}
+
+
+def _name(finding: Finding) -> str:
+    return f"{finding.of} {finding.name}".strip()
+
+
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))

@@ -1,0 +1,171 @@
+"""This host, as its kernel tells of it: what a node here, a client or an engine needs of it."""
+
+import ctypes
+import importlib.metadata
+import mmap
+import os
+import platform
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import kvstore
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.doctor.finding import Finding, fail, ok, skipped, warn
+from kvstore.errors import Unavailable
+from kvstore.wires.headroom import check_headroom
+
+MIB = 1 << 20
+DESCRIPTORS_FEW = 4096  # a node has one for each connection, and two for each extent of its disk
+MEMORY_LOW_NBYTES = 512 << 20  # what a node needs beside its RAM tier
+SHMEM_ENABLED = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_TIMEX = struct.Struct("@Ixxxxqqqqi")  # struct timex of 64-bit Linux, up to its status: modes, offset, freq, errors
+_TIMEX_NBYTES = 256
+_UNSYNCHRONISED = 0x40
+
+
+def unsynchronised() -> bool | None:
+    """Whether nobody sets this host's clock, as its kernel says; None: it does not say."""
+    state = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: nothing is changed
+    try:
+        if ctypes.CDLL(None, use_errno=True).adjtimex(state) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return bool(_TIMEX.unpack_from(state)[-1] & _UNSYNCHRONISED)
+
+
+class Host:
+    """`serves`: a node runs here, or is to. `has_gpu`: an agent moves pages of a GPU here. `root`: where the kernel's
+    files are."""
+
+    def __init__(
+        self,
+        serves: bool = False,
+        has_gpu: bool = False,
+        root: Path = Path("/"),
+        clock: Callable[[], bool | None] = unsynchronised,
+    ) -> None:
+        self._serves = serves
+        self._has_gpu = has_gpu
+        self._root = root
+        self._clock = clock
+
+    def findings(self) -> Iterator[Finding]:
+        for look in (
+            self.versions,
+            self.descriptors,
+            self.memory,
+            self.shared_memory,
+            self.locked_memory,
+            self.huge_pages,
+            self.clock,
+        ):
+            yield look()
+
+    def versions(self) -> Finding:
+        try:
+            grpc = importlib.metadata.version("grpcio")
+        except importlib.metadata.PackageNotFoundError:
+            grpc = "?"
+        said = f"kvstore {kvstore.__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}"
+        return ok("versions", f"{said}, grpcio {grpc}, {platform.system()} {platform.release()}")
+
+    def descriptors(self) -> Finding:
+        soft, hard = self._limit("Max open files")
+        said = f"{_count(soft)} open files a process, it may ask for {_count(hard)}"
+        try:
+            check_headroom()
+        except Unavailable as error:
+            return fail(
+                "descriptors", f"{error}; gRPC would not begin", "raise it with ulimit, or LimitNOFILE of the unit"
+            )
+        if hard is not None and hard < DESCRIPTORS_FEW:
+            return warn(
+                "descriptors", said, f"raise the hard limit to {DESCRIPTORS_FEW:,} or more: LimitNOFILE, ulimit -Hn"
+            )
+        return ok("descriptors", said)
+
+    def memory(self) -> Finding:
+        left = re.search(r"^MemAvailable:\s+(\d+) kB", self._read("proc/meminfo"), re.MULTILINE)
+        if left is None:
+            return skipped("memory", "this kernel does not tell what is available")
+        nbytes = int(left[1]) * 1024
+        said = f"{nbytes / MIB:,.0f} MiB available"
+        cap = self._read("sys/fs/cgroup/memory.max").strip()
+        if cap.isdigit():
+            used = self._read("sys/fs/cgroup/memory.current").strip()
+            inside = int(cap) - (int(used) if used.isdigit() else 0)
+            said += f", of which {max(0, inside) / MIB:,.0f} MiB under the limit of {int(cap) / MIB:,.0f} MiB here"
+            nbytes = min(nbytes, inside)
+        if nbytes < MEMORY_LOW_NBYTES:
+            return warn("memory", said, "a node needs RAM + RAM/64 + 512 MiB: lower --ram-bytes, or raise the limit")
+        return ok("memory", said)
+
+    def shared_memory(self) -> Finding:
+        """An arena is a memfd, known by a pidfd: neither /dev/shm nor its size matters."""
+        try:
+            fd = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(fd, MIB)
+                mmap.mmap(fd, MIB).close()
+            finally:
+                os.close(fd)
+            os.close(os.pidfd_open(os.getpid()))
+        except OSError as error:
+            remedy = "Linux 5.3 or newer, and a seccomp profile that allows memfd_create and pidfd_open"
+            return fail("shared memory", f"it can not be had: {error}", remedy)
+        space, _ = self._limit("Max address space")
+        if space is not None:
+            remedy = "ulimit -v unlimited (LimitAS): a client maps all of the RAM of the node on its host"
+            return warn("shared memory", f"a process may map {space / MIB:,.0f} MiB in all", remedy)
+        return ok("shared memory", "memfd and pidfd work, nothing limits what may be mapped; /dev/shm is not used")
+
+    def locked_memory(self) -> Finding:
+        soft, hard = self._limit("Max locked memory")
+        if soft is None:
+            return ok("locked memory", "unlimited")
+        said = f"{soft / MIB:,.3g} MiB a process, it may ask for {'any' if hard is None else f'{hard / MIB:,.3g} MiB'}"
+        if self._has_gpu:
+            remedy = "if the log of the agent says `can not page-lock`: LimitMEMLOCK=infinity, or capability IPC_LOCK"
+            return warn("locked memory", said, remedy)
+        return ok("locked memory", f"{said}; no node locks any")
+
+    def huge_pages(self) -> Finding:
+        text = self._read(SHMEM_ENABLED)
+        chosen = re.search(r"\[(\w+)\]", text)
+        if chosen is None:
+            return skipped("huge pages", f"this kernel has none for shared memory (/{SHMEM_ENABLED})")
+        if chosen[1] not in ("never", "deny"):
+            return ok("huge pages", f"shared memory gets them: {chosen[1]}")
+        said = f"shared memory gets none: {chosen[1]}"
+        if not (self._serves or self._has_gpu):
+            return ok("huge pages", f"{said}; they matter where a node runs")
+        remedy = f"as root, before the node starts and after each boot: echo advise > /{SHMEM_ENABLED}"
+        return warn("huge pages", f"{said}: each client needs 75 ms and 2 MiB more for each GiB it maps", remedy)
+
+    def clock(self) -> Finding:
+        nobody = self._clock()
+        if nobody is None:
+            return skipped("clock", "the kernel does not say who sets it")
+        if nobody:
+            remedy = "run chrony or systemd-timesyncd; certificates and times to live go by the clock"
+            return warn("clock", "nobody sets this host's clock, as far as the kernel knows", remedy)
+        return ok("clock", "it is set by another clock")
+
+    def _limit(self, name: str) -> tuple[int | None, int | None]:
+        """Of this process, (what holds, what it may ask for); None: none."""
+        found = re.search(rf"^{name}\s+(\w+)\s+(\w+)", self._read("proc/self/limits"), re.MULTILINE)
+        soft, hard = (int(text) if text.isdigit() else None for text in (found.groups() if found else ("", "")))
+        return soft, hard
+
+    def _read(self, path: str) -> str:
+        try:
+            return (self._root / path).read_text()
+        except OSError:
+            return ""
+
+
+def _count(number: int | None) -> str:
+    return "any number" if number is None else f"{number:,}"

@@ -1,0 +1,105 @@
+"""What a node tells of itself: whether its version, clock, disk and certificates are as they should be. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+import kvstore
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.doctor.finding import Finding, State, fail, ok, skipped, warn
+from kvstore.doctor.settings import ends
+from kvstore.doctor.way import Clock, Way
+from kvstore.pb import kvstore_pb2 as pb
+
+CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 300.0  # certificates of `kvstore certs` are valid from five minutes before on
+QUEUE_FULL_SHARE = 0.9
+NOT_TOLD = "told to an identity of all tenants only"
+GIB = 1 << 30
+
+
+def about(way: Way) -> Iterator[Finding]:
+    """Of a node that said hello."""
+    assert way.hello is not None
+    yield version(way.hello)
+    if way.status is None:
+        return
+    yield state(way.status)
+    yield clock(way.clock)
+    if not way.status.HasField("ram"):
+        yield skipped("memory and disk", NOT_TOLD, "use a token of tenant '*'")
+        return
+    yield ram(way.status.ram)
+    yield disk(way.status)
+    yield from certificates(way.status.tls)
+    if way.status.insecure:
+        remedy = "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody else is on this network"
+        yield warn("strangers", way.status.insecure, remedy)
+
+
+def version(hello: pb.HelloReply) -> Finding:
+    said = f"kvstore {hello.version}, protocol {hello.protocol_version}"
+    if hello.protocol_version != PROTOCOL_VERSION:
+        remedy = "update the older one soon: versions work together that are one step apart"
+        return warn("version", f"{said}; here {PROTOCOL_VERSION}", remedy)
+    if hello.version != kvstore.__version__:
+        return warn("version", f"{said}; here {kvstore.__version__}", "update the older one; they work together")
+    return ok("version", said)
+
+
+def state(status: pb.NodeStatusReply) -> Finding:
+    said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
+    if status.state == "DRAINING":
+        return warn("state", said, "it is being stopped, and takes no new pages")
+    return ok("state", said)
+
+
+def clock(told: Clock | None) -> Finding:
+    if told is None:
+        return skipped("clock", "an older node does not tell what its clock says")
+    off_s = max(0.0, abs(told.ahead_s) - told.within_s)
+    said = (
+        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± {told.within_s:.3f} s"
+    )
+    remedy = "set the clock that is wrong, and run chrony or systemd-timesyncd there: certificates go by it"
+    if off_s >= CLOCK_FAIL_S:
+        return fail("clock", said, remedy)
+    return warn("clock", said, remedy) if off_s >= CLOCK_WARN_S else ok("clock", said)
+
+
+def ram(status: pb.RamStatus) -> Finding:
+    said = f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, {status.page_count:,} pages"
+    return ok("RAM", f"{said}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
+
+
+def disk(status: pb.NodeStatusReply) -> Finding:
+    told = status.disk
+    if not status.HasField("disk"):
+        return skipped("disk", "this node has none (--data-dir)")
+    said = f"{told.used_nbytes / GIB:.1f} of {told.capacity_nbytes / GIB:.1f} GiB in {told.data_dir}"
+    if told.state != "SERVING":
+        return fail("disk", f"STOPPED, RAM serves on: {told.reason}", "mend the cause, then: kvstore recover")
+    if told.pages_corrupt:
+        remedy = "the medium, or the memory, changes what was written: replace it; kvstore scrub reads everything once"
+        return warn("disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy)
+    if told.queue_nbytes > QUEUE_FULL_SHARE * told.queue_nbytes_max:
+        remedy = "the disk is slower than the puts: a faster one, more members, or a larger --disk-queue-bytes"
+        return warn("disk", f"{said}; what waits to be written is at its limit", remedy)
+    if not told.direct_io:
+        remedy = "put --data-dir on ext4 or xfs on a local disk: here pages go through the page cache, and its memory"
+        return warn("disk", f"{said}, which has no O_DIRECT", remedy)
+    return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
+
+
+def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
+    for some in tls.certificates:
+        yield ends(some.setting, "its own", some.ends_unix_s)
+    if tls.problem:
+        remedy = "correct the files; it takes them up within a second"
+        yield warn("its TLS files", f"as they are now they are not in force: {tls.problem}", remedy)
+
+
+def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Of the way to a node: one line if all is well, else what is not."""
+    bad = [finding for finding in findings if finding.state in (State.FAIL, State.WARN)]
+    tcp = next((finding for finding in findings if finding.name == "TCP"), None)
+    if tcp is not None and not bad:
+        yield ok("reached", tcp.found)
+    yield from bad

@@ -1,0 +1,210 @@
+"""Pages that are put, read back, compared and removed: one for each wire of each node, and one on its disk.
+
+The namespace is the same for all runs, the keys are random. What is left where even the removal fails goes by itself,
+because each page has a time to live.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvstore.client import Client
+from kvstore.cluster.spread import Away
+from kvstore.cluster.view import View
+from kvstore.config import ClientConfig
+from kvstore.credentials import tenant_of
+from kvstore.doctor.finding import Finding, fail, ok, remedy_of, skipped, warn
+from kvstore.doctor.wires import NAMES, Wires
+from kvstore.errors import ConfigError, Exhausted, Forbidden, InvalidRequest, KVStoreError, Unavailable
+from kvstore.identities import ALL, Role
+from kvstore.keys import Namespace
+from kvstore.layout import opaque_layout
+from kvstore.measure.content import page_content
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Keep, PutOutcome
+
+MODEL = "kvstore-doctor"
+PAGE_NBYTES = 16 << 10  # a full node keeps some sixteen pages of others out for it, for a moment
+TTL_S = 60.0  # of what could not be removed
+TRIES = 2  # a full node may evict a page at once, another doctor remove the namespace
+KEYS_TRIED = 256  # until one is found that a member owns
+UNDER_WAY_S = 2.0  # that a removal waits for puts that were interrupted
+EMPTY_S, STEP_S = 1.0, 0.1  # until a removal is counted in both tiers
+
+_REFUSED = {
+    PutOutcome.BUSY: "another writer is at it",
+    PutOutcome.FULL: "no room: all that is there is pinned, held or being written",
+    PutOutcome.AWAY: "no owner of the page could be asked",
+}
+
+
+class Pages:
+    """Of one examination; `hello`: of a node that answered. Thread-safe but for `clean`."""
+
+    def __init__(self, config: ClientConfig, hello: pb.HelloReply, view: View | None) -> None:
+        self._config = replace(config, page_key="", page_key_file="")
+        tenant = tenant_of(config) if hello.tenant in ("", ALL) else hello.tenant
+        self.namespace = Namespace(MODEL, opaque_layout(PAGE_NBYTES), tenant)
+        self._role = hello.role
+        self._view = view
+        self._keys: list[bytes] = []  # of pages that were put, or may have been
+        self._wake = threading.Condition()
+        self._busy = 0  # trips under way
+        self._over = False  # no other begins
+
+    @property
+    def why_not(self) -> Finding | None:
+        """Of who may not put any."""
+        if self._role == Role.READ.name.lower():
+            return skipped("round trip", "the role read may put no pages", "run it with a token of role write or admin")
+        return None
+
+    # ---- there and back ------------------------------------------------------------------
+
+    def of_client(self) -> Iterator[Finding]:
+        """As an engine's client goes: by the wire it takes, to the near node or the owners."""
+        with Client(self._config) as client:
+            found = self._trip("as a client", client, self._key(""))
+            yield found._replace(found=f"{found.found}, wire {client.wire_name}")
+
+    def of_node(self, wires: Wires, member: str = "") -> Iterator[Finding]:
+        """By each of its wires that works, then to its disk by the best of them. `member`: who it is in the view."""
+        for name in NAMES:
+            if name in wires.clients:
+                yield self._trip(name, wires.clients[name], self._key(member))
+        status, best = wires.way.status, next((name for name in NAMES if name in wires.clients), "")
+        if not best:
+            return
+        if status is not None and status.HasField("ram") and status.disk.state != "SERVING":
+            why = "it is stopped" if status.HasField("disk") else "this node has none"
+            yield skipped("disk", why)
+            return
+        yield self._durable(wires.clients[best], self._key(member))
+
+    def _trip(self, name: str, client: Client, key: bytes) -> Finding:
+        content, buffer = self._content(key), bytearray(PAGE_NBYTES)
+        try:
+            for _ in range(TRIES):
+                with self._under_way():
+                    began = time.monotonic()
+                    outcome = client.put(self.namespace, [key], [content], Keep(TTL_S))[0]
+                    stored = time.monotonic()
+                    hit = client.get(self.namespace, [key], [buffer])[0]
+                if not outcome.kept:
+                    return fail(
+                        name, _REFUSED[outcome], "kvstore status shows pins and held pages: give the node more RAM"
+                    )
+                if hit or client.stats.corrupt_pages:
+                    break
+        except Forbidden as error:
+            return skipped(name, str(error), remedy_of(error))
+        except KVStoreError as error:
+            return fail(name, str(error), _remedy(error))
+        got = time.monotonic()
+        if client.stats.corrupt_pages or (hit and buffer != content):
+            return _corrupt(name, "a page came back with other bytes than were put")
+        if not hit:
+            return fail(
+                name, "a page that was put is not found", "the node evicts it at once: is it full? kvstore status"
+            )
+        times = f"put {1000 * (stored - began):.1f} ms, get {1000 * (got - stored):.1f} ms"
+        return ok(name, f"{PAGE_NBYTES >> 10} KiB came back equal: {times}")
+
+    def _durable(self, client: Client, key: bytes) -> Finding:
+        """The copy on disk is read by the node itself: it verifies both copies of a page."""
+        try:
+            with self._under_way():
+                began = time.monotonic()
+                client.put(self.namespace, [key], [self._content(key)], Keep(TTL_S, durable=True))
+                took_ms = 1000 * (time.monotonic() - began)
+                there, checked = client.stat(self.namespace, [key])[0], client.verify(self.namespace, [key])
+        except (InvalidRequest, Forbidden) as error:
+            return skipped("disk", str(error))
+        except KVStoreError as error:
+            remedy = "the disk hangs, is slow or full: kvstore doctor --data-dir there, and the log of kvstore-node"
+            return fail("disk", str(error), remedy)
+        if checked.dropped:
+            return _corrupt("disk", "a page on disk does not match its checksum, and was dropped")
+        if not there.on_disk or not checked.intact:
+            return fail("disk", "a durable page is not on disk", "the log of kvstore-node says more")
+        return ok("disk", f"a page was durable in {took_ms:.1f} ms, and its copy on disk is intact")
+
+    def _content(self, key: bytes) -> bytes:
+        return page_content(self.namespace.digest, key, PAGE_NBYTES)
+
+    def _key(self, member: str) -> bytes:
+        """That this member owns, if one is found soon."""
+        tried = [secrets.token_bytes(32) for _ in range(KEYS_TRIED if member else 1)]
+        chosen = tried[0]
+        if member and self._view is not None:
+            owners = self._view.owners.owners(self.namespace.digest, tried)
+            chosen = next((key for key, of in zip(tried, owners, strict=True) if member in of[:1]), chosen)
+        self._keys.append(chosen)
+        return chosen
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """A put, and what follows. Raises Unavailable when all is being removed."""
+        with self._wake:
+            if self._over:
+                raise Unavailable("the examination is over")
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._busy -= 1
+                self._wake.notify_all()
+
+    # ---- and gone ------------------------------------------------------------------------
+
+    def clean(self) -> Iterator[Finding]:
+        """Removes what was put, at all members; the namespace too if this client may, and nobody else uses it."""
+        with self._wake:
+            self._over = True
+            self._wake.wait_for(lambda: not self._busy, UNDER_WAY_S)
+            keys, self._keys = self._keys, []
+        if not keys:
+            return
+        away: Away = {}
+        try:
+            with Client(replace(self._config, wire="grpc", direct=False)) as client:  # a member hands pages on
+                client.remove(self.namespace, keys, away=away)
+                named = "; its name stays until the node needs the place"
+                if self._role in ("", Role.ADMIN.name.lower()) and not away and self._is_empty(client):
+                    client.remove_namespace(self.namespace)
+                    named = ", and the namespace"
+        except KVStoreError as error:
+            yield warn("removed", f"not all could be: {error}", f"nothing: they go by themselves within {TTL_S:.0f} s")
+            return
+        if away:
+            remedy = f"nothing: what they have goes by itself within {TTL_S:.0f} s"
+            yield warn("removed", f"not at {', '.join(sorted(away))}", remedy)
+            return
+        yield ok("removed", f"{len(keys)} pages{named}")
+
+    def _is_empty(self, client: Client) -> bool:
+        until = time.monotonic() + EMPTY_S
+        while True:
+            known = [info for space, info in client.namespaces() if space.digest == self.namespace.digest]
+            if not any(info.page_count or info.disk_page_count for info in known):
+                return bool(known)
+            if time.monotonic() >= until:
+                return False
+            time.sleep(STEP_S)
+
+
+def _corrupt(name: str, said: str) -> Finding:
+    remedy = "take this node out of service: its memory, disk or network changes bytes; to readers they are misses"
+    return fail(name, said, remedy)
+
+
+def _remedy(error: KVStoreError) -> str:
+    if isinstance(error, Exhausted):
+        return "it says which limit: docs/operations.md, Limits and Quotas; kvstore status shows who has what"
+    if isinstance(error, ConfigError):
+        return "correct that setting"
+    return remedy_of(error, "look at the log of kvstore-node, and at `kvstore top` while it happens")

@@ -1,0 +1,46 @@
+"""Checks in a process of their own, which may hang in a driver or a disk and be left there.
+
+module --a finding a line, as JSON--> findings
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+from kvstore.doctor.finding import Finding, State, fail
+
+KILLED_S = 0.5  # one that hangs in the kernel does not even end then
+
+
+def tell(findings: Iterable[Finding]) -> None:
+    """What such a module does: each as soon as it is there."""
+    for finding in findings:
+        said = {"name": finding.name, "state": finding.state.value, "found": finding.found, "remedy": finding.remedy}
+        print(json.dumps(said), flush=True)
+
+
+def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
+    """What `python -m module` finds. `remedy`: if it does not end, or ends badly."""
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            said, complained = process.communicate(timeout=limit_s)
+            hung = False
+        except subprocess.TimeoutExpired as late:
+            process.kill()
+            said, complained, hung = late.output or b"", late.stderr or b"", True
+    yield from _parsed(said)
+    if hung:
+        yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
+    elif process.returncode:
+        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
+        yield fail(name, last[0], remedy)
+
+
+def _parsed(said: bytes) -> Iterator[Finding]:
+    for line in said.splitlines():
+        with suppress(ValueError, KeyError):  # libraries talk, too
+            told = json.loads(line)
+            yield Finding(told["name"], State(told["state"]), told["found"], told["remedy"])
