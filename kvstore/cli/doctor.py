@@ -65,8 +65,8 @@ def _show(out: Console, title: str, findings: Sequence[Finding]) -> None:
     width = max(map(len, names), default=0)
     out.print(title, markup=False, style="bold")
     for name, finding in zip(names, findings, strict=True):
-        state = Text(f"  {finding.state.value.ljust(WORD)}  ", style=STYLES[finding.state])
-        out.print(state + Text(f"{name.ljust(width)}  {_line(finding.found)}", style=""), soft_wrap=True)
+        state = (finding.state.value.ljust(WORD), STYLES[finding.state])
+        out.print(Text.assemble("  ", state, f"  {name.ljust(width)}  {_line(finding.found)}"), soft_wrap=True)
         if finding.remedy:
             out.print(Text(f"  {' ' * WORD}  -> {_line(finding.remedy)}"), soft_wrap=True)
 

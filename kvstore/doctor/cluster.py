@@ -39,7 +39,8 @@ def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Findin
         return ok("near node", f"none by wire {config.wire}: each page's owners are asked")
     found = [member for member, mapped in shared.items() if mapped]
     if found:
-        return ok("near node", f"{found[0]}, by shared memory: it is asked for everything")
+        which = f"one of {', '.join(found)}" if len(found) > 1 else found[0]
+        return ok("near node", f"{which}, by shared memory: it is asked for everything")
     return skipped("near node", "no member's shared memory can be mapped here: each page's owners are asked")
 
 
@@ -47,7 +48,7 @@ def _answers(view: View, there: Mapping[str, Way]) -> Finding:
     away = [member.id for member in view.members if member.id not in there]
     said = f"{len(there)} of {len(view.members)} answer here"
     if away:
-        remedy = "see each of them below; their pages come from other owners, or are misses"
+        remedy = "see each of them above; their pages come from other owners, or are misses"
         return fail("members", f"{said}; not {', '.join(away)}", remedy)
     return ok("members", said)
 

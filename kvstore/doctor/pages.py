@@ -173,10 +173,7 @@ class Pages:
         try:
             with Client(replace(self._config, wire="grpc", direct=False)) as client:  # a member hands pages on
                 client.remove(self.namespace, keys, away=away)
-                named = "; its name stays until the node needs the place"
-                if self._role in ("", Role.ADMIN.name.lower()) and not away and self._is_empty(client):
-                    client.remove_namespace(self.namespace)
-                    named = ", and the namespace"
+                named = self._named(client, away)
         except KVStoreError as error:
             yield warn("removed", f"not all could be: {error}", f"nothing: they go by themselves within {TTL_S:.0f} s")
             return
@@ -185,6 +182,17 @@ class Pages:
             yield warn("removed", f"not at {', '.join(sorted(away))}", remedy)
             return
         yield ok("removed", f"{len(keys)} pages{named}")
+
+    def _named(self, client: Client, away: Away) -> str:
+        """What became of the namespace."""
+        if self._role in ("", Role.ADMIN.name.lower()) and self._is_empty(client):
+            try:
+                client.remove_namespace(self.namespace)
+            except KVStoreError:
+                if not away:  # those who could be asked have done it
+                    raise
+            return ", and the namespace"
+        return "; its name stays until the node needs the place"
 
     def _is_empty(self, client: Client) -> bool:
         until = time.monotonic() + EMPTY_S

@@ -1,0 +1,63 @@
+"""`kvstore doctor` as it is typed: what it shows, JSON, exit status."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Kvstore = Callable[..., Any]
+NOBODY = "127.0.0.1:1"
+
+
+def test_all_is_well(kvstore: Kvstore) -> None:
+    ran = kvstore("doctor", "--timeout", "20")
+    assert ran.code == 0, ran.stdout
+    for line in ("this host", "the way to the node", "wires", "pages, there and back", "pages, gone again"):
+        assert f"\n{line}\n" in f"\n{ran.stdout}"
+    assert " 0 fail, " in ran.stdout.splitlines()[-1]
+    assert "kvstore-doctor" not in kvstore("ls").stdout
+
+
+def test_what_failed_is_shown_with_its_remedy_and_in_the_last_line(kvstore: Kvstore) -> None:
+    ran = kvstore("doctor", "-a", NOBODY)
+    assert ran.code == 1
+    assert "  fail     TCP" in ran.stdout
+    assert "-> nobody listens there" in ran.stdout
+    assert ran.stdout.splitlines()[-1].endswith(": failed TCP")
+
+
+def test_json(kvstore: Kvstore, shared_node: Any) -> None:
+    ran = kvstore("doctor", "--json", "--timeout", "20")
+    assert ran.code == 0
+    found = ran.json
+    assert found["address"] == shared_node.address
+    assert found["fail"] == 0
+    assert found["ok"] + found["warn"] + found["skipped"] == len(found["checks"])
+    (bulk,) = [check for check in found["checks"] if (check["group"], check["name"]) == ("wires", "bulk")]
+    assert bulk == {
+        "group": "wires",
+        "of": "",
+        "name": "bulk",
+        "state": "ok",
+        "found": f"works, at port {shared_node.bulk_port}",
+        "remedy": "",
+    }
+    nobody = kvstore("doctor", "--json", "-a", NOBODY)
+    assert (nobody.code, nobody.json["fail"]) == (1, 1)
+
+
+def test_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
+    found = kvstore("doctor", "--json", "--timeout", "20", "--data-dir", str(tmp_path)).json["checks"]
+    names = {check["name"]: check for check in found if check["group"] == "data directory"}
+    assert {"data directory", "file system", "O_DIRECT", "room", "speed"} == set(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--wire", "pigeon"], "wire"), (["-a", "host:port"], "host:port"), (["--nothing"], "--nothing")],
+)
+def test_what_can_not_be_examined_at_all(kvstore: Kvstore, arguments: list[str], said: str) -> None:
+    ran = kvstore("doctor", *arguments)
+    assert (ran.code, ran.stdout) == (2, "")
+    assert said in ran.stderr

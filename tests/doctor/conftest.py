@@ -1,0 +1,51 @@
+"""Nodes in this process, and examinations of them as `kvstore doctor` makes them."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleets import SMALL
+
+from kvstore import ClientConfig
+from node.config import NodeConfig
+from node.server import Node
+
+sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
+from examined import Examined, examined
+
+StartNode = Callable[..., Node]
+
+
+@pytest.fixture(scope="module")
+def start_node() -> Iterator[StartNode]:
+    nodes: list[Node] = []
+
+    def start(**settings: Any) -> Node:
+        node = Node(NodeConfig(**{**SMALL, **settings}))
+        node.peers.sweeper.settle_s = 1e6
+        node.start()
+        nodes.append(node)
+        return node
+
+    yield start
+    for node in nodes:
+        assert node.check() == []
+        node.stop()
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Node:
+    return start_node()
+
+
+@pytest.fixture
+def doctor() -> Callable[..., Examined]:
+    """Of a node in this process, or of the address that is given."""
+
+    def examine(node: Node | None = None, **settings: Any) -> Examined:
+        at = {} if node is None else {"address": f"127.0.0.1:{node.grpc.port}"}
+        return examined(ClientConfig(**{"timeout_s": 20.0, "connect_timeout_s": 10.0, **at, **settings}))
+
+    return examine

@@ -1,0 +1,42 @@
+"""An examination that has been gone through."""
+
+import contextlib
+
+from kvstore import ClientConfig
+from kvstore.doctor.check import run_all
+from kvstore.doctor.examination import Examination, Wanted
+from kvstore.doctor.finding import Finding, State
+
+NEEDS_REMEDY = (State.WARN, State.FAIL)
+
+
+class Examined:
+    def __init__(self, found: list[tuple[str, Finding]]) -> None:
+        self.found = found
+
+    def of(self, name: str, of: str = "", group: str = "") -> Finding:
+        """The only finding of this name."""
+        (finding,) = [
+            finding
+            for title, finding in self.found
+            if (finding.name, finding.of) == (name, of) and title.startswith(group)
+        ]
+        return finding
+
+    def names(self, state: State) -> set[str]:
+        return {f"{finding.of} {finding.name}".strip() for _, finding in self.found if finding.state is state}
+
+    @property
+    def failed(self) -> set[str]:
+        return self.names(State.FAIL)
+
+
+def examined(config: ClientConfig, wanted: Wanted | None = None) -> Examined:
+    found: list[tuple[str, Finding]] = []
+    with contextlib.closing(Examination(config, wanted or Wanted()).groups()) as groups:
+        for group in groups:
+            found += [(group.title, finding) for finding in run_all(group.checks)]
+    for _, finding in found:
+        assert finding.found, finding
+        assert bool(finding.remedy) or finding.state not in NEEDS_REMEDY, finding
+    return Examined(found)

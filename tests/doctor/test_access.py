@@ -1,0 +1,174 @@
+"""TLS, certificates and tokens: what keeps a client out, and what it may not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authorities import HERE, of_client, of_node, pair
+from examined import Examined
+
+from kvstore.certificates import hosts
+from kvstore.cli.authority import Authority
+from kvstore.doctor.finding import State
+from kvstore.identity_file import add, new_token, token_line
+from node.server import Node
+
+Doctor = Callable[..., Examined]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By role, and `path` of the file that a node reads. All of tenant team-a but the operator."""
+    path = tmp_path_factory.mktemp("access") / "identities"
+    made = {"path": str(path)}
+    for name, tenant, fields in (
+        ("read", "team-a", {"role": "read"}),
+        ("write", "team-a", {"role": "write"}),
+        ("admin", "team-a", {"role": "admin"}),
+        ("narrow", "team-a", {"role": "write", "models": "qwen-*"}),
+        ("operator", "*", {"role": "admin"}),
+    ):
+        made[name] = new_token(tenant)
+        add(path, token_line(name, made[name], tenant=tenant, **fields))
+    return made
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Any, tokens: dict[str, str], ours: Authority) -> Node:
+    """Over TLS, and it asks who is there."""
+    return start_node(identities=tokens["path"], shm_trust="team-a", **pair(ours, "node"))
+
+
+# ---- tokens ----------------------------------------------------------------------------------
+
+
+def test_an_operator_sees_all(node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]) -> None:
+    found = doctor(node, tls_ca=str(ours.path), token=tokens["operator"])
+    assert found.failed == set()
+    assert found.of("who this is").found == "admin of all tenants there"
+    assert "its certificate is believed, and for localhost, 127.0.0.1, ::1" in found.of("TLS").found
+    assert found.of("certificate").state is State.OK
+    assert found.of("tls_cert").state is State.OK
+    assert found.of("removed").found.endswith("and the namespace")
+
+
+def test_a_writer_is_not_told_of_tiers_and_leaves_no_page(
+    node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
+) -> None:
+    found = doctor(node, tls_ca=str(ours.path), token=tokens["write"])
+    assert found.failed == set()
+    assert found.of("memory and disk").state is State.SKIPPED
+    assert found.of("clock", group="what").state is State.OK
+    assert found.of("disk", group="pages").state is State.SKIPPED  # the node itself says that it has none
+    assert "its name stays" in found.of("removed").found
+    assert node.tier.visible_count == 0
+
+
+def test_a_tenants_administrator_removes_the_namespace(
+    node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
+) -> None:
+    found = doctor(node, tls_ca=str(ours.path), token=tokens["admin"])
+    assert found.failed == set()
+    assert found.of("removed").found.endswith("and the namespace")
+
+
+def test_who_may_only_read_puts_nothing(node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]) -> None:
+    found = doctor(node, tls_ca=str(ours.path), token=tokens["read"])
+    assert found.failed == set()
+    assert found.of("round trip").state is State.SKIPPED
+    assert "role read" in found.of("round trip").found
+    assert found.of("bulk").state is State.OK
+
+
+def test_who_may_other_models_only_is_told_so(
+    node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
+) -> None:
+    found = doctor(node, tls_ca=str(ours.path), token=tokens["narrow"])
+    assert found.failed == set()
+    assert found.of("as a client").state is State.SKIPPED
+
+
+@pytest.mark.parametrize("token", ["", "team-a." + "x" * 43])
+def test_a_token_that_the_node_does_not_know(node: Node, doctor: Doctor, ours: Authority, token: str) -> None:
+    found = doctor(node, tls_ca=str(ours.path), token=token)
+    assert found.failed == {"gRPC"}
+    assert "kvstore tokens list" in found.of("gRPC").remedy
+
+
+def test_a_token_file_that_can_not_be_used(node: Node, doctor: Doctor, ours: Authority, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    found = doctor(node, tls_ca=str(ours.path), token_file=str(path))
+    assert found.failed == {"token", "gRPC"}
+    assert "No such file" in found.of("token").found
+    path.write_text("")
+    path.chmod(0o600)
+    assert "is empty" in doctor(node, tls_ca=str(ours.path), token_file=str(path)).of("token").found
+
+
+# ---- TLS -------------------------------------------------------------------------------------
+
+
+def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, doctor: Doctor) -> None:
+    found = doctor(node)
+    assert found.failed == {"TLS"}
+    assert "KVSTORE_TLS_CA" in found.of("TLS").remedy
+    assert found.of("gRPC").state is State.SKIPPED
+
+
+def test_a_node_that_speaks_no_tls(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+    found = doctor(start_node(), tls_ca=str(ours.path))
+    assert found.failed == {"TLS"}
+    assert "speaks no TLS" in found.of("TLS").found
+
+
+def test_another_authority(node: Node, doctor: Doctor, strangers: Authority, tokens: dict[str, str]) -> None:
+    found = doctor(node, tls_ca=str(strangers.path), token=tokens["operator"])
+    assert found.failed == {"TLS"}
+    assert f"not from an authority in tls_ca={strangers.path}" in found.of("TLS").found
+
+
+def test_a_name_that_is_not_in_the_certificate(node: Node, doctor: Doctor, ours: Authority) -> None:
+    """The names that are in it are told."""
+    found = doctor(node, tls_ca=str(ours.path), tls_name="elsewhere")
+    assert found.failed == {"TLS"}
+    assert "does not name elsewhere" in found.of("TLS").found
+    assert "is for localhost, 127.0.0.1, ::1" in found.of("TLS").found
+
+
+def test_a_node_whose_certificate_has_expired(
+    start_node: Any, doctor: Doctor, ours: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours.node("old", HERE, -0.5, force=True, since_days=1.0)
+    monkeypatch.setattr("kvstore.certificates._check_dates", lambda *_: None)
+    found = doctor(start_node(**pair(ours, "old")), tls_ca=str(ours.path))
+    assert found.failed == {"TLS", "certificate"}
+    assert "has expired" in found.of("certificate").found
+
+
+def test_certificates_that_end_soon(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+    ours.node("ending", HERE, 3.0, force=True)
+    ours.client("ending-client", "team-a", 2.0, force=True)
+    node = start_node(**pair(ours, "ending"), tls_client_ca=str(ours.path))
+    found = doctor(node, tls_ca=str(ours.path), **pair(ours, "ending-client"))
+    assert found.failed == set()
+    assert {"certificate", "own certificate", "tls_cert"} <= found.names(State.WARN)
+
+
+def test_a_client_without_the_certificate_that_is_asked_for(start_node: Any, doctor: Doctor, ours: Authority) -> None:
+    node = start_node(**of_node(ours))
+    found = doctor(node, tls_ca=str(ours.path))
+    assert found.failed == {"TLS"}
+    assert "set tls_cert and tls_key" in found.of("TLS").found
+    assert doctor(node, **of_client(ours)).failed == set()
+
+
+def test_an_own_certificate_that_has_expired(node: Node, doctor: Doctor, ours: Authority) -> None:
+    ours.node("late", HERE, -0.5, force=True, since_days=1.0)
+    found = doctor(node, tls_ca=str(ours.path), **pair(ours, "late"))
+    assert {"TLS files", "TLS"} <= found.failed
+
+
+def test_names_of_certificates(ours: Authority) -> None:
+    assert hosts(Path(pair(ours, "node")["tls_cert"]).read_bytes()) == ["localhost", "127.0.0.1", "::1"]
+    assert hosts(ours.path.read_bytes()) == []

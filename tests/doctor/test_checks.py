@@ -1,0 +1,93 @@
+"""Checks are run so that none keeps another from being made."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.doctor.check import ABREAST, Check, one, run_all
+from kvstore.doctor.finding import Finding, State, ok
+from kvstore.errors import Unauthenticated
+
+LONG_S = 60.0
+
+
+def test_what_hangs_is_left_alone_and_what_it_found_before_counts() -> None:
+    ended = threading.Event()
+
+    def hang() -> Iterator[Finding]:
+        yield ok("first", "there")
+        ended.wait(LONG_S)
+
+    found = run_all([Check("hangs", hang, 0.1), one("works", lambda: ok("works", "well"), LONG_S)])
+    ended.set()
+    assert [(finding.name, finding.state) for finding in found] == [
+        ("first", State.OK),
+        ("hangs", State.FAIL),
+        ("works", State.OK),
+    ]
+    assert "has not ended in 0.1 s" in found[1].found
+
+
+def test_an_error_is_a_finding_and_one_that_nobody_expected_too() -> None:
+    def refused() -> Finding:
+        raise Unauthenticated("nobody is known by this token")
+
+    def broken() -> Finding:
+        raise ZeroDivisionError("by zero")
+
+    found = run_all([one("refused", refused, LONG_S), one("broken", broken, LONG_S)])
+    assert [finding.state for finding in found] == [State.FAIL, State.FAIL]
+    assert "KVSTORE_TOKEN_FILE" in found[0].remedy
+    assert "the check itself failed: ZeroDivisionError: by zero" in found[1].found
+
+
+def test_findings_are_in_the_order_of_the_checks_and_say_whose_they_are() -> None:
+    later = threading.Event()
+
+    def first() -> Finding:
+        later.wait(LONG_S)
+        return ok("first", "said last")
+
+    def second() -> Finding:
+        later.set()
+        return ok("second", "said first")
+
+    checks = [one("first", first, LONG_S)._replace(of="n1"), one("second", second, LONG_S)]
+    assert [(finding.of, finding.name) for finding in run_all(checks)] == [("n1", "first"), ("", "second")]
+
+
+def test_some_at_a_time() -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+    full = threading.Event()
+
+    def count() -> Finding:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            if now[0] == ABREAST:
+                full.set()
+        full.wait(LONG_S)
+        with lock:
+            now[0] -= 1
+        return ok("one", "of many")
+
+    said: list[float] = []
+    assert len(run_all([one("one", count, LONG_S)] * 3 * ABREAST, said.append)) == 3 * ABREAST
+    assert most[0] == ABREAST
+    assert said[-1] == 3 * ABREAST
+
+
+def test_an_interrupt_ends_it_at_once() -> None:
+    ended = threading.Event()
+
+    def tick(done: float) -> None:
+        raise KeyboardInterrupt
+
+    def hang() -> Finding:
+        ended.wait(LONG_S)
+        return ok("hangs", "")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([one("hangs", hang, LONG_S)], tick)
+    ended.set()

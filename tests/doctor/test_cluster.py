@@ -1,0 +1,125 @@
+"""Several members: one is dead, one has another view or list, one is near."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from examined import Examined
+
+from kvstore.cluster.view import Member, View
+from kvstore.doctor import cluster
+from kvstore.doctor.finding import State
+from kvstore.doctor.pages import MODEL
+from node.server import Node
+
+Doctor = Callable[..., Examined]
+
+
+@pytest.fixture
+def nodes(start_node: Any) -> list[Node]:
+    return [start_node() for _ in range(3)]
+
+
+@pytest.fixture
+def fleet(nodes: list[Node]) -> list[Node]:
+    become(nodes, view_of(nodes))
+    return nodes
+
+
+def view_of(nodes: Sequence[Node], *more: Member, number: int = 1, replicas: int = 2) -> View:
+    members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
+    return View("fleet", number, (*members, *more), replicas)
+
+
+def become(nodes: Sequence[Node], view: View) -> None:
+    for number, node in enumerate(nodes):
+        node.membership.become(view, f"n{number}")
+
+
+def left(nodes: Sequence[Node]) -> int:
+    """Pages, and names of the namespace."""
+    count = 0
+    for node in nodes:
+        with node.tier.lock:
+            count += node.tier.visible_count + (MODEL in {index.value.model for index in node.tier.namespaces.all()})
+    return count
+
+
+def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(fleet: list[Node], doctor: Doctor) -> None:
+    found = doctor(fleet[0])
+    assert found.failed == set()
+    assert found.of("members").found == "3 of 3 answer here"
+    assert found.of("view").state is State.OK
+    for member in ("n0", "n1", "n2"):
+        assert found.of("version", member).state is State.OK
+        assert found.of("clock", member).state is State.OK
+        for wire in ("shm", "bulk", "grpc"):
+            assert found.of(wire, member, group="wires").state is State.OK
+            assert found.of(wire, member, group="pages").state is State.OK
+    assert "by shared memory: it is asked for everything" in found.of("near node").found
+    assert found.of("removed").found == "10 pages, and the namespace"
+    for node in fleet:
+        assert node.peers.couriers.wait_empty(20.0)
+    assert left(fleet) == 0
+
+
+def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:
+    gone = Member("gone", "127.0.0.1:9")
+    become(nodes[:2], view_of(nodes[:2], gone))
+    found = doctor(nodes[0])
+    assert found.failed == {"gone TCP", "members"}
+    assert found.of("members").found == "2 of 3 answer here; not gone"
+    assert found.of("as a client").state is State.OK
+    assert found.of("bulk", "n1", group="pages").state is State.OK
+    assert "not at gone" in found.of("removed").found
+    assert left(nodes[:2]) == 0
+
+
+def test_a_list_that_differs(fleet: list[Node], doctor: Doctor) -> None:
+    fleet[1].membership.become(view_of(fleet[:2]), "n1")
+    found = doctor(fleet[0])
+    assert found.of("view").state is State.FAIL
+    assert "lists of members that differ" in found.of("view").found
+
+
+def test_who_does_not_hear_of_a_new_view(fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SETTLE_S", 0.01)
+    fleet[0].membership.become(replace(view_of(fleet), number=2), "n0")
+    found = doctor(fleet[0])
+    assert found.of("view").state is State.FAIL
+    assert found.of("view").found == "n0 has 2, n1 has 1, n2 has 1"
+
+
+def test_who_has_just_heard_of_it_is_asked_again(
+    fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = replace(view_of(fleet), number=2)
+    fleet[0].membership.become(newer, "n0")
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: become(fleet[1:], newer))
+    assert doctor(fleet[0]).of("view").state is State.OK
+
+
+def test_a_near_node_that_is_no_member(fleet: list[Node], doctor: Doctor) -> None:
+    found = doctor(fleet[0], near="n7")
+    assert found.failed == {"near node"}
+    assert "n0, n1, n2" in found.of("near node").remedy
+    assert doctor(fleet[0], near="n1").of("near node").state is State.OK
+
+
+def test_one_member_alone(fleet: list[Node], doctor: Doctor) -> None:
+    """Whose pages are removed everywhere all the same."""
+    found = doctor(fleet[1], direct=True)
+    assert found.failed == set()
+    assert found.of("bulk", group="pages").state is State.OK
+    for node in fleet:
+        assert node.peers.couriers.wait_empty(20.0)
+    assert left(fleet) == 0
+
+
+def test_a_registry_that_can_not_be_asked(fleet: list[Node], doctor: Doctor) -> None:
+    fleet[2].membership.registry = lambda: ("since 10 s: connection refused", ["n9: speaks protocol 9"])
+    found = doctor(fleet[0])
+    assert found.of("registry").state is State.WARN
+    assert "n2 can not ask its registry: since 10 s" in found.of("registry").found
+    assert "n9: speaks protocol 9" in found.of("registry").found

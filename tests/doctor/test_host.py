@@ -1,0 +1,124 @@
+"""What is said of a host, from files as a kernel has them."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.doctor import host
+from kvstore.doctor.finding import State
+from kvstore.doctor.host import SHMEM_ENABLED, Host, unsynchronised
+from kvstore.errors import Unavailable
+
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max address space         {space:<20} unlimited            bytes
+Max locked memory         {locked:<20} {locked_hard:<20} bytes
+Max open files            1024                 {files:<20} files
+"""
+MEMINFO = "MemTotal:       16000000 kB\nMemAvailable:    {available} kB\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Of a host where all is well."""
+    limits(tmp_path)
+    write(tmp_path, "proc/meminfo", MEMINFO.format(available=8 << 20))
+    write(tmp_path, SHMEM_ENABLED, "always within_size [advise] never deny force\n")
+    return tmp_path
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def limits(root: Path, **values: str) -> None:
+    known = {"space": "unlimited", "locked": "unlimited", "locked_hard": "unlimited", "files": "524288"}
+    write(root, "proc/self/limits", LIMITS.format(**{**known, **values}))
+
+
+def of(root: Path, **about: Any) -> Host:
+    return Host(root=root, **{"clock": lambda: False, **about})
+
+
+def test_a_host_where_all_is_well(root: Path) -> None:
+    found = list(of(root, serves=True, has_gpu=True).findings())
+    assert [finding.name for finding in found if finding.state is not State.OK] == []
+    assert {"versions", "descriptors", "shared memory", "locked memory", "huge pages", "clock"} <= {
+        finding.name for finding in found
+    }
+
+
+def test_few_open_files(root: Path) -> None:
+    limits(root, files="1024")
+    found = of(root).descriptors()
+    assert (found.state, "ulimit -Hn" in found.remedy) == (State.WARN, True)
+    limits(root, files="unlimited")
+    assert of(root).descriptors().state is State.OK
+
+
+def test_no_descriptors_left_for_grpc(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> None:
+        raise Unavailable("this process has fewer than 16 descriptors left (ulimit -n)")
+
+    monkeypatch.setattr(host, "check_headroom", none_left)
+    assert of(root).descriptors().state is State.FAIL
+
+
+def test_little_memory_in_all_or_in_this_container(root: Path) -> None:
+    assert of(root).memory().state is State.OK
+    write(root, "sys/fs/cgroup/memory.max", f"{2 << 30}\n")
+    write(root, "sys/fs/cgroup/memory.current", f"{1900 << 20}\n")
+    found = of(root).memory()
+    assert (found.state, "148 MiB under the limit of 2,048 MiB" in found.found) == (State.WARN, True)
+    write(root, "sys/fs/cgroup/memory.max", "max\n")
+    assert of(root).memory().state is State.OK
+    write(root, "proc/meminfo", MEMINFO.format(available=100 << 10))
+    assert of(root).memory().state is State.WARN
+    write(root, "proc/meminfo", "")
+    assert of(root).memory().state is State.SKIPPED
+
+
+def test_shared_memory_that_is_limited_or_can_not_be_had(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits(root, space=str(4 << 30))
+    found = of(root).shared_memory()
+    assert (found.state, "4,096 MiB" in found.found) == (State.WARN, True)
+
+    def refused(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.pidfd_open", refused)
+    assert of(root).shared_memory().state is State.FAIL
+
+
+def test_locked_memory_matters_with_a_gpu_only(root: Path) -> None:
+    limits(root, locked=str(8 << 20), locked_hard=str(8 << 20))
+    assert of(root).locked_memory().state is State.OK
+    found = of(root, has_gpu=True).locked_memory()
+    assert (found.state, found.found) == (State.WARN, "8 MiB a process, it may ask for 8 MiB")
+
+
+def test_huge_pages_matter_where_a_node_runs(root: Path) -> None:
+    write(root, SHMEM_ENABLED, "always within_size advise [never] deny force\n")
+    assert of(root).huge_pages().state is State.OK
+    found = of(root, serves=True).huge_pages()
+    assert (found.state, f"echo advise > /{SHMEM_ENABLED}" in found.remedy) == (State.WARN, True)
+    (root / SHMEM_ENABLED).unlink()
+    assert of(root, serves=True).huge_pages().state is State.SKIPPED
+
+
+@pytest.mark.parametrize(("nobody", "state"), [(True, State.WARN), (False, State.OK), (None, State.SKIPPED)])
+def test_a_clock_that_nobody_sets(root: Path, nobody: bool | None, state: State) -> None:
+    assert of(root, clock=lambda: nobody).clock().state is state
+
+
+def test_this_kernel_is_read_as_it_is() -> None:
+    """Not only the files that these tests write."""
+    assert unsynchronised() in (True, False, None)
+    real = Host()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = None if hard == resource.RLIM_INFINITY else hard
+    assert real._limit("Max open files")[1] == wanted
+    assert real.memory().state is not State.SKIPPED

@@ -1,0 +1,238 @@
+"""One node, by whatever way: works, is dead, hangs, knows nobody, has no disk, no shared memory."""
+
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examined import Examined, examined
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig, Namespace, opaque_layout
+from kvstore.doctor.check import run_all
+from kvstore.doctor.examination import Examination
+from kvstore.doctor.finding import State
+from kvstore.doctor.member import clock, disk, version
+from kvstore.doctor.pages import MODEL, Pages
+from kvstore.doctor.way import Clock
+from kvstore.measure.node_process import NodeProcess
+from kvstore.pb import kvstore_pb2 as pb
+from node.server import Node
+
+Doctor = Callable[..., Examined]
+WIRES = ("shm", "bulk", "grpc")
+
+
+def names(node: Node) -> set[str]:
+    with node.tier.lock:
+        return {index.value.model for index in node.tier.namespaces.all()}
+
+
+def test_all_is_well_and_nothing_is_left_behind(node: Node, doctor: Doctor) -> None:
+    found = doctor(node)
+    assert found.failed == set()
+    for wire in WIRES:
+        assert found.of(wire, group="wires").state is State.OK
+        assert "16 KiB came back equal" in found.of(wire, group="pages").found
+    assert "wire shm" in found.of("as a client").found
+    assert found.of("removed").found == "4 pages, and the namespace"
+    assert node.tier.visible_count == 0
+    assert names(node) == set()
+    assert "this node has none" in found.of("disk", group="what").found
+    assert found.of("disk", group="pages").state is State.SKIPPED
+    assert found.of("clock", group="what").state is State.OK
+
+
+def test_what_others_have_stays(node: Node, doctor: Doctor) -> None:
+    other = Namespace("others", opaque_layout(64))
+    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
+        client.put(other, [bytes(16)], [bytes(64)])
+        assert doctor(node).failed == set()
+        assert client.lookup(other, [bytes(16)]).prefix_pages == 1
+        client.remove_namespace(other)
+
+
+def test_pages_that_another_doctor_has_put_stay(node: Node, doctor: Doctor) -> None:
+    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
+        space = Pages(client.config, pb.HelloReply(), None).namespace
+        client.put(space, [bytes(16)], [bytes(space.layout.page_nbytes)])
+        assert "its name stays" in doctor(node).of("removed").found
+        assert client.lookup(space, [bytes(16)]).prefix_pages == 1
+        client.remove_namespace(space)
+
+
+def test_an_interrupt_leaves_nothing_behind(node: Node) -> None:
+    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+
+    def tick(done: float) -> None:
+        if MODEL in names(node) and node.tier.visible_count:
+            raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with closing(Examination(config).groups()) as groups:
+            for group in groups:
+                run_all(group.checks, tick)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    wait_until(lambda: names(node) == set() and node.tier.visible_count == 0)
+
+
+def test_a_page_that_comes_back_with_other_bytes(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Client.put
+
+    def damaged(self: Client, namespace: Namespace, keys: Any, pages: Any, *rest: Any, **more: Any) -> Any:
+        return put(self, namespace, keys, [bytes(len(page)) for page in pages], *rest, **more)
+
+    monkeypatch.setattr(Client, "put", damaged)
+    found = doctor(node)
+    assert found.failed == {"as a client", *WIRES}
+    assert "take this node out of service" in found.of("bulk", group="pages").remedy
+
+
+def test_a_node_without_room(start_node: Any, doctor: Doctor) -> None:
+    node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
+    space = Namespace("pinned", opaque_layout(1 << 20))
+    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)) as client:
+        client.put(space, [bytes(16)], [bytes(1 << 20)])
+        with client.open_get(space, [bytes(16)]):  # a held page is not evicted
+            found = doctor(node)
+        assert {"as a client", "bulk"} <= found.failed
+        assert found.of("bulk", group="wires").state is State.OK
+
+
+# ---- on the way ------------------------------------------------------------------------------
+
+
+def test_nobody_listens(doctor: Doctor) -> None:
+    found = doctor(address="127.0.0.1:1")
+    assert found.failed == {"TCP"}
+    assert "nobody listens there" in found.of("TCP").remedy
+    assert {"gRPC", "status", "wires", "pages"} <= found.names(State.SKIPPED)
+
+
+def test_a_name_that_nobody_knows(doctor: Doctor) -> None:
+    found = doctor(address="nobody.invalid:7440")
+    assert found.failed == {"name"}
+
+
+def test_a_firewall_that_drops(swallowing_port: int, doctor: Doctor) -> None:
+    found = doctor(address=f"127.0.0.1:{swallowing_port}", connect_timeout_s=0.3)
+    assert found.failed == {"TCP"}
+    assert "a firewall" in found.of("TCP").remedy
+
+
+def test_something_else_listens_there(doctor: Doctor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = doctor(address=f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=0.5)
+    assert found.failed == {"gRPC"}
+    assert "something else" in found.of("gRPC").remedy
+
+
+def test_a_node_that_hangs(doctor: Doctor) -> None:
+    with NodeProcess("--ram-bytes", "16MiB") as process:
+        process.pause()
+        found = doctor(address=process.address, connect_timeout_s=0.5, timeout_s=1.0)
+        process.resume()
+    assert found.failed == {"gRPC"}
+    assert "hangs or is stopped" in found.of("gRPC").remedy
+
+
+def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
+    """Which is said of that one. A node that is alone is no cluster of two."""
+    address = f"127.0.0.1:{node.grpc.port}"
+    found = doctor(address=f"127.0.0.1:1,{address}")
+    assert found.of("TCP", "127.0.0.1:1").state is State.FAIL
+    assert found.of("gRPC", address).state is State.OK
+    assert found.of("bulk", group="wires").state is State.OK
+    assert "is in no cluster" in found.of("as a client").found
+
+
+# ---- wires -----------------------------------------------------------------------------------
+
+
+def test_no_shared_memory_because_there_is_none(start_node: Any, doctor: Doctor) -> None:
+    node = start_node(shm_socket="none")
+    assert doctor(node).of("shm", group="wires").state is State.SKIPPED
+    assert doctor(node, wire="shm").of("shm", group="wires").state is State.FAIL
+
+
+def test_a_socket_that_is_not_here(node: Node, doctor: Doctor, tmp_path: Path) -> None:
+    """The node is on this host, perhaps in a container."""
+    found = doctor(node, shm_dir=str(tmp_path))
+    assert found.of("shm", group="wires").state is State.WARN
+    assert "KVSTORE_SHM_DIR" in found.of("shm", group="wires").remedy
+    assert found.failed == set()
+    assert "wire bulk" in found.of("as a client").found
+    wanted = doctor(node, shm_dir=str(tmp_path), wire="shm")
+    assert {"shm", "as a client"} <= wanted.failed
+
+
+def test_a_bulk_port_that_is_closed(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.service, "bulk_port", 1)
+    found = doctor(node)
+    assert found.failed == {"bulk"}
+    assert "open TCP port 1 " in found.of("bulk").remedy
+    assert found.of("grpc", group="pages").state is State.OK
+
+
+# ---- disk, clock, version --------------------------------------------------------------------
+
+
+def test_a_page_is_read_from_disk(tmp_path: Path) -> None:
+    flags = ("--ram-bytes", "16MiB", "--data-dir", str(tmp_path / "data"), "--disk-bytes", "64MiB")
+    with NodeProcess(*flags, "--disk-extent-bytes", "16MiB") as process:
+        config = ClientConfig(process.address, timeout_s=20.0, connect_timeout_s=10.0)
+        found = examined(config)
+        assert found.failed == set()
+        assert "its copy on disk is intact" in found.of("disk", group="pages").found
+        with Client(config) as client:
+            status = client.node_status()
+        assert (status.disk.page_count, list(status.namespaces)) == (0, [])
+        assert status.disk.pages_written == 5
+
+
+def test_what_is_said_of_a_disk() -> None:
+    def said(**told: Any) -> State:
+        known = {"state": "SERVING", "data_dir": "/data", "direct_io": True, "queue_nbytes_max": 100}
+        return disk(pb.NodeStatusReply(disk=pb.DiskStatus(**{**known, **told}))).state
+
+    assert said() is State.OK
+    assert said(direct_io=False) is State.WARN
+    assert said(queue_nbytes=95) is State.WARN
+    assert said(pages_corrupt=1) is State.WARN
+    assert said(state="POISONED", reason="no space left") is State.FAIL
+    assert disk(pb.NodeStatusReply()).state is State.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "within_s", "state"),
+    [
+        (0.5, 0.01, State.OK),
+        (-1.9, 0.01, State.OK),
+        (3.0, 0.01, State.WARN),
+        (3.0, 2.5, State.OK),  # it may well be less than two
+        (-3.0, 0.01, State.WARN),
+        (-400.0, 0.01, State.FAIL),
+    ],
+)
+def test_a_clock_that_differs(ahead_s: float, within_s: float, state: State) -> None:
+    found = clock(Clock(ahead_s, within_s))
+    assert found.state is state
+    assert ("ahead of" if ahead_s > 0 else "behind") in found.found
+
+
+def test_a_nodes_clock_is_compared_with_ours(node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serve.status.time.time_ns", lambda: 1_000_000_000)
+    assert doctor(node).of("clock", group="what").state is State.FAIL
+
+
+def test_an_older_node_does_not_tell_its_clock() -> None:
+    assert clock(None).state is State.SKIPPED
+
+
+def test_versions_that_differ() -> None:
+    assert version(pb.HelloReply(version="0.0.1", protocol_version=4)).state is State.WARN
+    assert version(pb.HelloReply(version="0.1.0", protocol_version=3)).state is State.WARN

@@ -1,0 +1,114 @@
+"""Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or talks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.doctor import directory
+from kvstore.doctor.directory import file_system, findings
+from kvstore.doctor.finding import State
+from kvstore.doctor.probe import probed
+
+LONG_S = 60.0
+
+
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
+    (tmp_path / "some_probe.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "some_probe"
+
+
+def test_a_data_directory_as_it_is_here(tmp_path: Path) -> None:
+    found = list(probed("data directory", "kvstore.doctor.directory", [str(tmp_path)], LONG_S, "mend it"))
+    assert [finding.name for finding in found] == ["data directory", "file system", "room", "O_DIRECT", "speed"]
+    assert found[0].state is State.OK
+    assert "MB/s written" in found[-1].found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_a_node_would_make(tmp_path: Path) -> None:
+    found = {finding.name: finding for finding in findings(tmp_path / "a" / "b")}
+    assert f"makes it in {tmp_path}" in found["data directory"].found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    found = list(findings(path))
+    assert found[0].state is State.FAIL
+    assert found[-1].state is State.SKIPPED
+
+
+def test_one_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory.os, "access", lambda path, mode: False)
+    found = directory.permission(tmp_path, tmp_path)
+    assert (found.state, "chown" in found.remedy) == (State.FAIL, True)
+
+
+MOUNTS = """\
+/dev/vda1 / ext4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+server:/x /mnt/far\\040away nfs4 rw 0 0
+/dev/nvme0n1 /data xfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "state", "said"),
+    [
+        ("/var/lib", State.OK, "ext4 on /dev/vda1"),
+        ("/data/pages", State.OK, "xfs on /dev/nvme0n1"),
+        ("/database", State.OK, "ext4"),
+        ("/tmp", State.WARN, "tmpfs"),
+        ("/mnt/far away/pages", State.WARN, "nfs4 on server:/x"),
+    ],
+)
+def test_file_systems(path: str, state: State, said: str) -> None:
+    found = file_system(Path(path), MOUNTS)
+    assert found.state is state
+    assert said in found.found
+
+
+def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = directory.os.open
+
+    def without(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & directory.os.O_DIRECT:
+            raise OSError(directory.errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(directory.os, "open", without)
+    found = {finding.name: finding for finding in findings(tmp_path)}
+    assert found["O_DIRECT"].state is State.WARN
+    assert "MB/s written" in found["speed"].found
+
+
+def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_blocks, f_frsize, f_files, f_favail = 1000, 1 << 30, 4096, 1 << 20, 1 << 20
+
+    monkeypatch.setattr(directory.os, "statvfs", lambda path: Full)
+    assert directory.room(tmp_path).state is State.FAIL
+    Full.f_bavail, Full.f_favail = 1 << 29, 10
+    assert directory.room(tmp_path).state is State.WARN
+
+
+def test_what_was_said_before_it_hung_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
+    name = module(tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n")
+    for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
+        *before, last = probed("disk", name, [], limit_s, "mend the disk")
+        assert (last.state, last.remedy) == (State.FAIL, "mend the disk")
+        assert last.found == f"hangs: no end in {limit_s:g} s"
+        if before:
+            break
+    assert [(finding.name, finding.state) for finding in before] == [("first", State.OK)]
+
+
+def test_one_that_can_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = module(tmp_path, monkeypatch, "print('a library talks')\nimport torch_of_nobody")
+    (found,) = probed("GPU", name, [], LONG_S, "another Python")
+    assert found.state is State.FAIL
+    assert found.found == "ModuleNotFoundError: No module named 'torch_of_nobody'"
