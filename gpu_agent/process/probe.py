@@ -2,7 +2,7 @@
 
 torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process (CUDA IPC)
 
-Needs some 600 MB of each GPU's memory for a moment, which is what CUDA takes for a process, twice.
+Takes what CUDA takes of a GPU for a process, some hundreds of MB, twice, for a moment.
 """
 
 import json

@@ -77,7 +77,7 @@ def _agreement(there: Mapping[str, Way]) -> Finding:
         )
     if len({(seen.cluster, seen.replicas) for seen in views.values()}) > 1:
         return fail("view", "members differ in the cluster's name or in --replicas", "give all of them the same")
-    return ok("view", f"{len(views)} members have view {numbers.pop()}")
+    return ok("view", f"number {numbers.pop()}, the same at all that answer")
 
 
 def _told(there: Mapping[str, Way]) -> Views:

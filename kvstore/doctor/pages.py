@@ -197,7 +197,8 @@ class Pages:
     def _is_empty(self, client: Client) -> bool:
         until = time.monotonic() + EMPTY_S
         while True:
-            known = [info for space, info in client.namespaces() if space.digest == self.namespace.digest]
+            told = [status for status in client.statuses().values() if isinstance(status, pb.NodeStatusReply)]
+            known = [info for status in told for info in status.namespaces if info.digest == self.namespace.digest]
             if not any(info.page_count or info.disk_page_count for info in known):
                 return bool(known)
             if time.monotonic() >= until:

@@ -47,6 +47,7 @@ def test_every_command_prints_one_json_value_with_json(
         "verify": [*named, "--all"],
         "rm": [*named, hashes[0].hex()],
         "forget": ["--tenant", "nobody", "--yes"],
+        "doctor": ["--timeout", "20"],
         "bench": ["--seconds", "0.02", "--page-nbytes", "4KiB", "--batch", "2"],
         "replay": [str(trace)],
         "plan": [str(trace)],
