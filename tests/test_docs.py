@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +16,12 @@ from kvstore.cli.commands import app
 from kvstore.config import ClientConfig, load, parse_nbytes
 from kvstore.errors import ConfigError
 from kvstore.measure.node_process import NodeProcess
-from kvstore.pb import kvstore_pb2 as pb
-from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.disk.data_dir import LOCK_WAIT_S
 from node.disk.keeper_process import END_S
 from node.disk.reads import HANGS_S
 from node.disk.shortage import LOG_S
 from node.main import _parser
-from node.serve.metrics import NodeCollector
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "engines").glob("*.md"))]
@@ -169,27 +165,6 @@ def test_the_command_understands_every_command_line_of_the_documents(words: list
 def test_enough_of_them_are_found() -> None:
     assert len(list(command_lines("kvstore-node"))) > 5
     assert {line.values[0][0] for line in command_lines("kvstore")} >= set(COMMANDS.commands)
-
-
-# ---- metrics ---------------------------------------------------------------------------------
-
-
-def test_every_metric_that_the_documents_name_is_told() -> None:
-    status = pb.NodeStatusReply(ram=pb.RamStatus(), disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus())
-    service: Any = SimpleNamespace(call=lambda *_: status)
-    told = {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in NodeCollector(service, THE_NODE).collect()
-    }
-    kinds = {name.split("_")[1] for name in told}
-    named = {
-        name
-        for page in PAGES
-        for name in re.findall(r"`(kvstore_[a-z_]+)", page.read_text())
-        if name.split("_")[1] in kinds and not name.endswith("_")
-    }
-    assert len(named) > 8
-    assert named <= told
 
 
 # ---- a program -------------------------------------------------------------------------------

@@ -18,13 +18,15 @@ def nobody() -> Principal:
 class Caller:
     """Of a request. `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
     `may_wait`: for other nodes, without keeping others from their answers. `who` raises Unauthenticated, also when
-    what it was known by is not valid any more. `at`: the address, where `peer` is a tenant."""
+    what it was known by is not valid any more. `at`: the address, where `peer` is a tenant. `wire`: on which he
+    asks."""
 
     peer: str
     gone: Callable[[], bool] = lambda: False
     may_wait: bool = True
     who: Callable[[], Principal] = nobody
     at: str = ""
+    wire: str = ""
 
 
 THE_NODE = Caller("the node itself", who=lambda: ITSELF)

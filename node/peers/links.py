@@ -63,6 +63,11 @@ class PeerLinks:
                 link = self._links[member] = NodeLink(address, config)
             return link
 
+    def failing(self) -> dict[str, bool]:
+        """Of each other member, whether calls to it fail, and are not even tried but now and then."""
+        with self._lock:
+            return {member: member in self._links and self._links[member].failing for member in self._addresses}
+
     def _follow(self, view: View) -> None:
         own = self._membership.member
         addresses = {member.id: member.address for member in view.members if member.id != own}

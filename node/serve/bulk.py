@@ -44,7 +44,7 @@ class BulkServer(ConnectionServer):
         self._certificates = certificates
 
     def connection(self, sock: socket.socket, address: Any) -> Connection:
-        name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]))
+        name, caller = f"{address[0]}:{address[1]}", caller_at(sock, peer_of(address[0]), "bulk")
         frames = FrameSocket(sock) if self._certificates is None else TlsFrameSocket(sock, self._certificates.context)
         return BulkConnection(frames, name, caller, self._service, self._stall_s)
 

@@ -9,6 +9,7 @@ import logging
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from node.access.access import Access
 from node.access.caller import Caller
 from node.access.gate import Gate
 from node.serve.limits import REQUEST_S_MAX, Places, peer_of
+from node.serve.traffic import TIMED, Traffic
 from node.tls import shown_to_grpc
 
 log = logging.getLogger(__name__)
@@ -42,9 +44,10 @@ class Call:
         self._task = asyncio.current_task()
         self._gone = False
         self._moved_nbytes = 0
+        self._begun: Callable[[], None] = lambda: None  # its request is there
         self._stall: asyncio.TimerHandle | None = None
         self._limit: asyncio.TimerHandle | None = None
-        self.caller = Caller(self.peer, lambda: self._gone, may_wait=False)
+        self.caller = Caller(self.peer, lambda: self._gone, may_wait=False, wire="grpc")
 
     def identify(self, gate: Gate, op: str) -> None:
         """Once, before it begins: a call ends soon. Raises Unauthenticated."""
@@ -63,6 +66,14 @@ class Call:
         self._place.close()
         self._gone = True
         self.untimed()
+
+    def timed(self, traffic: Traffic, op: str) -> AbstractContextManager[object]:
+        """Around all of a call that is a request, which is timed from when it is there."""
+        if op not in TIMED:
+            return nullcontext()
+        timer = traffic.request(op, self.caller.wire)
+        self._begun = timer.begin
+        return timer
 
     # ---- time ----------------------------------------------------------------------------
 
@@ -121,6 +132,7 @@ class Call:
             await asyncio.sleep(REQUEST_S_MAX)  # the cancellation is on its way
         if message is None:
             raise InvalidRequest("the call ended where a request was expected")
+        self._begun()
         self.request_nbytes = len(message) if isinstance(message, bytes) else message.ByteSize()
         return message
 

@@ -199,8 +199,9 @@ class Connection(abc.ABC):
 
     def _serve_request(self, session: Session, op: str, request: Any) -> None:
         try:
-            if not self.transfer(session, op, request):
-                self.send(op, self._answer(op, request))
+            with self.service.traffic.request(op, self.caller.wire):
+                if not self.transfer(session, op, request):
+                    self.send(op, self._answer(op, request))
         except KVStoreError as error:
             self.send_error(error)
             if isinstance(error, ProtocolError):
@@ -260,9 +261,9 @@ def ready(fd: int | socket.socket, events: int) -> bool:
     return bool(asked.poll(0))
 
 
-def caller_at(sock: socket.socket, peer: str) -> Caller:
+def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
     """Who has hung up is gone, also behind bytes that nobody has received yet."""
-    return Caller(peer, lambda: ready(sock, select.POLLRDHUP))
+    return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
 
 
 def message_of(error: KVStoreError) -> pb.Error:

@@ -134,6 +134,12 @@ class Turns:
         finally:
             self._end(peer)
 
+    @property
+    def waiting_count(self) -> int:
+        """Calls that wait for another of their peer's."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
     def _begin(self, peer: str) -> None:
         with self._lock:
             waiting = self._waiting.get(peer)

@@ -1,10 +1,11 @@
 """Prometheus metrics: read from the node's own counters at every scrape."""
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
 from kvstore.cluster.view import REGISTRIES
@@ -12,6 +13,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import Caller
 from node.serve.metrics_server import Answer, Asker, Choose
 from node.serve.service import Service
+from node.serve.traffic import BOUNDS_S, Histogram
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 _MISSES = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
@@ -31,7 +33,7 @@ _PLAIN = {
     "put_bytes": ("nbytes_put", "Page bytes stored"),
     "get_bytes": ("nbytes_got", "Page bytes sent"),
 }
-_DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes")
+_DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max")
 _DISK_COUNTERS = (
     "pages_written",
     "pages_read",
@@ -120,6 +122,7 @@ class NodeCollector:
             text = "Pages kept because the process that left them may still write"
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
         yield from self._of_tls(status)
+        yield from self._of_requests()
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")
@@ -135,6 +138,39 @@ class NodeCollector:
             yield GaugeMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
         for name in _PEERS_COUNTERS:
             yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", f"Other members: {name}", getattr(peers, name))
+
+        text = "1: calls to this member fail, and are tried now and then only"
+        failing = GaugeMetricFamily("kvstore_peers_failing", text, labels=["member"])
+        for member, fails in self._service.peers.links.failing().items():
+            failing.add_metric([member], fails)
+        yield failing
+
+    def _of_requests(self) -> Iterator[Metric]:
+        """What requests took, on which wires, and what waits."""
+        traffic = self._service.traffic
+        text = "Time from the whole request to the end of its answer, of requests that were answered"
+        yield _histogram("kvstore_request_seconds", text, ["op", "wire"], traffic.requests())
+        text = "Time until the pages of a get are in RAM, by the farthest place where one of them was"
+        gets = {(tier,): histogram for tier, histogram in traffic.gets().items()}
+        yield _histogram("kvstore_get_seconds", text, ["tier"], gets)
+        text = "Requests that were not answered, by the code that the client was told; cancelled: it left or stalled"
+        errors = CounterMetricFamily("kvstore_request_errors", text, labels=["op", "wire", "code"])
+        for values, count in traffic.errors().items():
+            errors.add_metric(values, count)
+        yield errors
+        text = "Page bytes that clients wrote (in) or were given to read (out)"
+        moved = CounterMetricFamily("kvstore_wire_bytes", text, labels=["wire", "direction"])
+        for way, nbytes in traffic.moved().items():
+            moved.add_metric(way, nbytes)
+        yield moved
+        waiting = GaugeMetricFamily(
+            "kvstore_gets_waiting", "Gets that wait now, by where their pages are", labels=["tier"]
+        )
+        for tier, count in traffic.waiting_gets().items():
+            waiting.add_metric([tier], count)
+        yield waiting
+        text = "Calls that wait for another call of the same peer"
+        yield GaugeMetricFamily("kvstore_calls_waiting", text, self._service.turns.waiting_count)
 
     def _of_tls(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_tls", "1 if the node's TCP ports speak TLS", status.HasField("tls"))
@@ -190,6 +226,15 @@ def _counter(
     for values, info in infos:
         for extra, field in fields.items():
             family.add_metric([*values, *extra], getattr(info.counters, field))
+    return family
+
+
+def _histogram(name: str, text: str, labels: list[str], histograms: Mapping[Any, Histogram]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    for values, histogram in histograms.items():
+        buckets = zip(bounds, accumulate(histogram.counts), strict=True)
+        family.add_metric(values, list(buckets), histogram.sum_ns / 1e9)
     return family
 
 

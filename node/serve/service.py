@@ -3,6 +3,7 @@ raises the errors of `kvstore.errors`."""
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -75,14 +76,14 @@ class Service:
         self.content = Content(arena, tier)
         self._pinning = Pinning(tier)
         self.sessions = sessions
-        self.tenants = sessions.tenants
+        self.tenants, self.traffic = sessions.tenants, sessions.traffic
         self.instance_id = os.urandom(8)
         self.bulk_port = 0
         self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node that speaks TLS
         self.draining = False
-        self._peers = peers
+        self.peers = peers
         self.membership = peers.membership
         self.cluster = ClusterCalls(peers)
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
@@ -194,13 +195,17 @@ class Service:
                 f"send {nbytes} bytes for each"
             )
         stored = session.commit(list(request.leaves), -(-put.ttl_ms // 1000))
+        self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
         self.promises.keep(session, pages)
         return pb.CommitReply(stored=stored)
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
+        began_ns = time.monotonic_ns()
         try:
-            return _guarded("get", self._begin_get, session, request)
+            found = _guarded("get", self._begin_get, session, request)
+            self.traffic.found(session.tier, began_ns)
+            return found
         except KVStoreError:
             session.release()
             raise
@@ -233,6 +238,7 @@ class Service:
         reply.ttls_ms.extend(ttls_ms(found, self._tier.clock_s()))
         wanted = ranges or [(0, page_nbytes)]
         self.tenants.moves(principal, len(found) * wanted_nbytes)
+        self.traffic.gave(session.caller.wire, len(found) * wanted_nbytes)
         if session.maps_arena:
             reply.offsets.extend([place for page in found for place in places(page, wanted)])
             return 0, reply, iter(())
@@ -348,7 +354,7 @@ class Service:
             bulk_port=self.bulk_port,
             metrics_port=self.metrics_port,
             shm=self.shm_status() if self.shm_status else None,
-            peers=self._peers.status(),
+            peers=self.peers.status(),
             refused_calls=self.gate.audit.refused_count,
             tls=self.tls_status() if self.tls_status else None,
             tenants=self.tenants.uses(),

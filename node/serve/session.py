@@ -21,6 +21,7 @@ from node.ram.tier import RamTier
 from node.serve.limits import Budget, cap
 from node.serve.near import Fetching
 from node.serve.tenants import Tenants
+from node.serve.traffic import DISK, PEER, RAM, Traffic
 
 # How long a reader waits for pages that other sessions are loading, all of them together; how often it looks
 # whether that is of any use still.
@@ -51,6 +52,7 @@ class Session:
         self._reserved_nbytes = 0  # taken from the budgets
         self._held_nbytes = 0
         self.tenant = ""  # of who holds them
+        self.tier = RAM  # the farthest in which one of them was
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
         self.wait = Wait(0.0, caller.gone)  # for that
@@ -135,7 +137,8 @@ class Session:
             self._held_nbytes = nbytes
         elsewhere = fetching.copies if fetching else NOWHERE
         acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
-        not_here = acquired.loads or any(page is not None and not page.checksum for page in acquired.pages)
+        not_here = [page for page in acquired.pages if page is not None and not page.checksum]
+        self.tier = self._farthest(not_here) if not_here else RAM
         with self._loading(acquired) if not_here else contextlib.nullcontext():
             pages = self._keep(acquired, fetching)
         if acquired.fetched:  # they came in any order: the chain's end must go before its head
@@ -145,11 +148,15 @@ class Session:
             self._tier.count_lost(digest, lost_count, wanted_nbytes)
         return pages
 
+    def _farthest(self, pages: Sequence[Page]) -> str:
+        return PEER if any(map(self._tier.loads.is_fetched, pages)) else DISK
+
     @contextlib.contextmanager
     def _loading(self, acquired: Acquired) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self.loading())
+                stack.enter_context(self._sessions.traffic.waiting(self.tier))
             except Exhausted:
                 self._held = [page for page in acquired.pages if page is not None]
                 self._end_loads(acquired)
@@ -225,6 +232,7 @@ class Sessions:
     def __init__(self, tier: RamTier, batch_keys_max: int, batch_nbytes_max: int, tenants: Tenants) -> None:
         self._tier = tier
         self.tenants = tenants
+        self.traffic = Traffic()
         self._lock = threading.Lock()
         self._live: set[Session] = set()
         ram_nbytes = tier.slots.region_nbytes

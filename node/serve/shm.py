@@ -48,7 +48,7 @@ class ShmServer(ConnectionServer):
     def connection(self, sock: socket.socket, address: Any) -> Connection:
         frames = DescriptorSocket(sock)
         # Process 0: all the containers whose processes can not be seen from here.
-        caller = caller_at(sock, f"pid {frames.peer.pid}")
+        caller = caller_at(sock, f"pid {frames.peer.pid}", "shm")
         return ShmConnection(frames, caller, self._service, self._stall_s, self)
 
     def status(self) -> pb.ShmStatus:

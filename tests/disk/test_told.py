@@ -1,6 +1,7 @@
 """What a node with a disk tells to whoever watches it: docs/operations.md, "A disk that fails" and "What to watch"."""
 
 import re
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore import ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
 from node.disk.kept_dir import QUESTION_S
+from node.serve.metrics import metrics_text
+from node.serve.metrics_server import Asker
 from node.server import Node
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -51,12 +54,6 @@ def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(nodes: A
     assert counts == {"corrupt": 2, "refused": 1, "written": 2, "evicted": 0}
 
 
-def test_every_metric_that_the_document_names_is_there(nodes: Any) -> None:
-    named = set(re.findall(r"\bkvstore_\w*(?:disk|shm|ram|pages|peers)_\w+", OPERATIONS.read_text()))
-    assert len(named) > 5
-    assert named <= set(metrics(nodes.start(cluster="static:one/n1=127.0.0.1:7440", member="n1")))
-
-
 def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the_disk_nothing(
     nodes: Any, pages: Any, make_pages: Any
 ) -> None:
@@ -94,3 +91,28 @@ def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(nodes: Any, 
     taken = sorted(path.stat().st_blocks * 512 for path in extents)
     assert taken[:-1] == [0] * 31
     assert taken[-1] >= 64 << 10
+
+
+def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(nodes: Any, layer: Any, pages: Any) -> None:
+    node = nodes.start()
+    client, keys = nodes.connect(node), pages.keys(1, 2)
+    pages.put(client, keys, durable=True)
+    pages.drop_from_ram(node)
+    layer.reading.clear()
+    reader = threading.Thread(target=pages.get, args=(client, keys))
+    reader.start()
+    assert layer.waiting.acquire(timeout=10.0)
+    assert sample(node, 'kvstore_gets_waiting{tier="disk"}') == 1
+    layer.reading.set()
+    reader.join()
+    pages.get(client, keys)
+    assert sample(node, 'kvstore_gets_waiting{tier="disk"}') == 0
+    for tier, count in (("disk", 1), ("ram", 1), ("peer", 0)):
+        assert sample(node, f'kvstore_get_seconds_count{{tier="{tier}"}}') == count
+    assert sample(node, 'kvstore_get_seconds_bucket{le="+Inf",tier="disk"}') == 1
+
+
+def sample(node: Node, series: str) -> float:
+    text = metrics_text(node.service)({}, Asker("127.0.0.1", ())).body().decode()
+    (value,) = re.findall(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    return float(value)

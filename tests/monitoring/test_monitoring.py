@@ -1,6 +1,7 @@
-"""Alerts and the dashboard ask for what a node really tells: a member of a cluster with a disk, TLS, tenants and shared
-memory, whose metrics are read here."""
+"""Alerts, the dashboard and documents name what a node really tells: a member of a cluster with a disk, TLS, tenants
+and shared memory, whose metrics are read here."""
 
+import ast
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import yaml
 from authorities import pair
 from fleets import SMALL
 
-from kvstore import Client, ClientConfig, Namespace, opaque_layout
+from kvstore import Client, ClientConfig, Forbidden, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
 from kvstore.identity_file import add, new_token, token_line
 from node.config import NodeConfig
@@ -23,16 +24,23 @@ from node.serve.metrics import metrics_text
 from node.serve.metrics_server import Asker
 from node.server import Node
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "monitoring"
+DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
+TABLES = (ROOT / "docs" / "metrics.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# What documents name that begins like a metric: volumes, containers and networks of Docker, a wheel.
+OTHERS = {"data", "socket", "secrets", "default", "node_1", "llm"}
+# Where adapters say what they add to an engine's metrics.
+OF_ENGINES = {"vllm:kvstore_": ("vllm_metrics.py", "COUNTERS"), "vllm:kvstore_tier_": ("vllm_tier.py", "_COUNTERS")}
 OF_PROMETHEUS = {"job", "instance", "alertname", "alertstate"}
 PROMTOOL = os.environ.get("KVSTORE_PROMTOOL", "")
 WORD = r"[a-zA-Z_][a-zA-Z0-9_]*"
 
 
 @pytest.fixture(scope="module")
-def told(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[str]]]:
-    """Labels of each metric."""
+def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What the node tells."""
     folder = tmp_path_factory.mktemp("told")
     operator, engine = new_token("*"), new_token("team-a")
     add(folder / "identities", token_line("operator", operator, tenant="*", role="admin"))
@@ -54,10 +62,29 @@ def told(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         known = {"tls_ca": str(ours.path), "token": engine, "timeout_s": 30.0, "connect_timeout_s": 20.0}
         with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", direct=True, **known)) as client:
             client.put(Namespace("llama", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)])
+            with pytest.raises(Forbidden):
+                client.flush()
         answer = metrics_text(node.service)({"authorization": f"Bearer {operator}"}, Asker("127.0.0.1", ()))
-        yield labels(answer.body().decode())
+        yield answer.body().decode()
     finally:
         node.stop()
+
+
+@pytest.fixture(scope="module")
+def told(text: str) -> dict[str, set[str]]:
+    """Labels of each series' name."""
+    return labels(text)
+
+
+@pytest.fixture(scope="module")
+def families(text: str, told: dict[str, set[str]]) -> dict[str, tuple[str, set[str]]]:
+    """(kind, labels) of each metric as documents name it: a histogram is one."""
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    return {
+        name: (kind, told.get(f"{name}_sum" if kind == "histogram" else name, set()))
+        for name, kind in kinds.items()
+        if not name.endswith("_created")
+    }
 
 
 def labels(text: str) -> dict[str, set[str]]:
@@ -138,12 +165,46 @@ def test_a_panel_asks_for_what_a_node_tells(told: dict[str, set[str]], panel: di
         assert target["expr"].count("(") == target["expr"].count(")")
 
 
+def test_each_metric_is_in_the_tables_with_its_kind_and_labels(families: dict[str, tuple[str, set[str]]]) -> None:
+    rows = re.findall(r"^\| `(kvstore_\w+)` \| (\w+) \|([^|]*)\| \S", TABLES, re.MULTILINE)
+    assert len({name for name, _, _ in rows}) == len(rows)
+    assert {name: (kind, set(re.findall(r"`(\w+)`", named))) for name, kind, named in rows} == families
+
+
+def test_names_say_what_they_count(families: dict[str, tuple[str, set[str]]]) -> None:
+    for name, (kind, named) in families.items():
+        assert name.endswith("_total") == (kind == "counter"), name
+        assert kind != "histogram" or name.endswith("_seconds")
+        assert not named & {"key", "prompt", "hash", "peer"}, name
+
+
+def counted_by(file: str, table: str) -> set[str]:
+    """Keys of a dictionary in an adapter, which only an engine's environment can import."""
+    for node in ast.parse((ROOT / "gpu_agent" / "engines" / file).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == table:
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"{file} has no {table}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_documents_name_metrics_that_there_are(
+    told: dict[str, set[str]], families: dict[str, tuple[str, set[str]]], page: Path
+) -> None:
+    engines = {prefix + name for prefix, place in OF_ENGINES.items() for name in counted_by(*place)}
+    known = {*told, *families, *engines, *(f"{name}_total" for name in engines)}
+    code = re.findall(r"`+([^`]+)`+", page.read_text())
+    named = {name for part in code for name in re.findall(r"(?<![\w/.-])(?:vllm:)?kvstore_[a-z]\w*(?![\w*])", part)}
+    wrong = {name for name in named if name not in known and name.removeprefix("kvstore_") not in OTHERS}
+    assert wrong == set()
+
+
 def test_counters_are_asked_for_as_rates_and_gauges_are_not() -> None:
     expressions = [rule["expr"] for rule in rules()]
     expressions += [target["expr"] for panel in panels() for target in panel["targets"]]
     for expression in expressions:
         for before, name in re.findall(r"(\w+\()?(kvstore_\w+)", expression):
-            assert (before in ("rate(", "increase(")) == name.endswith("_total"), expression
+            grows = name.endswith(("_total", "_bucket", "_count", "_sum"))
+            assert (before in ("rate(", "increase(")) == grows, expression
 
 
 def test_panels_have_a_place_and_a_number_of_their_own() -> None:

@@ -1,0 +1,160 @@
+"""What requests took and moved, by operation, wire and tier: counted where it happens, told to Prometheus."""
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+from fleet import NUMBERS
+from waiting import wait_until
+
+from kvstore import InvalidRequest, KVStoreError
+from kvstore.pb import kvstore_pb2 as pb
+from node.serve.metrics import metrics_text
+from node.serve.metrics_server import Asker
+from node.serve.traffic import BOUNDS_S, DISK, PEER, RAM, Histogram, Traffic
+from node.server import Node
+
+WIRES = ["bulk", "shm", "grpc"]
+
+
+def answered(node: Node, op: str, wire: str) -> int:
+    histogram = node.service.traffic.requests().get((op, wire))
+    return sum(histogram.counts) if histogram else 0
+
+
+def gets(node: Node) -> dict[str, int]:
+    return {tier: sum(histogram.counts) for tier, histogram in node.service.traffic.gets().items()}
+
+
+def moved(node: Node, wire: str) -> tuple[int, int]:
+    found = node.service.traffic.moved()
+    return found.get((wire, "in"), 0), found.get((wire, "out"), 0)
+
+
+def test_a_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+    histogram = Histogram()
+    for ns in (0, 50_000, 50_001, 100_000, 10_000_000_000, 10_000_000_001):
+        histogram.add(ns)
+    assert [histogram.counts[0], histogram.counts[1]] == [2, 2]
+    assert (histogram.counts[-2], histogram.counts[-1]) == (1, 1)
+    assert sum(histogram.counts) == 6
+    assert histogram.sum_ns == 20_000_200_002
+    assert list(BOUNDS_S) == sorted(BOUNDS_S)
+
+
+def test_no_time_is_lost_between_threads() -> None:
+    """They change as often as the interpreter lets them."""
+    traffic, interval = Traffic(), sys.getswitchinterval()
+    start = threading.Barrier(4)
+
+    def run() -> None:
+        start.wait()
+        for _ in range(5000):
+            with traffic.request("lookup", "bulk"):
+                pass
+            traffic.gave("bulk", 3)
+            traffic.found(RAM, 0)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(traffic.requests()["lookup", "bulk"].counts) == 20_000
+    assert sum(traffic.gets()[RAM].counts) == 20_000
+    assert traffic.moved() == {("bulk", "out"): 60_000}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequest("no"), "invalid_argument"),
+        (KVStoreError("failed inside"), "internal"),
+        (ConnectionAbortedError("left"), "cancelled"),
+        (KeyboardInterrupt(), "cancelled"),
+        (ValueError("no message"), "unknown"),
+    ],
+)
+def test_what_was_not_answered_has_no_time_but_a_code(error: BaseException, code: str) -> None:
+    traffic = Traffic()
+    with pytest.raises(type(error)), traffic.request("get", "bulk"):
+        raise error
+    assert traffic.errors() == {("get", "bulk", code): 1}
+    assert traffic.requests() == {}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_requests_are_timed_and_bytes_counted_on_each_wire(node: Node, connect: Any, pages: Any, wire: str) -> None:
+    client, keys = connect(node, wire), pages.keys(*range(4))
+    before = {op: answered(node, op, wire) for op in ("lookup", "put", "commit", "get")}
+    taken, given = moved(node, wire)
+    others = {other: moved(node, other) for other in WIRES if other != wire}
+    from_ram = gets(node)[RAM]
+    pages.put(client, keys)
+    assert client.lookup(pages.namespace, keys).prefix_pages == 4
+    assert pages.get(client, [*keys, *pages.keys(7)]) == [True] * 4 + [False]
+
+    def all_counted() -> bool:  # behind an answer
+        more = {op: answered(node, op, wire) - count for op, count in before.items()}
+        return more == {"lookup": 1, "put": 1, "commit": wire == "shm", "get": 1}
+
+    wait_until(all_counted)
+    assert moved(node, wire) == (taken + 4 * pages.nbytes, given + 4 * pages.nbytes)
+    assert {other: moved(node, other) for other in others} == others
+    assert gets(node)[RAM] == from_ram + 1
+
+
+@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+def test_a_refused_request_is_an_error_and_no_time(node: Node, connect: Any, pages: Any, wire: str) -> None:
+    client = connect(node, wire)
+    client.open(pages.namespace)
+    link = client._fan_out.nodes.only
+    before = answered(node, "lookup", wire)
+    errors = node.service.traffic.errors().get(("lookup", wire, "invalid_argument"), 0)
+    request = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=[b"short"])
+    with pytest.raises(InvalidRequest):
+        link.run(lambda way, limit: way.wire.call("lookup", request, limit), None, client._deadline(None))
+    wait_until(lambda: node.service.traffic.errors().get(("lookup", wire, "invalid_argument"), 0) == errors + 1)
+    assert answered(node, "lookup", wire) == before
+
+
+def test_who_hangs_up_during_a_put_is_counted_as_cancelled(node: Node, connect: Any, pages: Any, raw: Any) -> None:
+    connect(node).open(pages.namespace)
+    connection = raw(node)
+    before = node.service.traffic.errors().get(("put", "bulk", "cancelled"), 0)
+    put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes)
+    assert list(connection.ask(put=put).put.verdicts) == [pb.WRITE]
+    connection.sock.close()
+    wait_until(lambda: node.service.traffic.errors().get(("put", "bulk", "cancelled"), 0) == before + 1)
+
+
+def test_gets_that_are_brought_from_other_members_are_told_apart(
+    cluster: list[Node], far: Any, near: Any, pages: Any
+) -> None:
+    keys = pages.keys(*NUMBERS)
+    pages.put(far(cluster), keys)
+    client = near(cluster)
+    for tier in (PEER, RAM):  # the second time they are here
+        before = gets(cluster[0])
+        pages.get(client, keys)
+        assert gets(cluster[0]) == {**before, tier: before[tier] + 1}
+    assert cluster[0].service.traffic.waiting_gets() == {DISK: 0, PEER: 0}
+
+
+def test_a_member_that_fails_is_told(cluster: list[Node]) -> None:
+    links = cluster[0].peers.links
+    assert set(links.failing()) == {"n1", "n2"}
+    assert not any(links.failing().values())
+    links.link("n1")._breaker.failure(KVStoreError("away"))
+    assert links.failing() == {"n1": True, "n2": False}
+    assert 'kvstore_peers_failing{member="n1"} 1.0' in scraped(cluster[0])
+    assert 'kvstore_peers_failing{member="n2"} 0.0' in scraped(cluster[0])
+
+
+def scraped(node: Node) -> str:
+    return metrics_text(node.service)({}, Asker("127.0.0.1", ())).body().decode()
