@@ -27,11 +27,13 @@ from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError
 from kvstore.keys import Namespace, short
 from kvstore.log_rate import LogRate
+from kvstore.tracing import NamesRequest
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.mapped_slots import AcquiredSlots
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
+log.addFilter(NamesRequest())
 
 # Hashed by one task: a job is cut into as many as keep all threads busy, but less than this costs more than
 # it spreads, and more than that ends late (H200).

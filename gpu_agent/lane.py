@@ -16,9 +16,11 @@ from typing import Generic, TypeVar
 import torch
 
 from kvstore.log_rate import LogRate
+from kvstore.tracing import NamesRequest, carried, span
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
+log.addFilter(NamesRequest())
 Result = TypeVar("Result")
 
 
@@ -80,7 +82,7 @@ class Lane(Generic[Result]):
         self._active[done] = nbytes
         self._pending_nbytes += nbytes
         try:
-            self._executor.submit(self._run, done, work, failed)
+            self._executor.submit(carried(self._run), done, work, failed)
         except RuntimeError as error:
             self._pending_nbytes -= self._active.pop(done)
             return str(error)
@@ -98,7 +100,8 @@ class Lane(Generic[Result]):
             self._running += 1
             buffer = self._buffers.get_nowait()
         try:
-            result = failed("the agent is closed") if self.stopping.is_set() else work(buffer)
+            with span(f"kvstore.{self._name}"):
+                result = failed("the agent is closed") if self.stopping.is_set() else work(buffer)
         except Exception as error:  # the edge of a thread: whatever broke, the engine gets its answer
             log.exception("a %s job broke", self._name)
             result = failed(f"internal error: {error!r}")

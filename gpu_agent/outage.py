@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 
 from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable
+from kvstore.tracing import NamesRequest
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 # A node that answers, but refuses, may take the next request: such lines come this seldom. So do outages.
 REFUSALS_S = 10.0

@@ -151,6 +151,28 @@ def hub_cache_dir() -> str:
     return os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface/hub")
 
 
+@dataclass(frozen=True)
+class Telemetry:
+    """What OpenTelemetry's own variables say that concerns us; the rest its SDK reads itself. `exporters`: names, none:
+    its default."""
+
+    exporters: tuple[str, ...]
+    service: str
+
+
+def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
+    """None: nobody asks for traces."""
+    environ = os.environ if environ is None else environ
+    said = environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or said == "none":
+        return None
+    if not said and not any(environ.get(name) for name in endpoints):
+        return None
+    names = tuple(name.strip() for name in said.split(",") if name.strip())
+    return Telemetry(names, environ.get("OTEL_SERVICE_NAME", ""))
+
+
 def engine_variables(*names: str) -> dict[str, str]:
     """Variables by which an engine is told how to compute, beside its arguments; those that are set."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}

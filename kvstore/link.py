@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import kvstore.tracing as tracing
 from kvstore.breaker import CircuitBreaker
 from kvstore.config import MEMBERS_VERSION, ClientConfig
 from kvstore.deadline import Deadline
@@ -139,6 +140,14 @@ class NodeLink:
 
     def run(self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline) -> Result:
         """Runs one call under breaker and deadline."""
+        if tracing.tracer is None:
+            return self._tried(call, namespace, deadline)
+        with tracing.span("kvstore.call", "client", address=self.address):
+            return self._tried(call, namespace, deadline)
+
+    def _tried(
+        self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
+    ) -> Result:
         deadline.remaining()  # a caller who comes too late says nothing about the node
         self._breaker.enter()
         began = self._clock()

@@ -22,6 +22,7 @@ from kvstore.log_rate import LogRate
 from kvstore.messages import add_counts, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import VerifyResult
+from kvstore.spans import set_up as set_up_spans
 from kvstore.wires.tls import check_tls
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Management:
     def __init__(self, config: ClientConfig) -> None:
         """Raises ConfigError for files of TLS that can not be used."""
         check_tls(config)
+        set_up_spans()
         self.config = config
         self._fan_out = FanOut(config)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
+from kvstore.tracing import carried
+
 Result = TypeVar("Result")
 
 
@@ -16,6 +18,7 @@ def begin(done: "Future[Result]", pool: Executor, function: Callable[..., Result
     """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is cancelled. Who may
     be interrupted puts `done` where `end` finds it before."""
     own = [done]
+    function = carried(function)
 
     def work() -> None:
         done = own.pop()

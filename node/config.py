@@ -127,6 +127,7 @@ class NodeConfig:
     hand_over_nbytes_per_s: int = setting(0, "how much is sent to other members; 0: no limit", 0, 1 << 40)
     copies_share: float = setting(0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0)
     drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
+    log_format: str = setting("text", "lines of the log: text, or an object of JSON each", choices=("text", "json"))
     log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
     def __post_init__(self) -> None:

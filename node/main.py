@@ -8,11 +8,13 @@ import signal
 import sys
 
 import kvstore
+import kvstore.spans as spans
 from kvstore.config import load
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from node.config import NodeConfig
 from node.garbage import SeldomCollections
+from node.log_lines import formatter
 from node.server import Node
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -75,8 +77,9 @@ def main() -> None:
         config = load(NodeConfig, "KVSTORE_NODE", arguments)
         handler = logging.StreamHandler()
         handler.addFilter(LogRate())
-        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.basicConfig(level=config.log_level, format=form, handlers=[handler])
+        handler.setFormatter(formatter(config.log_format))
+        logging.basicConfig(level=config.log_level, handlers=[handler])
+        spans.set_up("kvstore-node")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = Node(config, _end_if_asked)
         SeldomCollections()
@@ -94,6 +97,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     node.stop()
+    spans.flush()
     logging.shutdown()
     os._exit(0)  # a thread of a pool may still hang in a read of the disk, and Python would wait for it
 

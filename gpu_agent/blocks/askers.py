@@ -13,8 +13,10 @@ from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
+from kvstore.tracing import NamesRequest, carried
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 Result = TypeVar("Result")
 
 # For each group of layers: the namespaces of all shards, and the keys of the blocks.
@@ -120,7 +122,7 @@ def _submitted(
             raise KVStoreError(repr(error)) from error
 
     try:
-        return executor.submit(run)
+        return executor.submit(carried(run))
     except RuntimeError as error:  # no thread can be had, or the interpreter ends
         failed: concurrent.futures.Future[Result] = concurrent.futures.Future()
         failed.set_exception(Unavailable(str(error)))

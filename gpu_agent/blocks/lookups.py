@@ -18,6 +18,7 @@ from gpu_agent.blocks.askers import Answer, Asker, Question
 from gpu_agent.outage import Outage
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
+from kvstore.tracing import request
 
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
 OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
@@ -64,7 +65,8 @@ class Lookups:
             self._counts.lookups += wanted
             wait_s = min(OUTAGE_WAIT_S, self._timeout_s) if self._outage.error else self._timeout_s
         if wanted:
-            done = self._asker.look_up(question, self._timeout_s)
+            with request(request_id):
+                done = self._asker.look_up(question, self._timeout_s)
             done.add_done_callback(self._ended)
         else:
             done.set_result(nothing)

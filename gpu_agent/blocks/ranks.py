@@ -18,8 +18,10 @@ from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
 from gpu_agent.blocks.save_plan import Part, SaveOrder
 from gpu_agent.jobs import LoadJob, SaveJob
 from kvstore.errors import InvalidRequest
+from kvstore.tracing import NamesRequest, request
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 
 @dataclass
@@ -111,7 +113,10 @@ class BlockRank:
         returns: by the agent's deadline, and not before nothing writes to their blocks any more."""
         for order in orders:
             began_at = time.monotonic()
-            jobs = [(part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]]
+            with request(order.request_id):
+                jobs = [
+                    (part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]
+                ]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
         self._home.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
 

@@ -18,6 +18,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.messages import parse_namespace
+from kvstore.tracing import unpacked, within
 from kvstore.wires.status import status_code
 
 _OVER_S = 0.001  # for a question that comes too late
@@ -66,7 +67,8 @@ class LookupHost:
         except IndexError as error:
             raise ProtocolError("a question about a namespace that was not named") from error
         left_s = max(_OVER_S, asked.until - time.monotonic())
-        done = (self._asker.look_up if kind is Kind.ASK else self._asker.touch)(question, left_s)
+        with within(unpacked(asked.trace)):
+            done = (self._asker.look_up if kind is Kind.ASK else self._asker.touch)(question, left_s)
         done.add_done_callback(partial(self._answer, asked.number))
 
     def _answer(self, number: int, done: Any) -> None:

@@ -18,6 +18,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
+from kvstore.tracing import packed_now
 from kvstore.wires.status import from_status
 
 NAMESPACES_MAX = 1 << 14  # named to one process: a shard of each group, again after each change of the epoch
@@ -84,7 +85,7 @@ class AskProcess:
         self._asked[self._next] = (done, counts, until + GRACE_S)
         try:
             groups = [([self._number(namespace) for namespace in namespaces], keys) for namespaces, keys in question]
-            self._child.give(frames.question_frame(kind, frames.Question(self._next, until, groups)))
+            self._child.give(frames.question_frame(kind, frames.Question(self._next, until, groups, packed_now())))
             if kind is Kind.ASK:  # somebody waits for it
                 self._child.poll()
         except (Exhausted, InvalidRequest) as error:  # it was not asked

@@ -5,10 +5,10 @@
 
     SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by READY
     ADD       engine -> agents   JSON: one more agent, after a change of the epoch
-    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space
+    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space; trace of its request
     LOAD      engine -> agents   likewise
     RETIRE    engine -> agents   agent: it ends what it has and takes no more
-    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored?
+    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
     TOUCH     engine -> agents   likewise: they are used
     CLOSE     engine -> agents   seconds: all end what they have, then the process ends
     READY     agents -> engine   nothing
@@ -29,6 +29,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
+from kvstore.tracing import PACKED_NBYTES
 
 HEADER = struct.Struct("<IB")
 # An order of 128k pages of 64-byte keys needs 9 MiB.
@@ -47,6 +48,7 @@ _NAMESPACE = struct.Struct("<H")
 _ANSWER = struct.Struct("<QIB")  # question, status, groups
 _COUNT = struct.Struct("<I")
 _INDEX_NBYTES = 8
+_TRACES = (0, PACKED_NBYTES)  # bytes of a trace: none, or one
 
 
 class Kind(enum.IntEnum):
@@ -77,6 +79,7 @@ class Order:
     until: float
     keys: Sequence[bytes]
     units: Mapping[str, bytes]
+    trace: bytes = b""  # of the request that it is for (`kvstore.tracing`), if there is one
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Question:
     number: int
     until: float
     groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
+    trace: bytes = b""  # as an order's
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def order_frame(kind: Kind, order: Order) -> bytes:
     parts = [head, _lengths(order.keys), *order.keys, bytes((len(order.units),))]
     for name, indices in order.units.items():
         parts += (_SPACE.pack(len(name.encode()), len(indices) // _INDEX_NBYTES), name.encode(), indices)
+    parts += (bytes((len(order.trace),)), order.trace)
     return frame(kind, b"".join(parts))
 
 
@@ -166,14 +171,16 @@ def parse_order(body: bytes) -> Order:
         name_nbytes, indices = reader.unpack(_SPACE)
         name = reader.take(name_nbytes).decode(errors="replace")
         units[name] = reader.take(indices * _INDEX_NBYTES)
+    trace = reader.trace()
     reader.end()
-    return Order(number, agent, mark, until, keys, units)
+    return Order(number, agent, mark, until, keys, units, trace)
 
 
 def question_frame(kind: Kind, question: Question) -> bytes:
     parts = [_QUESTION.pack(question.number, question.until, len(question.groups))]
     for namespaces, keys in question.groups:
         parts += (_GROUP.pack(len(namespaces), len(keys)), *map(_NAMESPACE.pack, namespaces), _lengths(keys), *keys)
+    parts += (bytes((len(question.trace),)), question.trace)
     return frame(kind, b"".join(parts))
 
 
@@ -185,8 +192,9 @@ def parse_question(body: bytes) -> Question:
         namespaces, keys = reader.unpack(_GROUP)
         numbers = [reader.unpack(_NAMESPACE)[0] for _ in range(namespaces)]
         groups.append((numbers, reader.keys(keys)))
+    trace = reader.trace()
     reader.end()
-    return Question(number, until, groups)
+    return Question(number, until, groups, trace)
 
 
 def answer_frame(answer: Answer) -> bytes:
@@ -280,6 +288,12 @@ class _Reader:
         if lengths and max(lengths) > PREFIX_HASH_NBYTES_MAX:
             raise ProtocolError(f"a key of {max(lengths)} bytes, at most {PREFIX_HASH_NBYTES_MAX}")
         return [self.take(length) for length in lengths]
+
+    def trace(self) -> bytes:
+        nbytes = self.take(1)[0]
+        if nbytes not in _TRACES:
+            raise ProtocolError(f"a trace of {nbytes} bytes; it has {PACKED_NBYTES}")
+        return self.take(nbytes)
 
     def text(self) -> str | None:
         """What is left; None for nothing."""

@@ -25,6 +25,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
+from kvstore.tracing import packed_now
 
 
 class AgentProcess:
@@ -130,7 +131,7 @@ class AgentProcess:
         keys: Sequence[bytes],
         units: dict[str, bytes],
     ) -> None:
-        order = frames.Order(number, agent.number, self._marks.record(), until, keys, units)
+        order = frames.Order(number, agent.number, self._marks.record(), until, keys, units, packed_now())
         try:
             self._child.give(frames.order_frame(kind, order))
         except (Exhausted, InvalidRequest) as error:  # it was not given

@@ -13,10 +13,11 @@ import signal
 import socket
 import sys
 
+import kvstore.spans as spans
 from gpu_agent.process import frames
 from gpu_agent.process.channel import AgentsEnd
 from gpu_agent.process.frames import Kind
-from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def main(descriptor: int) -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # for one that dies while we are stopped
         sys.setswitchinterval(SWITCH_S)
         logging.getLogger().setLevel(setup.get("log_level", logging.WARNING))
+        _trace()
         file, name = _TASKS[setup["task"]]
         getattr(importlib.import_module(file), name)(channel, setup).run()
         code = _ENDED
@@ -55,3 +57,11 @@ def main(descriptor: int) -> None:
     # Not by way of the interpreter's end, which waits for threads that may be waiting for a node.
     logging.shutdown()
     os._exit(code)
+
+
+def _trace() -> None:
+    """Without traces it does all else."""
+    try:
+        spans.set_up("kvstore-agent")
+    except ConfigError as error:
+        log.warning("no traces: %s", error)

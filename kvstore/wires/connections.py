@@ -23,6 +23,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import current
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import from_status
 
@@ -30,6 +31,8 @@ Socket = TypeVar("Socket", bound=FrameSocket)
 
 
 Result = TypeVar("Result")
+
+TRACED_NBYTES_MAX = 63 << 10  # a header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
 
 
 class Refused(Exception):
@@ -201,7 +204,11 @@ def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:
 
 
 def request_header(op: str, request: Any) -> bytes:
-    return pb.BulkRequest(**{op: request}).SerializeToString()
+    header = pb.BulkRequest(**{op: request}).SerializeToString()
+    trace = current()
+    if trace is None or len(header) > TRACED_NBYTES_MAX:
+        return header
+    return header + pb.BulkRequest(trace=trace.packed()).SerializeToString()  # a message may come in parts
 
 
 def parse_reply(op: str, header: bytes) -> Any:

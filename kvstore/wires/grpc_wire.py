@@ -15,6 +15,7 @@ from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.seals import Seals, pieces, room
+from kvstore.tracing import HEADER, current
 from kvstore.wires.chunks import fill, runs
 from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
@@ -76,9 +77,15 @@ class GrpcWire:
         self._put = self._channel.stream_stream("/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString)
         self._get = self._channel.unary_stream("/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None)
 
+    @property
+    def _told(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call."""
+        trace = current()
+        return self._metadata if trace is None else (*self._metadata, (HEADER, trace.header()))
+
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         try:
-            return getattr(self._stub, _METHODS[op])(request, timeout=deadline.remaining(), metadata=self._metadata)
+            return getattr(self._stub, _METHODS[op])(request, timeout=deadline.remaining(), metadata=self._told)
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
@@ -87,7 +94,7 @@ class GrpcWire:
     ) -> list[int]:
         outbox = Outbox()
         try:
-            with _whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=self._metadata)) as replies:
+            with _whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=self._told)) as replies:
                 replies.add_done_callback(outbox.end)  # nothing waits for a stream that the node or the time ended
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
@@ -118,7 +125,7 @@ class GrpcWire:
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
         try:
-            with _whole(self._get(request, timeout=deadline.remaining(), metadata=self._metadata)) as frames:
+            with _whole(self._get(request, timeout=deadline.remaining(), metadata=self._told)) as frames:
                 begin = pb.GetFrame.FromString(next(frames)).begin
                 hits = list(begin.hits)
                 found = [i for i, hit in enumerate(hits) if hit]
@@ -145,7 +152,7 @@ class GrpcWire:
         """Views from now on, for so long. `number`: of the one that is known."""
         try:
             request = pb.FollowRequest(number=number)
-            return Followed(self._stub.Follow(request, timeout=seconds, metadata=self._metadata))
+            return Followed(self._stub.Follow(request, timeout=seconds, metadata=self._told))
         except ValueError as error:
             raise _translated(error) from error
 

@@ -20,6 +20,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.keys import short
 from kvstore.log_rate import OWN_RATE
+from kvstore.tracing import current
 from node.access.bucket import Bucket
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Audit:
             omitted, lines.omitted = lines.omitted, 0
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": now.replace("+00:00", "Z"), "what": what, **facts}
+        if trace := current():
+            line["request"] = trace.request_id
         if omitted:
             line["omitted"] = omitted
         record = self._log.makeRecord(NAME, logging.INFO, __file__, 0, json.dumps(line), (), None, extra=OWN_RATE)

@@ -7,16 +7,18 @@ A call costs no thread. It begins as soon as its headers are there, waits for it
 import asyncio
 import logging
 import urllib.parse
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from time import monotonic_ns
 from typing import Any, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.identities import Principal
 from kvstore.threads import begun
+from kvstore.tracing import HEADER, NOTHING, Span, parsed, serving
 from node.access.access import Access
 from node.access.caller import Caller
 from node.access.gate import Gate
@@ -44,7 +46,7 @@ class Call:
         self._task = asyncio.current_task()
         self._gone = False
         self._moved_nbytes = 0
-        self._begun: Callable[[], None] = lambda: None  # its request is there
+        self._begun_ns = 0  # when its request was there
         self._stall: asyncio.TimerHandle | None = None
         self._limit: asyncio.TimerHandle | None = None
         self.caller = Caller(self.peer, lambda: self._gone, may_wait=False, wire="grpc")
@@ -67,13 +69,23 @@ class Call:
         self._gone = True
         self.untimed()
 
-    def timed(self, traffic: Traffic, op: str) -> AbstractContextManager[object]:
-        """Around all of a call that is a request, which is timed from when it is there."""
-        if op not in TIMED:
-            return nullcontext()
-        timer = traffic.request(op, self.caller.wire)
-        self._begun = timer.begin
-        return timer
+    @contextmanager
+    def timed(self, traffic: Traffic, op: str) -> Iterator[None]:
+        """Around all of a call. A request is timed from when it is there."""
+        edge = traffic.edge(self.caller.wire) if op in TIMED else None
+        try:
+            yield
+        except BaseException as error:
+            if edge is not None:
+                edge.failed(op, error)
+            raise
+        if edge is not None:
+            edge.answered(op, self._begun_ns)
+
+    def traced(self, op: str) -> Span:
+        """Around the same, for the request that it is a part of."""
+        headers = (value for name, value in self.context.invocation_metadata() or () if name == HEADER)
+        return serving(op, parsed(str(next(headers, "")))) if op in TIMED else NOTHING
 
     # ---- time ----------------------------------------------------------------------------
 
@@ -132,7 +144,7 @@ class Call:
             await asyncio.sleep(REQUEST_S_MAX)  # the cancellation is on its way
         if message is None:
             raise InvalidRequest("the call ended where a request was expected")
-        self._begun()
+        self._begun_ns = monotonic_ns()
         self.request_nbytes = len(message) if isinstance(message, bytes) else message.ByteSize()
         return message
 

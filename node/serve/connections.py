@@ -13,14 +13,17 @@ import select
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from time import monotonic_ns
 from typing import Any, ClassVar, Protocol
 
 from google.protobuf.message import DecodeError
 
+import kvstore.tracing as tracing
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unauthenticated
 from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import Trace, unpacked
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import status_code
 from node.access.caller import Caller
@@ -68,6 +71,8 @@ class Connection(abc.ABC):
         self.stall_s = stall_s
         self.caller = caller
         self.place: Place | None = None
+        self._edge = service.traffic.edge(caller.wire)
+        self._trace: Trace | None = None  # of the request that was received last
         self._request_nbytes = 0  # taken from the budget for large requests
         sock.admit = self._admit
 
@@ -177,7 +182,11 @@ class Connection(abc.ABC):
             if request is not None:
                 if not server.begin(self):
                     return
-                self._serve_request(session, *request)
+                if self._trace is None and tracing.tracer is None:
+                    self._serve_request(session, *request)
+                else:
+                    with tracing.serving(request[0], self._trace):
+                        self._serve_request(session, *request)
                 request = None
                 self._give_back()
                 if not self.unfinished(session) and not server.done(self):
@@ -198,14 +207,19 @@ class Connection(abc.ABC):
             raise self._told(error) from error
 
     def _serve_request(self, session: Session, op: str, request: Any) -> None:
+        began_ns = monotonic_ns()
         try:
-            with self.service.traffic.request(op, self.caller.wire):
-                if not self.transfer(session, op, request):
-                    self.send(op, self._answer(op, request))
+            if not self.transfer(session, op, request):
+                self.send(op, self._answer(op, request))
+            self._edge.answered(op, began_ns)
         except KVStoreError as error:
+            self._edge.failed(op, error)
             self.send_error(error)
             if isinstance(error, ProtocolError):
                 raise
+        except BaseException as error:
+            self._edge.failed(op, error)
+            raise
 
     def _answer(self, op: str, request: Any) -> Any:
         if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
@@ -228,6 +242,7 @@ class Connection(abc.ABC):
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
         if payload_nbytes:
             raise ProtocolError(f"a payload of {payload_nbytes} bytes where a request was expected")
+        self._trace = None
         try:
             if len(header) > REQUEST_NBYTES_FREE:
                 op, data = inside(header)
@@ -238,6 +253,8 @@ class Connection(abc.ABC):
         op = message.WhichOneof("op")
         if op is None:
             raise ProtocolError("a request without an operation")
+        if message.trace:
+            self._trace = unpacked(message.trace)
         return op, getattr(message, op)
 
     def send(self, op: str, reply: Any, payload_nbytes: int = 0) -> None:

@@ -235,7 +235,7 @@ class Servicer:
                     await self.knocks.wait()
                     self.hang_up(call.name)
                     return _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without a credential")
-                with call.timed(self._service.traffic, op), call:
+                with call.timed(self._service.traffic, op), call.traced(op), call:
                     return await behaviour(call, messages)
             except KVStoreError as error:
                 _end(call, status_code(error), str(error))

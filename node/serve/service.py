@@ -3,9 +3,9 @@ raises the errors of `kvstore.errors`."""
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from time import monotonic_ns
 from typing import Any, TypeVar, cast
 
 import kvstore
@@ -16,6 +16,7 @@ from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
 from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import current, named, within
 from node.access.caller import EVERYBODY, THE_NODE, Caller
 from node.access.gate import Gate
 from node.config import NodeConfig
@@ -201,16 +202,14 @@ class Service:
 
     def begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         """Holds the pages until `session.release`; returns hits and how much memory to send, and which."""
-        began_ns = time.monotonic_ns()
         try:
-            found = _guarded("get", self._begin_get, session, request)
-            self.traffic.found(session.tier, began_ns)
-            return found
+            return _guarded("get", self._begin_get, session, request)
         except KVStoreError:
             session.release()
             raise
 
     def _begin_get(self, session: Session, request: pb.GetRequest) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
+        began_ns = monotonic_ns()
         principal = self.gate.admit("get", request, session.caller)
         self.tenants.begin(principal, request)
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
@@ -238,7 +237,7 @@ class Service:
         reply.ttls_ms.extend(ttls_ms(found, self._tier.clock_s()))
         wanted = ranges or [(0, page_nbytes)]
         self.tenants.moves(principal, len(found) * wanted_nbytes)
-        self.traffic.gave(session.caller.wire, len(found) * wanted_nbytes)
+        self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
         if session.maps_arena:
             reply.offsets.extend([place for page in found for place in places(page, wanted)])
             return 0, reply, iter(())
@@ -393,5 +392,8 @@ def _guarded(op: str, function: Callable[..., Result], *arguments: Any) -> Resul
     except KVStoreError:
         raise
     except Exception as error:
-        log.exception("%s failed", op)
-        raise KVStoreError(f"{op} failed inside the node ({type(error).__name__}); its log says more") from error
+        trace = current() or named(os.urandom(8).hex())  # so that the log and who asked name the same
+        with within(trace):
+            log.exception("%s failed", op)
+        said = f"{op} failed inside the node ({type(error).__name__}); its log says more of request {trace.request_id}"
+        raise KVStoreError(said) from error

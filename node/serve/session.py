@@ -11,6 +11,7 @@ from kvstore.checksum import kept, root
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import span
 from node.access.caller import Caller
 from node.disk.durability import Wait
 from node.ram.holding import NOWHERE
@@ -157,6 +158,7 @@ class Session:
             try:
                 stack.enter_context(self.loading())
                 stack.enter_context(self._sessions.traffic.waiting(self.tier))
+                stack.enter_context(span("kvstore.load", tier=self.tier))
             except Exhausted:
                 self._held = [page for page in acquired.pages if page is not None]
                 self._end_loads(acquired)

@@ -1,11 +1,9 @@
 """What requests took, where gets found their pages, and how many bytes moved: in numbers, by operation, wire and tier.
 
-    the edge of a wire --> Timer --> answered: how long      (connections.py, calls.py)
-                                 --> not answered: why
+    the edge of a wire --> answered: how long; not answered: why      (connections.py, calls.py)
     begin_get          --> how long until all of its pages are in RAM, and where they were
 
-Times are taken at these edges and nowhere else. A request costs about a microsecond; no label names who asked, or
-for what.
+Times are taken at these edges and nowhere else. No label names who asked, or for what.
 """
 
 import threading
@@ -14,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
-from types import TracebackType
 
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
@@ -25,7 +22,7 @@ BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1
 _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 
 # Requests of the schema. Health, reflection and views last as long as somebody listens.
-TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields)
+TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type)
 
 RAM, DISK, PEER = "ram", "disk", "peer"
 
@@ -46,37 +43,45 @@ class Histogram:
         self.sum_ns += ns
 
 
-class Timer:
-    """One request: a context around all that is done until its answer is sent."""
+class Edge:
+    """Where requests of one wire come in. A request costs one call here, and that no more than it must: a node sleeps
+    between requests, its code is in no cache then, and takes several times as long as in a loop."""
 
-    __slots__ = ("_began_ns", "_key", "_traffic")
+    __slots__ = ("_errors", "_lock", "_times", "wire")
 
-    def __init__(self, traffic: "Traffic", key: tuple[str, str]) -> None:
-        self._traffic = traffic
-        self._key = key
+    def __init__(self, wire: str) -> None:
+        self.wire = wire
+        self._lock = threading.Lock()
+        self._times: dict[str, Histogram] = {}  # by operation
+        self._errors: Counter[tuple[str, str]] = Counter()  # by operation and code
 
-    def __enter__(self) -> "Timer":
-        self._began_ns = monotonic_ns()
-        return self
+    def answered(self, op: str, began_ns: int) -> None:
+        ns = monotonic_ns() - began_ns
+        histogram = self._times.get(op)
+        if histogram is None:
+            histogram = self._times.setdefault(op, Histogram())
+        histogram.counts[bisect_left(_BOUNDS_NS, ns)] += 1
+        histogram.sum_ns += ns
 
-    def begin(self) -> None:
-        """It counts from now on: what was waited for was the client."""
-        self._began_ns = monotonic_ns()
+    def failed(self, op: str, error: BaseException) -> None:
+        with self._lock:
+            self._errors[op, _code(error)] += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None:
-            self._traffic.of(self._key).add(monotonic_ns() - self._began_ns)
-        else:
-            self._traffic.failed(self._key, error)
+    def times(self) -> dict[str, Histogram]:
+        return self._times.copy()
+
+    def errors(self) -> dict[tuple[str, str], int]:
+        """None of our faults is a number, too: the first one would be no rise otherwise."""
+        with self._lock:
+            return {(op, "internal"): 0 for op in self.times()} | self._errors
 
 
 class Traffic:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of what is seldom
-        self._requests: dict[tuple[str, str], Histogram] = {}  # by operation and wire
-        self._errors: Counter[tuple[str, str, str]] = Counter()  # and code
+        self._lock = threading.Lock()  # of what waits
+        self._edges: dict[str, Edge] = {}
         self._gets = {tier: Histogram() for tier in (RAM, DISK, PEER)}
         self._waiting = dict.fromkeys((DISK, PEER), 0)
         self._taken: defaultdict[str, int] = defaultdict(int)  # bytes by wire
@@ -84,20 +89,18 @@ class Traffic:
 
     # ---- what happens --------------------------------------------------------------------
 
-    def request(self, op: str, wire: str) -> Timer:
-        return Timer(self, (op, wire))
+    def edge(self, wire: str) -> Edge:
+        return self._edges.setdefault(wire, Edge(wire))
 
-    def of(self, key: tuple[str, str]) -> Histogram:
-        return self._requests.get(key) or self._requests.setdefault(key, Histogram())
-
-    def failed(self, key: tuple[str, str], error: BaseException) -> None:
-        op, wire = key
-        with self._lock:
-            self._errors[op, wire, _code(error)] += 1
-
-    def found(self, tier: str, began_ns: int) -> None:
-        """The pages of a get that began then are in RAM. `tier`: the farthest in which one of them was."""
+    def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
+        """A get that began then has its pages in RAM, and so many bytes of them are for the client. `tier`: the
+        farthest in which one of them was."""
         self._gets[tier].add(monotonic_ns() - began_ns)
+        self._given[wire] += nbytes
+
+    def took(self, wire: str, nbytes: int) -> None:
+        """Page bytes that a client wrote."""
+        self._taken[wire] += nbytes
 
     @contextmanager
     def waiting(self, tier: str) -> Iterator[None]:
@@ -110,29 +113,20 @@ class Traffic:
             with self._lock:
                 self._waiting[tier] -= 1
 
-    def took(self, wire: str, nbytes: int) -> None:
-        """Page bytes that clients wrote."""
-        self._taken[wire] += nbytes
-
-    def gave(self, wire: str, nbytes: int) -> None:
-        """Page bytes that clients get, or may read where they are."""
-        self._given[wire] += nbytes
-
     # ---- what is told --------------------------------------------------------------------
 
     def requests(self) -> dict[tuple[str, str], Histogram]:
         """By operation and wire: those that were answered."""
-        return self._requests.copy()
+        edges = self._edges.copy()
+        return {(op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()}
 
     def gets(self) -> dict[str, Histogram]:
         return self._gets
 
     def errors(self) -> dict[tuple[str, str, str], int]:
-        """By operation, wire and code: those that were not answered. None of our faults is a number, too: the first one
-        would be no rise otherwise."""
-        none = {(op, wire, "internal"): 0 for op, wire in self.requests()}
-        with self._lock:
-            return none | self._errors
+        """By operation, wire and code: those that were not answered."""
+        edges = self._edges.copy()
+        return {(op, wire, code): count for wire, edge in edges.items() for (op, code), count in edge.errors().items()}
 
     def moved(self) -> dict[tuple[str, str], int]:
         """Page bytes by wire and direction."""

@@ -1,0 +1,121 @@
+"""Spans by OpenTelemetry, where that is installed and its own variables ask for them. The only file that imports it.
+
+An engine's process has its provider from the engine, or its operator; a process of ours gets one here. Whoever
+configures neither has nothing imported.
+"""
+
+import importlib.metadata
+import logging
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import kvstore.tracing as tracing
+from kvstore.config import Telemetry, telemetry
+from kvstore.errors import ConfigError
+from kvstore.tracing import Trace
+
+log = logging.getLogger(__name__)
+EXPORTERS = "opentelemetry_traces_exporter"  # group of entry points, by which OpenTelemetry finds them
+DEFAULT_EXPORTER = "otlp"
+FLUSH_MS = 3000
+_provider: Any = None  # ours, if this process has one
+
+
+def set_up(service: str = "") -> None:
+    """Before the first request of a process. `service`: of a process of ours, which gets a provider; of an engine's
+    what it has is used. Raises ConfigError for an exporter that is not there, in a process of ours."""
+    wanted = telemetry()
+    if wanted is None or tracing.tracer is not None:
+        return
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        log.info("OTEL_* asks for traces, and there are none: pip install opentelemetry-sdk")
+        return
+    if service:
+        _provide(trace, service, wanted)
+    tracing.tracer = _Tracer(trace)
+
+
+def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
+    """What the variables name, unless the process has a provider already, as under `opentelemetry-instrument`."""
+    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"OTEL_* asks for traces: pip install opentelemetry-sdk ({error})") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": wanted.service or service}))
+    for name in wanted.exporters or (DEFAULT_EXPORTER,):
+        found = importlib.metadata.entry_points(group=EXPORTERS, name=name)
+        if not found:
+            raise ConfigError(
+                f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; for otlp "
+                "pip install opentelemetry-exporter-otlp-proto-http, or set it to none"
+            )
+        (point, *_) = found
+        provider.add_span_processor(BatchSpanProcessor(point.load()()))
+    trace.set_tracer_provider(provider)
+    global _provider
+    _provider = provider
+    log.info("traces go to %s", ", ".join(wanted.exporters or (DEFAULT_EXPORTER,)))
+
+
+def flush() -> None:
+    """At the end of a process: what is not sent yet is, if that takes no longer than FLUSH_MS."""
+    if _provider is not None:
+        _provider.force_flush(FLUSH_MS)
+
+
+class _Tracer:
+    def __init__(self, trace: Any) -> None:
+        self._api = trace
+        self._tracer = trace.get_tracer("kvstore")
+
+    def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
+        api = self._api
+        context = None
+        if parent is not None:
+            remote = api.SpanContext(
+                int.from_bytes(parent.trace_id, "big"),
+                int.from_bytes(parent.span_id, "big"),
+                is_remote=True,
+                trace_flags=api.TraceFlags(parent.sampled),
+            )
+            context = api.set_span_in_context(api.NonRecordingSpan(remote))
+        started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes)
+        return _Span(api, started, parent)
+
+    def active(self) -> Trace | None:
+        """Of the span that the engine is in, if it is in one."""
+        return _trace(self._api.get_current_span())
+
+
+def _trace(span: Any) -> Trace | None:
+    of = span.get_span_context()
+    if not of.is_valid:
+        return None
+    return Trace(of.trace_id.to_bytes(16, "big"), of.span_id.to_bytes(8, "big"), bool(of.trace_flags.sampled))
+
+
+class _Span(AbstractContextManager[Any]):
+    """A context. What is done within is of this span, and so is what others are asked."""
+
+    def __init__(self, api: Any, started: Any, parent: Trace | None) -> None:
+        self._api = api
+        self._started = started
+        self._within = tracing.within(_trace(started) or parent)
+
+    def __enter__(self) -> Any:
+        self._within.__enter__()
+        return self._started
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._within.__exit__(None, None, None)
+        if error is not None:
+            said = f"{type(error).__name__}: {error}"
+            self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
+        self._started.end()

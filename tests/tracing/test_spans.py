@@ -1,0 +1,194 @@
+"""One trace from the client through the near node and owners to the disk, as OpenTelemetry records it."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleets import SMALL
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig, KVStoreError, Namespace, opaque_layout, spans, tracing
+from kvstore.cluster.view import Member, View
+from kvstore.errors import ConfigError
+from kvstore.measure.node_process import NodeProcess
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.tracing import named, request
+from kvstore.wires.connections import exchange
+from kvstore.wires.frames import FrameSocket
+from node.config import NodeConfig
+from node.server import Node
+
+PAGES = Namespace("llama", opaque_layout(4096))
+KEYS = [bytes([i]) * 32 for i in range(1, 25)]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    nodes: list[Node] = []
+
+    def started(**settings: Any) -> Node:
+        nodes.append(Node(NodeConfig(**{**SMALL, "shm_socket": str(tmp_path / f"{len(nodes)}.sock"), **settings})))
+        nodes[-1].start()
+        return nodes[-1]
+
+    yield started
+    stopping = [threading.Thread(target=node.stop) for node in nodes]
+    for thread in stopping:
+        thread.start()
+    for thread in stopping:
+        thread.join()
+
+
+def client(node: Node, wire: str, **settings: Any) -> Client:
+    known = {"timeout_s": 30.0, "connect_timeout_s": 20.0, **settings}
+    return Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", wire=wire, **known))
+
+
+def steps(recorded: Any, name: str) -> list[Any]:
+    return [span for span in recorded.get_finished_spans() if span.name == name]
+
+
+def ids(span: Any) -> tuple[int, int]:
+    return span.context.trace_id, span.context.span_id
+
+
+def parent(span: Any) -> tuple[int, int] | None:
+    return (span.parent.trace_id, span.parent.span_id) if span.parent else None
+
+
+@pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
+def test_a_nodes_step_is_below_the_callers(recorded: Any, start: Any, wire: str) -> None:
+    node = start()
+    with client(node, wire) as caller:
+        caller.open(PAGES)
+        recorded.clear()
+        caller.lookup(PAGES, KEYS)
+        wait_until(lambda: steps(recorded, "kvstore.lookup"))
+    (asked,), (served,) = steps(recorded, "kvstore.call"), steps(recorded, "kvstore.lookup")
+    assert parent(served) == ids(asked)
+    assert (asked.kind.name, served.kind.name) == ("CLIENT", "SERVER")
+    assert asked.attributes["address"] == f"127.0.0.1:{node.grpc.port}"
+
+
+@pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
+def test_a_read_from_disk_is_a_step_of_its_get(recorded: Any, start: Any, wire: str, tmp_path: Path) -> None:
+    node = start(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
+    with client(node, wire) as caller:
+        caller.put(PAGES, KEYS, [bytes(4096)] * len(KEYS))
+        caller.flush()
+        with node.tier.lock:
+            index = node.tier.namespaces.find(PAGES.digest)
+        wait_until(lambda: not node.tier.held_count)
+        with node.tier.lock:
+            for page in list(index.pages.values()):
+                node.tier._forget(page, "evicted")
+        recorded.clear()
+        buffers = [bytearray(4096) for _ in KEYS]
+        assert all(caller.get(PAGES, KEYS, buffers))
+        assert all(caller.get(PAGES, KEYS, buffers))
+        wait_until(lambda: len(steps(recorded, "kvstore.get")) == 2)
+    (load,) = steps(recorded, "kvstore.load")
+    first = min(steps(recorded, "kvstore.get"), key=lambda span: span.start_time)
+    assert parent(load) == ids(first), "the second one was in RAM"
+    assert load.attributes["tier"] == "disk"
+
+
+def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start: Any) -> None:
+    nodes = [start(), start()]
+    members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
+    for i, node in enumerate(nodes):
+        node.peers.sweeper.settle_s = 1e6
+        node.membership.become(View("fleet", 1, tuple(members), 1), f"n{i}")
+    with client(nodes[0], "bulk", near="none") as far:
+        far.put(PAGES, KEYS, [bytes(4096)] * len(KEYS))
+    recorded.clear()
+    with client(nodes[0], "bulk", near="n0") as near, request("cmpl-7"):
+        assert all(near.get(PAGES, KEYS, [bytearray(4096) for _ in KEYS]))
+        wait_until(lambda: len(steps(recorded, "kvstore.get")) == 2)
+    trace = int.from_bytes(named("cmpl-7").trace_id, "big")
+    served = {span.context.span_id: span for span in recorded.get_finished_spans() if span.context.trace_id == trace}
+    (load,) = steps(recorded, "kvstore.load")
+    assert load.attributes["tier"] == "peer"
+    way = []
+    step = min(steps(recorded, "kvstore.get"), key=lambda span: span.end_time)  # the owner's, which ends first
+    while step is not None:
+        way.append(step.name)
+        step = served.get(step.parent.span_id)
+    assert way == ["kvstore.get", "kvstore.call", "kvstore.load", "kvstore.get", "kvstore.call"]
+    for node in nodes:
+        node.membership.become(View("fleet", 2, (members[nodes.index(node)],), 1), f"n{nodes.index(node)}")
+
+
+def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: Any) -> None:
+    from opentelemetry import trace
+
+    with (
+        client(start(), "bulk") as caller,
+        trace.get_tracer("engine").start_as_current_span("generate") as engine,
+        request("cmpl-7"),
+    ):
+        caller.lookup(PAGES, KEYS)
+    of = engine.get_span_context()
+    assert parent(steps(recorded, "kvstore.call")[-1]) == (of.trace_id, of.span_id)
+
+
+def test_a_step_that_fails_says_why(recorded: Any) -> None:
+    with pytest.raises(KVStoreError), tracing.span("kvstore.test"):
+        raise KVStoreError("no such page")
+    (failed,) = steps(recorded, "kvstore.test")
+    assert failed.status.status_code.name == "ERROR"
+    assert "no such page" in failed.status.description
+    assert tracing.current() is None
+
+
+@pytest.mark.parametrize("said", [b"x", bytes(25), b"x" * 100])
+def test_a_trace_that_is_none_refuses_nobody(start: Any, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", start().bulk.port), timeout=20.0) as plain:
+        frames = FrameSocket(plain)
+        frames.arm(30.0)
+        hello = pb.BulkRequest(hello=pb.HelloRequest(), trace=said)
+        frames.send_frame(hello.SerializeToString())
+        header, _ = frames.recv_frame(1 << 20)
+        assert pb.BulkReply.FromString(header).hello.version
+        assert exchange(frames, "hello", pb.HelloRequest())[0].version
+
+
+def test_an_exporter_that_is_not_there_ends_a_nodes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nobodys")
+    monkeypatch.setattr(tracing, "tracer", None)
+    with pytest.raises(ConfigError, match="nobodys"):
+        spans.set_up("kvstore-node")
+    assert tracing.tracer is None
+
+
+def test_a_process_of_a_node_gets_the_exporter_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    with NodeProcess("--ram-bytes", "16MiB", "--shm-socket", "none", "--log-format", "json") as node:
+        lines = [json.loads(line) for line in node.said.splitlines()]
+    assert any("traces go to console" in line["message"] for line in lines)
+
+
+@pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
+def test_a_nodes_log_names_the_engines_request(start: Any, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OpenTelemetry, too."""
+    node, seen = start(), list[str]()
+
+    def broken(*_: Any) -> None:
+        current = tracing.current()
+        seen.append(current.request_id if current else "")
+        raise RuntimeError("broken")
+
+    with client(node, wire) as caller:
+        caller.open(PAGES)
+        monkeypatch.setitem(node.service._unary, "stat", broken)
+        for ask in (request("cmpl-7"), contextlib.nullcontext()):
+            with ask, pytest.raises(KVStoreError, match=r"its log says more of request [0-9a-f]{32}"):
+                caller.stat(PAGES, KEYS[:1])
+    assert seen == [named("cmpl-7").request_id, ""]

@@ -1,0 +1,161 @@
+"""A request's trace: made, carried, said in logs; and what it costs where nobody asks for it: nothing is imported."""
+
+import concurrent.futures
+import json
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvstore import tracing
+from kvstore.config import Telemetry, telemetry
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.threads import begun
+from kvstore.tracing import NamesRequest, Trace, carried, current, named, packed_now, parsed, request, unpacked, within
+from kvstore.wires.connections import TRACED_NBYTES_MAX, request_header
+from node.log_lines import formatter
+
+TRACE = Trace(bytes(range(16)), bytes(range(1, 9)), True)
+
+
+def test_a_trace_is_written_as_the_standard_has_it() -> None:
+    header = "00-000102030405060708090a0b0c0d0e0f-0102030405060708-01"
+    assert TRACE.header() == header
+    assert parsed(header) == TRACE
+    assert unpacked(TRACE.packed()) == TRACE
+    assert parsed(header[:-1] + "0") == TRACE._replace(sampled=False)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "nonsense",
+        "00-" + "0" * 32 + "-0102030405060708-01",
+        "00-000102030405060708090a0b0c0d0e0f-" + "0" * 16 + "-01",
+        "00-000102030405060708090A0B0C0D0E0F-0102030405060708-01",
+        "00-000102030405060708090a0b0c0d0e0f-0102030405060708-01\n",
+    ],
+)
+def test_what_is_no_trace_is_none_and_no_error(header: str) -> None:
+    assert parsed(header) is None
+    assert unpacked(header.encode()) is None
+    assert unpacked(bytes(tracing.PACKED_NBYTES)) is None
+
+
+def test_an_engines_request_has_one_id_wherever_it_is_named() -> None:
+    assert current() is None
+    with request("cmpl-7"):
+        assert current() == named("cmpl-7")
+        with request("another"):
+            assert current() == named("cmpl-7"), "what is within a request is of it"
+    assert current() is None
+    assert named("cmpl-7") != named("cmpl-8")
+
+
+def test_threads_work_for_the_request_that_gave_them_work() -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with within(TRACE):
+            done = begun(pool, current)
+            direct = pool.submit(carried(current))
+        assert done is not None
+        assert (done.result(), direct.result()) == (TRACE, TRACE)
+        after = begun(pool, current)
+        assert after is not None
+        assert after.result() is None
+
+
+def test_a_frame_has_the_trace_behind_its_request_unless_it_is_large() -> None:
+    small, large = pb.LookupRequest(prefix_hashes=[b"k" * 32]), pb.LookupRequest(prefix_hashes=[b"k" * 64] * 1000)
+    plain = request_header("lookup", small)
+    assert packed_now() == b""
+    with within(TRACE):
+        assert pb.BulkRequest.FromString(request_header("lookup", small)) == pb.BulkRequest(
+            lookup=small, trace=TRACE.packed()
+        )
+        assert request_header("lookup", small).startswith(plain), "a node that does not know it sees the same request"
+        header = request_header("lookup", large)
+    assert len(header) > TRACED_NBYTES_MAX
+    assert pb.BulkRequest.FromString(header) == pb.BulkRequest(lookup=large)
+
+
+# ---- logs ----------------------------------------------------------------------------------
+
+
+def line(form: str, error: Any = None) -> str:
+    record = logging.LogRecord("node.serve", logging.ERROR, "file", 1, "%s failed", ("get",), error)
+    return formatter(form).format(record)
+
+
+def test_a_nodes_lines_name_the_request() -> None:
+    assert line("text").endswith("ERROR node.serve: get failed")
+    assert set(json.loads(line("json"))) == {"time", "level", "logger", "message"}
+    with within(TRACE):
+        assert line("text").endswith(f"get failed [request {TRACE.request_id}]")
+        found = json.loads(line("json"))
+    assert (found["message"], found["request"], found["span"]) == ("get failed", TRACE.request_id, "0102030405060708")
+    assert (found["level"], found["logger"]) == ("ERROR", "node.serve")
+    assert found["time"].endswith("Z")
+
+
+def test_a_traceback_is_one_line_of_json() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        said = line("json", sys.exc_info())
+    assert "\n" not in said
+    assert "ValueError: two\nlines" in json.loads(said)["error"]
+
+
+def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("tests.tracing")
+    log.addFilter(NamesRequest())
+    with request("cmpl-7"):
+        log.warning("%d pages", 3)
+    log.warning("%d pages", 4)
+    assert caplog.messages == [f"3 pages [request {named('cmpl-7').request_id}]", "4 pages"]
+
+
+# ---- whether anybody asks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({}, None),
+        ({"OTEL_SERVICE_NAME": "n"}, None),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, None),
+        ({"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "otlp"}, None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, Telemetry((), "")),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318", "OTEL_SERVICE_NAME": "n"}, Telemetry((), "n")),
+        ({"OTEL_TRACES_EXPORTER": "otlp, console"}, Telemetry(("otlp", "console"), "")),
+    ],
+)
+def test_the_standard_variables_say_whether_anybody_asks(environ: dict[str, str], wanted: Telemetry | None) -> None:
+    assert telemetry(environ) == wanted
+
+
+@pytest.mark.parametrize("settings", [{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_TRACES_EXPORTER": "otlp"}])
+def test_nothing_is_imported_or_needed_where_nobody_asks_or_it_is_not_installed(settings: dict[str, str]) -> None:
+    """The last: asked for, and hidden."""
+    code = """
+import sys
+from importlib.abc import MetaPathFinder
+
+if sys.argv[1] == "otlp":
+    class Hide(MetaPathFinder):
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname.partition(".")[0] == "opentelemetry":
+                raise ModuleNotFoundError(f"hidden: {fullname}", name=fullname)
+    sys.meta_path.insert(0, Hide())
+from kvstore import Client, ClientConfig, tracing
+Client(ClientConfig("127.0.0.1:1")).close()
+assert tracing.tracer is None
+assert not [name for name in sys.modules if name.startswith("opentelemetry")]
+"""
+    said = settings.get("OTEL_TRACES_EXPORTER", "")
+    environ = {"PYTHONPATH": ":".join(sys.path), **settings}
+    done = subprocess.run([sys.executable, "-c", code, said], env=environ, check=False)
+    assert done.returncode == 0
