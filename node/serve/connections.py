@@ -224,8 +224,12 @@ class Connection(abc.ABC):
     def _answer(self, op: str, request: Any) -> Any:
         if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
             return self.service.call(op, request, self.caller)
-        with self.service.turns.turn(self.peer):
+        turns, peer = self.service.turns, self.peer
+        turns.begin(peer)
+        try:
             return self.service.call(op, request, self.caller)
+        finally:
+            turns.end(peer)
 
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""
