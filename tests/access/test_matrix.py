@@ -1,6 +1,5 @@
 """Every request of the schema, over every wire, by everybody: an RPC without a rule fails here."""
 
-import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,8 +23,8 @@ from node.access.rules import RULES
 from node.server import Node
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
-REQUESTS = {field.message_type.name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields}
-OPS = [field.name for field in pb.BulkRequest.DESCRIPTOR.fields]
+REQUESTS = {field.message_type.name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
+OPS = [*REQUESTS.values()]
 PARTS = ("commit", "release")  # of a put and a get that were let in
 KEY = b"k" * 32
 WHO = (
@@ -121,6 +120,12 @@ def grpc_wires(node: Node, people: People) -> Iterator[dict[str, GrpcWire]]:
         wire.close()
 
 
+@pytest.fixture(autouse=True)
+def it_is_there(grpc_wires: dict[str, GrpcWire]) -> None:
+    """The namespace, whoever has removed it before."""
+    grpc_wires["write"].call("open_namespace", request("open_namespace"), Deadline(20.0))
+
+
 def moved(wire: Any, op: str, deadline: Deadline) -> None:
     """A put or get as that wire has it."""
     message = request(op)
@@ -139,9 +144,6 @@ def moved(wire: Any, op: str, deadline: Deadline) -> None:
 
 def asked(wire: Any, op: str) -> None:
     deadline = Deadline(20.0)
-    if op == "remove_namespace":  # one who may has removed it before
-        with contextlib.suppress(KVStoreError):
-            wire.call("open_namespace", request("open_namespace"), deadline)
     if op in ("put", "get"):
         moved(wire, op, deadline)
     else:
