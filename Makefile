@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -56,6 +56,7 @@ help:
 	@echo "                  puts the data on another disk; not those of locks, calls abreast, GPUs (make gpu-test) and engines"
 	@echo "                  (15 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
+	@echo "make golden       records the names, flags, fields and metrics that are promised, after some were added"
 	@echo "make format       rewrite the sources in the project's format"
 
 setup: $(READY)
@@ -240,6 +241,10 @@ types: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What is new is promised from now on; what is gone is not any more, which needs a line in docs/upgrading.md.
+golden: $(READY)
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/promises/record.py names
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto proto/node/pb/etcd.proto
