@@ -43,7 +43,7 @@ clean_up() {
 build() {
     local source=$WORK/source-$1 secret=()
     [[ -z ${PIP_CERT:-} ]] || secret=(--secret "id=ca,src=$PIP_CERT")
-    (umask "$2" && mkdir "$source" && tar -c --exclude=__pycache__ pyproject.toml constraints.txt README.md LICENSE .dockerignore kvstore node \
+    (umask "$2" && mkdir "$source" && tar -c --exclude=__pycache__ .dockerignore pyproject.toml constraints.txt README.md LICENSE kvstore node \
         gpu_agent docker | tar -x --no-same-permissions --touch -C "$source")
     DOCKER_BUILDKIT=1 "$DOCKER" build --no-cache ${BUILD_FLAGS[@]+"${BUILD_FLAGS[@]}"} ${secret[@]+"${secret[@]}"} \
         --build-arg "BASE=$base" --build-arg "SOURCE_DATE_EPOCH=$SOURCE_DATE_EPOCH" --file "$source/docker/node.Dockerfile" \

@@ -13,7 +13,9 @@ from packaging.version import Version
 
 import kvstore
 from kvstore import Client, ClientConfig, __version__
+from kvstore.config import PROTOCOL_VERSION
 from kvstore.measure.node_process import NodeProcess
+from node.disk.rows import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +56,9 @@ def test_documents_have_it() -> None:
     assert set(re.findall(r"kvstore_llm-([0-9][^-]*)-py3", readme)) == {__version__}
     first = re.findall(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert first[0] == __version__
+    newest = (ROOT / "CHANGELOG.md").read_text().partition(f"## {__version__} ")[2].partition("\n## ")[0]
+    assert f"Protocol {PROTOCOL_VERSION}, " in newest
+    assert f"Format {FORMAT_VERSION} of the data directory" in newest
     assert first[1] == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", first[1])
 
 
