@@ -27,6 +27,7 @@ from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.main import _parser
 from node.serve.metrics import NodeCollector
+from node.serve.traffic import Traffic
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "gpu_agent" / "engines"
@@ -182,7 +183,14 @@ def metrics() -> Tree:
     status.tenants.add(tenant="t")
     status.namespaces.add(digest=b"d")
     status.tls.certificates.add(setting="tls_cert")
-    service: Any = SimpleNamespace(call=lambda *_: status)
+    traffic = Traffic()
+    traffic.took("bulk", 1)
+    traffic.got("ram", "bulk", 1, 0)
+    traffic.edge("bulk").answered("get", 0)
+    traffic.edge("bulk").failed("get", errors.Exhausted(""))
+    peers = SimpleNamespace(links=SimpleNamespace(failing=lambda: {"n1": False}))
+    turns = SimpleNamespace(waiting_count=0)
+    service: Any = SimpleNamespace(call=lambda *_: status, traffic=traffic, peers=peers, turns=turns)
     found: Tree = {}
     for family in NodeCollector(service, THE_NODE).collect():
         assert family.samples, family.name
