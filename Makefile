@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -35,6 +35,9 @@ help:
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
+	@echo "make dist         the wheel and the sources, the same bytes from every clone of a commit; make test-dist tries them"
+	@echo "make image        the node's image, kvstore-node:VERSION, labelled with its commit (Docker; BASE=, SOURCE=)"
+	@echo "make test-image   builds the image twice without cache and compares all files (3 minutes; Docker, or root on Debian)"
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store (some 10 minutes; Docker, or root on Debian)"
 	@echo "make test-kubernetes  renders deploy/kubernetes and holds it against the API's schemas (half a minute; kubectl, network the first time)"
 	@echo "make test-monitoring  the rules for alerts and the dashboard, by Prometheus's own promtool (10 seconds; promtool)"
@@ -46,7 +49,6 @@ help:
 	@echo "                  PYTHON names one with vLLM 0.33, CuPy, pytest, pytest-xdist and '.[node]'; two ranks need two GPUs)"
 	@echo "make gpu-test-sglang  real SGLang on this machine's GPU: HiCache and the linker, layouts, outages, ends (2 minutes;"
 	@echo "                  PYTHON names one with SGLang 0.5.23, CuPy, pytest, pytest-xdist and '.[node]')"
-	@echo "make dist         the wheel, dist/kvstore_llm-*.whl; make test-dist installs it into an empty environment and tries it (1 minute)"
 	@echo "make check        what CI runs: format, lint, types, tests"
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
 	@echo "make soak-cluster three nodes under mixed load and faults: what must stay flat, as a picture (30 minutes; ARGS='--minutes 5')"
@@ -54,6 +56,7 @@ help:
 	@echo "                  puts the data on another disk; not those of locks, calls abreast, GPUs (make gpu-test) and engines"
 	@echo "                  (15 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
+	@echo "make golden       records the names, flags, fields and metrics that are promised, after some were added"
 	@echo "make format       rewrite the sources in the project's format"
 
 setup: $(READY)
@@ -73,19 +76,33 @@ demo-cluster: $(READY)
 test: $(READY)
 	$(PYTEST) $(ARGS)
 
-# The wheel, for every environment that is not a clone of this repository: dist/kvstore_llm-*.whl.
-dist: $(READY)
-	rm -rf dist build
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
-	rm -rf build
-	@ls dist/*.whl
+# Of what is built: when it was last changed, not when it is built.
+SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601600)
+export SOURCE_DATE_EPOCH
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
 
-# As a stranger would: an empty environment, the wheel and what it asks the index for (torch as engines bring it).
+# The wheel, for every environment that is not a clone of this repository, and the sources: dist/kvstore_llm-*.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build --directory dist >/dev/null
+	@cd dist && sha256sum kvstore_llm-*
+
+# As a stranger would: an empty environment, the wheel and what it asks the index for (torch as engines bring it). And
+# from two clones the same bytes.
 test-dist: dist
 	rm -rf .venv-dist
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[node,cli,agent]"
 	KVSTORE_DIST_PYTHON=$(CURDIR)/.venv-dist/bin/python $(BIN)/python -m pytest tests/packaging
+
+# SOURCE: where the repository is for others. BASE with its digest is the same base for ever.
+image:
+	DOCKER_BUILDKIT=1 docker build --file docker/node.Dockerfile --tag kvstore-node:$(VERSION) $(if $(BASE),--build-arg BASE=$(BASE)) \
+		--build-arg SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) --build-arg VERSION=$(VERSION) \
+		--build-arg REVISION=$(shell git describe --always --dirty --abbrev=40 --match=) --build-arg SOURCE=$(SOURCE) $(ARGS) .
+
+test-image: $(READY)
+	PYTHON=$(BIN)/python docker/twice.sh
 
 test-etcd: $(READY)
 	@command -v etcd >/dev/null && command -v etcdctl >/dev/null || { echo "needs etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client"; exit 1; }
@@ -225,6 +242,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What is new is promised from now on; what is gone is not any more, which needs a line in docs/upgrading.md.
+golden: $(READY)
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/promises/record.py names
+
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto proto/node/pb/etcd.proto
 
@@ -250,4 +271,4 @@ bench: $(READY)
 	$(if $(TRACE),$(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))
 
 clean:
-	rm -rf $(VENV) .venv-* .fuzz .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) .venv-* .fuzz .mypy_cache .ruff_cache .pytest_cache

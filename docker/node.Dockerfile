@@ -2,7 +2,11 @@
 #
 #   DOCKER_BUILDKIT=1 docker build -f docker/node.Dockerfile -t kvstore-node .
 #
+# `make image` does the same with the version as its tag, and labels that say from which commit it was made.
+# SOURCE_DATE_EPOCH, VERSION, REVISION, SOURCE are its arguments; two builds on one base are the same files (docs/upgrading.md).
+#
 # Another base with Python >= 3.10 and pip:  --build-arg BASE=registry.example/python:3.11
+# The same base for ever, by its digest:     --build-arg BASE=python:3.11-slim-bookworm@sha256:...
 # A package index behind a private CA:       --secret id=ca,src=/path/to/bundle.crt
 #
 # Run it with docker/compose.yaml, which secures it, or by hand. By itself a node listens on its container's own loopback,
@@ -31,6 +35,9 @@
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
+# Of all files of the image. The order of sets in byte code hangs on the seed.
+ARG SOURCE_DATE_EPOCH=1580601600
+ENV PYTHONHASHSEED=0
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY kvstore kvstore
@@ -41,19 +48,27 @@ COPY gpu_agent gpu_agent
 RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
     && python3 -m venv --without-pip /opt/kvstore \
-    && python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
-        install --constraint constraints.txt '.[node,cli]'
-COPY docker/first_start.py docker/health.py /opt/kvstore/
-COPY docker/runtime.py ./
+    && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
+        install --no-compile '.[node,cli]'
+COPY docker/first_start.py docker/health.py docker/runtime.py ./
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
 # owner and mode of its directory from here; a bind mount must be given to this user by hand. Others may look
 # into /run/kvstore, or they would be told that there is no socket; the socket itself lets nobody else in.
-RUN python3 runtime.py /opt/kvstore /runtime \
+RUN install -m 0644 first_start.py health.py /opt/kvstore \
     && install -d -o 10001 -g 10001 -m 0750 /runtime/data /runtime/secrets \
-    && install -d -o 10001 -g 10001 -m 0755 /runtime/run/kvstore
+    && install -d -o 10001 -g 10001 -m 0755 /runtime/run/kvstore \
+    && python3 runtime.py /opt/kvstore /runtime
 
 # Python and the node: no shell, no package manager, no pip. `docker exec NODE kvstore status` needs none.
 FROM scratch
+ARG VERSION=0.1.0
+ARG REVISION=""
+ARG SOURCE=""
+LABEL org.opencontainers.image.title=kvstore-node \
+    org.opencontainers.image.version=${VERSION} \
+    org.opencontainers.image.revision=${REVISION} \
+    org.opencontainers.image.source=${SOURCE} \
+    org.opencontainers.image.licenses=Apache-2.0
 COPY --from=build /runtime /
 # The root may be read-only: the node writes nothing outside /data and the socket's volume, and Python
 # no byte code.

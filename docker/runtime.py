@@ -5,7 +5,8 @@
     interpreter --> its standard library --> the environment --> the libraries that all of these are linked with
 
 No shell, no package manager, no compiler, no pip: whoever gets to run something in a node finds Python and the node.
-Runs in the build stage, which has `ldd`.
+Runs in the build stage, which has `ldd`. Two runs make the same: byte code is known by its source's hash, and all that
+is there has the time SOURCE_DATE_EPOCH.
 """
 
 import compileall
@@ -16,8 +17,9 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
-# Of the standard library: what installs, shows windows, tests or edits.
+# Of the standard library: what installs, shows windows, tests or edits, and byte code with times in it.
 LEFT_OUT = (
     "test",
     "tests",
@@ -29,20 +31,27 @@ LEFT_OUT = (
     "site-packages",
     "dist-packages",
 )
-LEFT_OUT += ("config-*", "_tkinter*")
+LEFT_OUT += ("config-*", "_tkinter*", "__pycache__")
 # Libraries that are opened by name: glibc's, for a thread that ends, and for names of hosts.
 BY_NAME = ("libgcc_s.so.1", "libnss_dns.so.2", "libnss_files.so.2", "libresolv.so.2")
 # How names are resolved, where libraries are, who is who, and the authorities that TLS trusts.
 FILES = ("/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/ssl/certs/ca-certificates.crt")
 
+BUILT_S = int(os.environ.get("SOURCE_DATE_EPOCH") or 0)
+
 
 def main(environment: Path, target: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     interpreter = Path(sys.executable).resolve()
-    _copy_tree(environment, target, ())
+    _copy_tree(environment, target, ("__pycache__",))
     _copy_tree(library, target, LEFT_OUT)
     for folder in (environment, library):  # the root is read-only, so it is now or at every start
-        compileall.compile_dir(target / folder.relative_to("/"), quiet=2, stripdir=str(target))
+        compileall.compile_dir(
+            target / folder.relative_to("/"),
+            quiet=2,
+            stripdir=str(target),
+            invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,  # and nobody changes sources in it
+        )
     for path in _interpreters(environment, interpreter):
         _copy(path, target)
     for path in [interpreter, *_elf(environment), *_elf(target / library.relative_to("/"))]:
@@ -54,6 +63,8 @@ def main(environment: Path, target: Path) -> None:
     for name, mode in (("tmp", 0o1777), ("proc", 0o555), ("sys", 0o555), ("dev", 0o755), ("etc", 0o755)):
         (target / name).mkdir(exist_ok=True)
         (target / name).chmod(mode)
+    for path in [*target.rglob("*"), target]:
+        os.utime(path, (BUILT_S, BUILT_S), follow_symlinks=False)
 
 
 def _interpreters(environment: Path, interpreter: Path) -> Iterator[Path]:

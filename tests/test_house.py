@@ -319,17 +319,6 @@ def test_tests_and_proto_are_no_packages() -> None:
     assert [name(path) for top in ("tests", "proto") for path in (ROOT / top).rglob("__init__.py")] == []
 
 
-def test_every_package_folder_is_listed_for_the_build() -> None:
-    listed = set(
-        re.findall(
-            r'"([a-z_.]+)",',
-            (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools]")[2].partition("]")[0] + ",",
-        )
-    )
-    found = {name(path.parent).replace("/", ".") for path in sources(*PACKAGES)} | {"kvstore.pb", "node.pb"}
-    assert found <= listed
-
-
 def test_no_whole_prefix_hash_is_logged_or_told() -> None:
     """The command line shows them to who has asked for them."""
     told = [

@@ -216,16 +216,17 @@ def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
 
 
-def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", [1, FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     """And left as it is: rows of format 1, whose keys had 8 bytes of the hash, would be taken for others."""
     with monkeypatch.context() as older:
-        older.setattr("node.disk.rows.FORMAT_VERSION", 1)
+        older.setattr("node.disk.rows.FORMAT_VERSION", version)
         rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
         rows.write({1: b"n"}, [row(1)], [])
         rows.close()
-    with pytest.raises(ConfigError, match=r"format '1' by another version.*reads format 5.*another directory"):
+    with pytest.raises(ConfigError, match=rf"format '{version}' by another version.*reads format 5.*another directory"):
         Rows(tmp_path / "rows", EXTENT_NBYTES)
-    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", 1)
+    monkeypatch.setattr("node.disk.rows.FORMAT_VERSION", version)
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     assert len(list(rows.pages())) == 1
     rows.close()

@@ -11,6 +11,7 @@ from manifests import DOCUMENT, EXAMPLES, FOLDER, OVERLAYS, ROOT, Overlay, Workl
 
 from gpu_agent.config import AgentConfig
 from gpu_agent.options import Identity
+from kvstore import __version__
 from kvstore.config import ClientConfig, load, parse_nbytes, split_address
 from node.config import NodeConfig
 from node.disk.data_dir import LOCK_WAIT_S
@@ -266,7 +267,7 @@ def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -
             assert command[:2] == ["/opt/kvstore/bin/python", "-c"]
             compile(command[2], "command", "exec")
     assert "python3 -m venv --without-pip /opt/kvstore" in DOCKERFILE
-    assert "COPY docker/first_start.py docker/health.py /opt/kvstore/" in DOCKERFILE
+    assert "install -m 0644 first_start.py health.py /opt/kvstore " in DOCKERFILE
 
 
 # ---- who finds whom ------------------------------------------------------------------------
@@ -317,8 +318,7 @@ def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_
 
 def test_the_image_is_named_in_each_overlay(composed: Overlay) -> None:
     assert list(composed.images) == ["kvstore-node"]
-    version = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert composed.images["kvstore-node"].rpartition(":")[2] == version[0]
+    assert composed.images["kvstore-node"].rpartition(":")[2] == __version__
 
 
 def test_the_etcd_to_try_with_is_where_the_overlays_look_for_one() -> None:

@@ -42,12 +42,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if named:
         yield named
         return
-    pytest.importorskip("setuptools", reason="the wheel can not be built without an index")
+    pytest.importorskip("hatchling", reason="the wheel can not be built without an index")
     work = tmp_path_factory.mktemp("wheel")
     for source in SOURCES:
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy2
         copy(ROOT / source, work / source)
-    build = "import setuptools.build_meta as backend; backend.build_wheel('dist')"  # what pip calls, without pip
+    build = "import hatchling.build as backend; backend.build_wheel('dist')"  # what pip calls, without pip
     run(sys.executable, "-c", build, cwd=work)
     (wheel,) = (work / "dist").glob("*.whl")
     assert wheel.name.startswith("kvstore_llm-")

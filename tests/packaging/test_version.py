@@ -1,0 +1,81 @@
+"""The version stands in kvstore/__init__.py. Whatever else says it says the same."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import kvstore
+from kvstore import Client, ClientConfig, __version__
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.measure.node_process import NodeProcess
+from node.disk.rows import FORMAT_VERSION
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_is_a_version_of_three_numbers_that_the_build_finds() -> None:
+    assert str(Version(__version__)) == __version__
+    assert len(Version(__version__).release) == 3
+    assert re.findall(r'^__version__ = "(.*)"$', Path(kvstore.__file__).read_text(), re.MULTILINE) == [__version__]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project
+    assert 'path = "kvstore/__init__.py"' in project
+    assert not re.search(r"^version = ", project, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["kvstore.cli.app", "node.main"])
+def test_a_command_says_it(module: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.split()[-1] == __version__
+
+
+def test_a_node_says_it(shared_node: NodeProcess) -> None:
+    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=20.0, timeout_s=30.0)) as client:
+        assert client.node_status().version == __version__
+
+
+def test_manifests_and_image_have_it() -> None:
+    files = sorted((ROOT / "deploy" / "kubernetes").rglob("kustomization.yaml"))
+    tags = [tag for path in files for tag in re.findall(r"newTag: (.*)", path.read_text())]
+    assert tags
+    assert set(tags) == {__version__}
+    assert f"\nARG VERSION={__version__}\n" in (ROOT / "docker" / "node.Dockerfile").read_text()
+
+
+def test_documents_have_it() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"kvstore_llm-([0-9][^-]*)-py3", readme)) == {__version__}
+    first = re.findall(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert first[0] == __version__
+    newest = (ROOT / "CHANGELOG.md").read_text().partition(f"## {__version__} ")[2].partition("\n## ")[0]
+    assert f"Protocol {PROTOCOL_VERSION}, " in newest
+    assert f"Format {FORMAT_VERSION} of the data directory" in newest
+    assert first[1] == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", first[1])
+
+
+def test_all_that_the_image_gets_is_pinned() -> None:
+    """Also what packages bring along, or an image of the same commit would have others in it next year."""
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(Requirement(line.partition(" #")[0]).name) for line in pins if line and line[0] != "#"}
+    wanted, found = [("kvstore-llm", ("node", "cli"))], set()
+    while wanted:
+        name, extras = wanted.pop()
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            marker, key = needed.marker, canonicalize_name(needed.name)
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+                if (key, *needed.extras) not in found:
+                    wanted.append((key, tuple(needed.extras)))
+                found.add((key, *needed.extras))
+    names = {name for name, *_ in found}
+    assert {"grpcio", "rocksdict", "typer", "cffi"} <= names
+    assert names <= pinned

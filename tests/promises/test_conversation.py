@@ -1,0 +1,145 @@
+"""golden/protocol-4.json: frames of a client of 0.1, and what a node of 0.1 answered. A client of then is served by a
+node of today, and a client of today understands a node of then."""
+
+import concurrent.futures
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from conversation import FIXED, KEYS, PAGES, SPACE, Caller
+from told import SMALL
+
+from kvstore import Client, ClientConfig, PutOutcome
+from kvstore.config import speaks
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
+from kvstore.wires.frames import pack_fixed
+from node.config import NodeConfig
+from node.server import Node
+
+VERSION = 4  # of the recording
+RECORDED = json.loads((Path(__file__).parents[1] / "golden" / f"protocol-{VERSION}.json").read_text())
+ORDER = ("hello", "unknown", "open", "miss", "put", "commit", "put again", "lookup", "get", "ranges", "stat", "verify")
+ORDER += ("pin", "unpin", "list", "namespaces", "status", "sweep", "remove", "remove all")
+# What differs from node to node and from moment to moment.
+OF_THE_MOMENT = {
+    *("version", "instance_id", "bulk_port", "metrics_port", "shm_socket", "protocol_version", "pid", "rss_nbytes"),
+    *("uptime_ms", "age_ms", "idle_ms", "ttl_ms", "ttls_ms", "pin_ttl_ms", "message", "huge_nbytes", "session_count"),
+}
+
+pytestmark = pytest.mark.skipif(not speaks(VERSION), reason=f"protocol {VERSION} is not spoken any more")
+
+
+def reply(name: str) -> pb.BulkReply:
+    return pb.BulkReply.FromString(bytes.fromhex(RECORDED[name]["reply"]))
+
+
+def unlike(was: Any, now: Any, path: str = "") -> list[str]:
+    """Fields that a node of then told, and that are told otherwise today; more may be told."""
+    found: list[str] = []
+    for field, value in was.ListFields():
+        place, other = f"{path}.{field.name}", getattr(now, field.name)
+        if field.name in OF_THE_MOMENT:
+            continue
+        if not hasattr(value, "ListFields") and not (
+            hasattr(value, "append") and value and hasattr(value[0], "ListFields")
+        ):
+            found += [] if value == other else [f"{place}: {value!r} / {other!r}"]
+        elif hasattr(value, "ListFields"):
+            found += unlike(value, other, place)
+        elif len(value) != len(other):
+            found.append(f"{place}: {len(value)} / {len(other)}")
+        else:
+            found += [line for one, two in zip(value, other, strict=True) for line in unlike(one, two, f"{place}[]")]
+    return found
+
+
+def test_a_client_of_then_is_answered_as_it_was() -> None:
+    assert set(ORDER) == set(RECORDED)
+    node = Node(NodeConfig(**SMALL))
+    node.start()
+    try:
+        caller = Caller(node.bulk.port)
+        for name in ORDER:
+            version, header, payload = caller.ask(bytes.fromhex(RECORDED[name]["request"]), RECORDED[name]["data"])
+            now = pb.BulkReply.FromString(header)
+            assert (name, version, now.WhichOneof("op")) == (name, VERSION, reply(name).WhichOneof("op"))
+            if name not in ("hello", "status"):  # what they tell is this node's
+                assert (name, unlike(reply(name), now)) == (name, [])
+            if name == "get":
+                assert payload == b"".join(PAGES)
+            elif name == "ranges":
+                assert payload == b"".join(page[512:768] for page in PAGES)
+        caller.close()
+    finally:
+        node.stop()
+
+
+class Then(KVStoreServicer):
+    """A node that says what was recorded, whatever it is asked of its kind, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.asked: list[tuple[int, str]] = []
+        self.took = b""
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
+        hello = reply("hello").hello
+        hello.bulk_port, hello.shm_socket = self.listener.getsockname()[1], ""
+        return hello
+
+    def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
+        return reply("open").open_namespace
+
+    def serve(self) -> None:
+        sock, _ = self.listener.accept()
+        names = {"open_namespace": "open", "list_namespaces": "namespaces", "node_status": "status"}
+        with sock, sock.makefile("rb") as stream:
+            while fixed := stream.read(FIXED.size):
+                _, version, _, header_nbytes, payload_nbytes = FIXED.unpack(fixed)
+                header = stream.read(header_nbytes)
+                self.took += stream.read(payload_nbytes)
+                if not header:
+                    continue  # the pages of a put
+                op = str(pb.BulkRequest.FromString(header).WhichOneof("op"))
+                self.asked.append((version, op))
+                said, payload = bytes.fromhex(RECORDED[names.get(op, op)]["reply"]), b"".join(PAGES) * (op == "get")
+                sock.sendall(pack_fixed(len(said), len(payload), version) + said + payload)
+
+
+@pytest.fixture
+def then() -> Iterator[tuple[Then, str]]:
+    node, server = Then(), grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+    add_KVStoreServicer_to_server(node, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield node, f"127.0.0.1:{port}"
+    server.stop(0.0).wait()
+    node.listener.close()
+
+
+def test_a_client_of_today_understands_a_node_of_then(then: tuple[Then, str]) -> None:
+    node, address = then
+    buffers = [bytearray(SPACE.layout.page_nbytes) for _ in KEYS]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(node.serve)
+        with Client(ClientConfig(address=address, wire="bulk", connect_timeout_s=20.0, timeout_s=60.0)) as client:
+            assert client.put(SPACE, KEYS, PAGES) == [PutOutcome.STORED] * 2
+            assert client.lookup(SPACE, KEYS).prefix_pages == 2
+            assert client.get(SPACE, KEYS, buffers) == [True] * 2
+            assert [stat.nbytes for stat in client.stat(SPACE, KEYS)] == [SPACE.layout.page_nbytes] * 2
+        serving.result(30.0)
+    assert (buffers, node.took) == (PAGES, b"".join(PAGES))
+    assert {version for version, _ in node.asked} == {VERSION}
+
+
+def test_the_comparison_itself_finds_what_is_told_otherwise() -> None:
+    was, now = reply("verify"), reply("verify")
+    now.verify.intact += 1
+    now.verify.pages[0] = pb.PAGE_DROPPED
+    assert [line.partition(":")[0] for line in unlike(was, now)] == [".verify.intact", ".verify.pages"]
+    assert unlike(reply("lookup"), pb.BulkReply()) != []
