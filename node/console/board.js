@@ -42,7 +42,7 @@ export class Board {
   show(now) {
     if (now.who) this.begin(now);
     this.measure(now);
-    this.sample(now.sample);
+    this.sample(now.samples);
     this.head(now);
     this.tiles(now);
     this.findings(now.findings);
@@ -86,9 +86,10 @@ export class Board {
       this.drawHour();
       return;
     }
-    if (newest.count <= this.history.count) return;
+    const fresh = Math.min(newest.count - this.history.count, newest.times.length);
+    if (fresh <= 0) return;
     for (const [name, values] of Object.entries(newest)) {
-      if (Array.isArray(values)) this.history[name] = [...(this.history[name] || []), values[values.length - 1]].slice(-KEPT);
+      if (Array.isArray(values)) this.history[name] = [...(this.history[name] || []), ...values.slice(-fresh)].slice(-KEPT);
     }
     this.history.count = newest.count;
     this.refreshHour();

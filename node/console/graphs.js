@@ -53,7 +53,10 @@ export class Graph {
   }
 
   show(data) {
-    this.data = data;
+    const end = data.times[data.times.length - 1] || 0;
+    const old = data.times.filter((time) => time < end - SPAN_S).length;
+    const kept = Object.entries(data).map(([name, values]) => [name, Array.isArray(values) ? values.slice(old) : values]);
+    this.data = Object.fromEntries(kept);
     this.draw();
   }
 
@@ -110,7 +113,7 @@ export class Graph {
       parts.push(svg("line", { class: "rule", x1: MARGIN.left, x2: width - MARGIN.right, y1: at, y2: at }));
       parts.push(svg("text", { x: MARGIN.left - 4, y: at + 3, "text-anchor": "end", text: this.format(high * share) }));
     }
-    for (const minutes of [60, 45, 30, 15, 0]) {
+    for (const minutes of width < 400 ? [60, 30, 0] : [60, 45, 30, 15, 0]) {
       const anchor = minutes === 60 ? "start" : minutes ? "middle" : "end";
       const text = minutes ? `−${minutes} min` : "now";
       parts.push(svg("text", { x: this.x(this.end - 60 * minutes), y: HEIGHT - 4, "text-anchor": anchor, text }));

@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from kvstore.identities import ALL, Principal
@@ -50,12 +51,23 @@ class Latency(NamedTuple):
     counts: Callable[[], Mapping[str, Sequence[int]]]
 
 
+# All of RATES at once, which takes a microsecond.
+_read: Callable[[Counters], tuple[int, ...]] = attrgetter(*RATES.values())
+
+
 class _Sums:
-    """Of the counters of a tenant, or of all."""
+    """Of a tenant, or of all: counters in the order of RATES, and LEVELS."""
+
+    __slots__ = ("counts", "disk_nbytes", "ram_nbytes")
 
     def __init__(self) -> None:
-        self.counters = Counters()
-        self.levels = dict.fromkeys(LEVELS, 0)
+        self.counts: tuple[int, ...] = (0,) * len(RATES)
+        self.ram_nbytes = self.disk_nbytes = 0
+
+    def add(self, counts: tuple[int, ...], ram_nbytes: int, disk_nbytes: int) -> None:
+        self.counts = tuple(map(add, self.counts, counts))
+        self.ram_nbytes += ram_nbytes
+        self.disk_nbytes += disk_nbytes
 
 
 class _Ring:
@@ -93,14 +105,16 @@ class History:
         disk_count: Callable[[bytes], int] | None,
         latency: Latency | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._inventory = inventory
         self._disk_count = disk_count
         self._latency = latency
         self._clock = clock
+        self._wall = wall
         self._lock = threading.Lock()
         self._rings: dict[str, _Ring] = {}  # by tenant
-        self._before: dict[str, Counters] = {}
+        self._before: dict[str, tuple[int, ...]] = {}
         self._taken_s = clock()
         self._counted: Mapping[str, Sequence[int]] = {}
 
@@ -116,12 +130,13 @@ class History:
         with self._lock:
             for tenant, found in sums.items():
                 if (before := self._before.get(tenant)) is not None:
-                    rates = _rates(before, found.counters, seconds)
+                    rates = _rates(before, found.counts, seconds)
+                    levels = {name: getattr(found, name) for name in LEVELS}
                     ring = self._rings.get(tenant) or self._rings.setdefault(tenant, _Ring(self._columns(tenant)))
-                    ring.add(time.time(), rates | found.levels | (times if tenant == ALL else {}))
+                    ring.add(self._wall(), rates | levels | (times if tenant == ALL else {}))
             for tenant in self._rings.keys() - sums.keys():
                 del self._rings[tenant]
-            self._before = {tenant: found.counters for tenant, found in sums.items()}
+            self._before = {tenant: found.counts for tenant, found in sums.items()}
         self._taken_s = now_s
 
     def _columns(self, tenant: str) -> tuple[str, ...]:
@@ -129,20 +144,15 @@ class History:
         return (*RATES, *LEVELS, *times)
 
     def _sums(self) -> dict[str, _Sums]:
-        totals, each = self._inventory.counters()
+        forgotten, each = self._inventory.counted(_read)
         found = {ALL: _Sums()}
-        found[ALL].counters = totals
-        for index, counters, page_count in each:
-            tenant = index.value.tenant
-            if tenant not in found and len(found) > TENANTS_MAX and tenant not in self._before:
-                of = [found[ALL]]
-            else:
-                of = [found[ALL], found.setdefault(tenant, _Sums())]
-                of[1].counters.add(counters)
-            on_disk = self._disk_count(index.digest) if self._disk_count else 0
-            for sums in of:
-                sums.levels["ram_nbytes"] += page_count * index.page_nbytes
-                sums.levels["disk_nbytes"] += on_disk * index.page_nbytes
+        found[ALL].counts = forgotten
+        for index, counts, page_count in each:
+            tenant, on_disk = index.value.tenant, self._disk_count(index.digest) if self._disk_count else 0
+            held = counts, page_count * index.page_nbytes, on_disk * index.page_nbytes
+            found[ALL].add(*held)
+            if tenant in found or len(found) <= TENANTS_MAX or tenant in self._before:
+                found.setdefault(tenant, _Sums()).add(*held)
         return found
 
     def _times(self) -> dict[str, float]:
@@ -177,11 +187,10 @@ class History:
         return None if principal.models else self._rings.get(principal.tenant)
 
 
-def _rates(before: Counters, now: Counters, seconds: float) -> dict[str, float]:
+def _rates(before: Sequence[int], now: Sequence[int], seconds: float) -> dict[str, float]:
     """A namespace that was forgotten takes its counts away: no negative rates."""
-    return {
-        column: max(0, getattr(now, counter) - getattr(before, counter)) / seconds for column, counter in RATES.items()
-    }
+    changes = zip(RATES, before, now, strict=True)
+    return {column: max(0, count - earlier) / seconds for column, earlier, count in changes}
 
 
 def quantile(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:

@@ -22,6 +22,7 @@ SCOPES_MAX = 64
 NAMESPACES_MAX = 50
 TENANTS_MAX = 50
 HOT_MAX = 12
+SAMPLES = 6  # the newest of the last hour: none is missed by who was told a minute ago
 FINDINGS_S = 10.0
 _SAID = ("version", "state", "uptime_ms")
 _OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
@@ -109,7 +110,7 @@ class Snapshots:
             "tenant_count": len(status.tenants),
             "hot": self._hot(status),
             "findings": self._findings(principal, status),
-            "sample": self._history.told(principal, 1),
+            "samples": self._history.told(principal, SAMPLES),
             "cluster": self._members.told(status) if principal.of_all else None,
         }
         if self._slow is not None:

@@ -82,7 +82,7 @@ def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
 def test_an_identity_of_some_models_is_not_told_of_others(stored: Node, people: People) -> None:
     for who in ("narrow", "modeller"):
         values = first(stored, people.tokens[who])
-        assert (values["namespaces"], values["hot"], values["history"], values["sample"]) == ([], [], None, None), who
+        assert (values["namespaces"], values["hot"], values["history"], values["samples"]) == ([], [], None, None), who
         assert "ram" not in values
 
 

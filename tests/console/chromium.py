@@ -43,6 +43,7 @@ class Chromium:
             "--headless=new",
             "--no-sandbox",  # as root, in a container, it has none
             "--disable-gpu",
+            "--hide-scrollbars",
             "--disable-dev-shm-usage",
             "--no-first-run",
             "--disable-background-networking",

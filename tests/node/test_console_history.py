@@ -31,16 +31,12 @@ class Spaces:
     def of(self, tenant: str) -> Counters:
         return self.by_tenant.setdefault(tenant, Counters())
 
-    def counters(self) -> tuple[Counters, list[tuple[Any, Counters, int]]]:
-        totals = Counters()
+    def counted(self, read: Callable[[Counters], Any]) -> tuple[Any, list[tuple[Any, Any, int]]]:
         each = []
         for tenant, counters in self.by_tenant.items():
-            totals.add(counters)
             index = SimpleNamespace(value=SimpleNamespace(tenant=tenant), digest=tenant.encode(), page_nbytes=100)
-            copy = Counters()
-            copy.add(counters)
-            each.append((index, copy, 3))
-        return totals, each
+            each.append((index, read(counters), 3))
+        return read(Counters()), each
 
 
 def of(tenant: str, *models: str) -> Principal:
