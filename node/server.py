@@ -19,7 +19,7 @@ from node.access.quotas import Quotas, quota_of
 from node.access.watch import Watch
 from node.config import NodeConfig
 from node.console.console import Console
-from node.console.history import History
+from node.console.history import History, latency_of
 from node.disk.kept_dir import KeptDir
 from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
@@ -109,7 +109,8 @@ class Node:
         """None: there is none; and what it has to look at now and then."""
         if self.config.console == "off":
             return None, []
-        history = History(Inventory(self.tier), self.disk.page_count if self.disk is not None else None)
+        on_disk = self.disk.page_count if self.disk is not None else None
+        history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
         hosts = [split_address(self.config.advertise)[0]] if self.config.advertise else []
         return Console(self.service, self.peers, history, self._described, hosts), [history.look]
 

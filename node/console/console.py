@@ -24,7 +24,7 @@ from node.console.history import History
 from node.console.members import Members
 from node.console.pages import Pages
 from node.console.server import ConsoleServer
-from node.console.snapshot import Slow, Snapshots
+from node.console.snapshot import Snapshots
 from node.peers.peers import Peers
 from node.serve.metrics_server import CONSOLE_PATH, Asker
 from node.serve.service import Service
@@ -42,13 +42,12 @@ class Console:
         history: History,
         find: Callable[[bytes], Namespace],
         hosts: Collection[str] = (),
-        slow: Slow | None = None,
     ) -> None:
         self._service = service
         self._hosts = hosts
         self.server = ConsoleServer(self.respond)
         members = Members(peers.membership, peers.links, self.server.begun)
-        self._snapshots = Snapshots(service, history, service.heat, members, slow)
+        self._snapshots = Snapshots(service, history, service.heat, members, service.traffic.slow)
         pages, acts = Pages(service, peers.membership, find), Acts(service, peers.membership)
         self._files = answers(PREFIX)
         self._work: dict[str, Callable[[Mapping[str, Any], Caller], bytes]] = {

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from kvstore.identities import ALL, Principal
 from node.ram.counters import Counters
 from node.ram.inventory import Inventory
+from node.serve.traffic import BOUNDS_S, Traffic
 
 EVERY_S = 10.0
 KEPT = 360
@@ -44,8 +45,8 @@ TIMES = tuple(f"{op}_{name}_ms" for op in TIMED for name in QUANTILES)
 
 
 class Latency(NamedTuple):
-    """What requests took since the start: `counts` by operation, one for each of `bounds_s` and one for what took
-    longer."""
+    """How many requests took how long, since the start: `counts` by operation, one for each of `bounds_s` and one for
+    what took longer."""
 
     bounds_s: Sequence[float]
     counts: Callable[[], Mapping[str, Sequence[int]]]
@@ -53,6 +54,18 @@ class Latency(NamedTuple):
 
 # All of RATES at once, which takes a microsecond.
 _read: Callable[[Counters], tuple[int, ...]] = attrgetter(*RATES.values())
+
+
+def latency_of(traffic: Traffic) -> Latency:
+    """Of all wires together."""
+
+    def counts() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for (op, _), times in traffic.requests().items():
+            found[op] = list(map(add, found[op], times.counts)) if op in found else list(times.counts)
+        return found
+
+    return Latency(BOUNDS_S, counts)
 
 
 class _Sums:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from kvstore.identities import Principal
@@ -15,6 +15,7 @@ from node.console.history import History
 from node.console.members import Members
 from node.serve.heat import Heat
 from node.serve.service import Service
+from node.serve.slow import SlowCall, SlowCalls
 
 EVERY_S = 1.9  # below that of the server: who comes between two turns is told what the others were
 COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
@@ -29,25 +30,6 @@ _OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
 _PARTS = ("ram", "disk", "peers", "shm", "tls")
 
 
-class Span(NamedTuple):
-    """A part of a call, from `at_ms` on after its begin."""
-
-    name: str
-    at_ms: float
-    took_ms: float
-
-
-class SlowCall(NamedTuple):
-    op: str
-    wire: str
-    unix_s: float
-    took_ms: float
-    spans: tuple[Span, ...]
-
-
-Slow = Callable[[Principal], Sequence[SlowCall]]
-
-
 class _Made(NamedTuple):
     until_s: float
     values: dict[str, Any]
@@ -55,11 +37,9 @@ class _Made(NamedTuple):
 
 
 class Snapshots:
-    """Used by one thread. `slow`: slow calls that he may be told of, newest first; None: nobody keeps any."""
+    """Used by one thread."""
 
-    def __init__(
-        self, service: Service, history: History, heat: Heat, members: Members, slow: Slow | None = None
-    ) -> None:
+    def __init__(self, service: Service, history: History, heat: Heat, members: Members, slow: SlowCalls) -> None:
         self._service = service
         self._history = history
         self._heat = heat
@@ -113,8 +93,8 @@ class Snapshots:
             "samples": self._history.told(principal, SAMPLES),
             "cluster": self._members.told(status) if principal.of_all else None,
         }
-        if self._slow is not None:
-            values["slow"] = [_slow(call) for call in self._slow(principal)]
+        if principal.of_all:
+            values["slow"] = [_slow(call) for call in self._slow.newest()]
         return values
 
     def _hot(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
@@ -137,7 +117,7 @@ class Snapshots:
         """Comparing namespaces takes milliseconds."""
         until_s, told = self._found.get(principal.scope, (0.0, []))
         if time.monotonic() >= until_s:
-            told = [finding._asdict() for finding in findings(status)]
+            told = [finding._asdict() | {"state": finding.state.value} for finding in findings(status)]
             self._found[principal.scope] = (time.monotonic() + FINDINGS_S, told)
         return told
 

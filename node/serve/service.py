@@ -71,8 +71,7 @@ class Service:
         gate: Gate,
     ) -> None:
         self._config = config
-        self._arena = arena
-        self._tier = tier
+        self._arena, self._tier = arena, tier
         self.gate = gate
         self._inventory = Inventory(tier)
         self.content = Content(arena, tier)
@@ -89,8 +88,7 @@ class Service:
         self.cluster = ClusterCalls(peers)
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
-        self._near = Near(tier, peers.elsewhere)
-        self.heat = Heat()
+        self._near, self.heat = Near(tier, peers.elsewhere), Heat()
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)

@@ -63,6 +63,8 @@ def test_the_operator_is_told_of_the_node_and_of_all_tenants(stored: Node, peopl
     assert {hot["namespace"] for hot in values["hot"]} == {OURS.digest.hex(), THEIRS.digest.hex()}
     assert all(len(hot["head"]) == 8 for hot in values["hot"])
     assert len(values["history"]["times"]) == 2
+    assert {"get_p99_ms", "lookup_p50_ms"} <= set(values["history"])
+    assert isinstance(values["slow"], list)
     assert values["who"] == {"name": "operator", "tenant": "*", "role": "admin", "models": [], "asked": True}
 
 
@@ -74,6 +76,8 @@ def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
     assert values["totals"]["pages_put"] == 1
     assert values["cluster"] is None
     assert not {"ram", "disk", "peers", "shm", "tls", "session_count", "rss_nbytes", "refused_calls"} & set(values)
+    assert "slow" not in values
+    assert not {name for name in values["history"] if name.endswith("_ms")}
     assert values["history"]["ram_nbytes"] == [PAGE_NBYTES, PAGE_NBYTES]
     assert THEIRS.digest.hex() not in str(values)
     assert "team-b" not in str(values)
