@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_S = 60.0
 # It reads orders from descriptor 3 and writes answers to 4, whatever their numbers are here.
 _BEGIN = """
@@ -24,12 +22,6 @@ for number, fd in enumerate(high, 3):
     os.close(fd)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-
-
-def found() -> str:
-    """Its path; empty: there is none."""
-    named = os.environ.get("KVSTORE_CHROMIUM", "")
-    return named or next(filter(None, map(shutil.which, NAMES)), "")
 
 
 class Chromium:
