@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -41,6 +41,7 @@ help:
 	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store (some 10 minutes; Docker, or root on Debian)"
 	@echo "make test-kubernetes  renders deploy/kubernetes and holds it against the API's schemas (half a minute; kubectl, network the first time)"
 	@echo "make test-monitoring  the rules for alerts and the dashboard, by Prometheus's own promtool (10 seconds; promtool)"
+	@echo "make test-console the page for browsers, in a headless Chromium (half a minute; Chromium); PICTURES=docs/pictures makes its pictures"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
@@ -172,6 +173,11 @@ PROMTOOL ?= promtool
 test-monitoring: $(READY)
 	@command -v $(PROMTOOL) >/dev/null || { echo "needs promtool; on Debian: apt-get install prometheus"; exit 1; }
 	KVSTORE_PROMTOOL=$(PROMTOOL) $(BIN)/python -m pytest tests/monitoring $(ARGS)
+
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+test-console: $(READY)
+	@test -n "$(CHROMIUM)" || { echo "needs Chromium; on Debian: apt-get install chromium"; exit 1; }
+	KVSTORE_CHROMIUM=$(CHROMIUM) $(if $(PICTURES),KVSTORE_PICTURES=$(CURDIR)/$(PICTURES)) $(BIN)/python -m pytest tests/console $(ARGS)
 
 # Engines, each in an environment of its own that its install.sh fills (1.5 to 3.5 GB; Python 3.11). The node runs in ours.
 ENGINE_PYTHON ?= python3.11

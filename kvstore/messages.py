@@ -1,5 +1,8 @@
 """Between our values and the protobuf messages that carry them."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from google.protobuf.message import DecodeError
 
 from kvstore.errors import InvalidRequest
@@ -137,3 +140,19 @@ def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:
     total.disk_page_count += more.disk_page_count
     for field, value in more.counters.ListFields():
         setattr(total.counters, field.name, getattr(total.counters, field.name) + value)
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """A protobuf message as JSON values: every field, bytes as hex."""
+    values = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        values[field.name] = [_plain(item) for item in value] if repeated else _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    return plain(value) if hasattr(value, "DESCRIPTOR") else value

@@ -46,6 +46,9 @@ class NodeConfig:
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
     metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
+    console: str = setting(
+        "on", "the page for browsers at /console/ of the metrics port; off: none", choices=("on", "off")
+    )
     shm_socket: str = setting(
         "auto",
         "Unix socket of the shared-memory wire; auto: <port>.sock in $XDG_RUNTIME_DIR/kvstore, or else in "

@@ -8,14 +8,18 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.cluster.view import State
+from kvstore.config import split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.identities import Identities
+from kvstore.keys import Namespace
 from node.access.access import Access
 from node.access.audit import Audit
 from node.access.gate import Gate
 from node.access.quotas import Quotas, quota_of
 from node.access.watch import Watch
 from node.config import NodeConfig
+from node.console.console import Console
+from node.console.history import History, latency_of
 from node.disk.kept_dir import KeptDir
 from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
@@ -28,6 +32,7 @@ from node.peers.registry import Registering, Registry
 from node.peers.scheme import open_registry
 from node.ram.accounts import Limits
 from node.ram.arena import Arena
+from node.ram.inventory import Inventory
 from node.ram.namespace import Namespaces
 from node.ram.regroup import set_ram_limits
 from node.ram.tier import RamTier
@@ -83,17 +88,31 @@ class Node:
         self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
-        looks = [self.access.look, *([self.certificates.look] if self.certificates else [])]
-        self._watch = Watch(looks)
-        gate = Gate(self.access, self.audit, lambda digest: self.tier.namespace(digest).value)
+        gate = Gate(self.access, self.audit, self._described)
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
+        self.console, looks = self._open_console()
+        self._watch = Watch([self.access.look, *([self.certificates.look] if self.certificates else []), *looks])
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
                 undo.callback(self.disk.close)
+            if self.console is not None:
+                undo.callback(self.console.server.stop)
             self.registry = self._open_registry()
             allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max)
             self._listen(config)
             undo.pop_all()
+
+    def _described(self, digest: bytes) -> Namespace:
+        return self.tier.namespace(digest).value
+
+    def _open_console(self) -> tuple[Console | None, list[Callable[[], None]]]:
+        """None: there is none; and what it has to look at now and then."""
+        if self.config.console == "off":
+            return None, []
+        on_disk = self.disk.page_count if self.disk is not None else None
+        history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
+        hosts = [split_address(self.config.advertise)[0]] if self.config.advertise else []
+        return Console(self.service, self.peers, history, self._described, hosts), [history.look]
 
     def _open_registry(self) -> Registry | None:
         """None: this node is alone, or of a fixed list."""
@@ -135,7 +154,12 @@ class Node:
                 self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
             self.metrics = MetricsServer(
-                config.host, config.metrics_port, metrics_text(self.service), lambda: self.grpc.serving, own
+                config.host,
+                config.metrics_port,
+                metrics_text(self.service),
+                lambda: self.grpc.serving,
+                own,
+                self.console.server.take if self.console else None,
             )
             opened.pop_all()
         self.service.bulk_port = self.bulk.port
@@ -255,6 +279,8 @@ class Node:
         if self.registry is not None:  # after what was handed to others: they take it from members
             self.registry.close()
         self.metrics.stop()
+        if self.console is not None:
+            self.console.server.stop()
         if self.disk is not None and self._started:
             self._stop_disk(self.disk)
         if self.disk is not None:

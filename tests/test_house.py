@@ -79,6 +79,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ram/",),
         ("disk/", "peers/"),
         ("serve/",),
+        ("console/",),
         ("server.py",),
         ("main.py",),
     ),

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from kvstore.cli.interrupts import deferred_interrupt
+from kvstore.messages import plain as plain
 
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that say so
 GAP = 2  # between two columns of a dense table
@@ -95,22 +96,6 @@ def _text(value: Any) -> str:
 def printable(text: str) -> str:
     """Without what moves a terminal's cursor or begins a row: others have chosen the names of their namespaces."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def plain(message: Any) -> dict[str, Any]:
-    """A protobuf message as JSON values: every field, bytes as hex."""
-    values = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-        values[field.name] = [_plain(item) for item in value] if repeated else _plain(value)
-    return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    return plain(value) if hasattr(value, "DESCRIPTOR") else value
 
 
 def human_nbytes(nbytes: float) -> str:

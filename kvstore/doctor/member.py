@@ -26,12 +26,17 @@ def about(way: Way) -> Iterator[Finding]:
     if not way.status.HasField("ram"):
         yield skipped("memory and disk", NOT_TOLD, "use a token of tenant '*'")
         return
-    yield ram(way.status.ram)
-    yield disk(way.status)
-    yield from certificates(way.status.tls)
-    if way.status.insecure:
+    yield from told(way.status)
+
+
+def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
+    """Of all that it tells of itself."""
+    yield ram(status.ram)
+    yield disk(status)
+    yield from certificates(status.tls)
+    if status.insecure:
         remedy = "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody else is on this network"
-        yield warn("strangers", way.status.insecure, remedy)
+        yield warn("strangers", status.insecure, remedy)
 
 
 def version(hello: pb.HelloReply) -> Finding:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from node.ram.counters import Counters
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
 from node.ram.tier import RamTier
 from node.ram.walk import walk
+
+Read = TypeVar("Read")
 
 SPACES = 64  # namespaces whose counters are copied under one lock
 HASHES = 64  # from disk, asked for together
@@ -164,17 +166,23 @@ class Inventory:
 
     def counters(self) -> tuple[Counters, list[tuple[NamespaceIndex, Counters, int]]]:
         """Copies: totals, and (namespace, counters, pages) of each."""
-        with self._tier.lock:
-            spaces = self._tier.namespaces.all()
-            totals = replace(self._tier.namespaces.forgotten)
-        each: list[tuple[NamespaceIndex, Counters, int]] = []
-        for start in range(0, len(spaces), SPACES):
-            with self._tier.lock:
-                some = spaces[start : start + SPACES]
-                each += [(index, replace(index.counters), len(index.pages)) for index in some]
+        totals, each = self.counted(replace)
         for _, counters, _ in each:
             totals.add(counters)
         return totals, each
+
+    def counted(self, read: Callable[[Counters], Read]) -> tuple[Read, list[tuple[NamespaceIndex, Read, int]]]:
+        """What `read` makes of the counters of namespaces that were forgotten, all together, and (namespace, what it
+        makes of its counters, pages) of each that is there."""
+        with self._tier.lock:
+            spaces = self._tier.namespaces.all()
+            forgotten = read(self._tier.namespaces.forgotten)
+        each: list[tuple[NamespaceIndex, Read, int]] = []
+        for start in range(0, len(spaces), SPACES):
+            with self._tier.lock:
+                some = spaces[start : start + SPACES]
+                each += [(index, read(index.counters), len(index.pages)) for index in some]
+        return forgotten, each
 
 
 def _sifted(hashes: Iterator[bytes], wanted: Callable[[list[bytes]], list[bytes]]) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 Scrapes answer from one text, made anew when it is older than ten times what making it took: however often
 somebody asks, the node spends no more than a tenth of one core on it. /health says to everybody what the health
 service of gRPC says, for who can ask it only over HTTP: a kubelet, which neither speaks TLS over gRPC nor has a token.
+A connection whose head asks for the console is handed over to that, which has a thread of its own.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ _HEAD_NBYTES_MAX = 8 << 10
 _AGE_FACTOR = 10
 _CACHED_MAX = 64
 HEALTH_PATH = "/health"
+CONSOLE_PATH = "/console"
 
 
 class Answer(NamedTuple):
@@ -45,6 +47,8 @@ class Asker(NamedTuple):
 
 # From the head of a request, and who sent it. Raises Unauthenticated or Forbidden.
 Choose = Callable[[Mapping[str, str], Asker], Answer]
+# Takes a connection over, and what it has sent so far.
+Console = Callable[[socket.socket, Asker, bytes], None]
 
 
 class _Scrape:
@@ -57,6 +61,7 @@ class _Scrape:
         self.answer = memoryview(b"")
         self.end = time.monotonic() + SCRAPE_S_MAX
         self.over = False
+        self.is_consoles = False  # and over here
         self.greeted = False  # in TLS
         self.place: Place | None = None
 
@@ -65,6 +70,9 @@ class _Scrape:
 
     def close(self) -> None:
         self.sock.close()
+        self.give_up_place()
+
+    def give_up_place(self) -> None:
         if self.place is not None:
             self.place.close()
 
@@ -79,8 +87,9 @@ class MetricsServer:
         choose: Choose,
         serving: Callable[[], bool],
         certificates: Certificates | None = None,
+        console: Console | None = None,
     ) -> None:
-        """`serving`: what /health tells. `certificates`: None: HTTP, and no HTTPS."""
+        """`serving`: what /health tells. `certificates`: None: HTTP, and no HTTPS. `console`: None: there is none."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=SCRAPES_MAX)
         self._listener.setblocking(False)
@@ -89,6 +98,7 @@ class MetricsServer:
         self._serving = serving
         self._cached: dict[Hashable, tuple[float, bytes]] = {}  # by content type and scope: good until, answer
         self._certificates = certificates
+        self._console = console
         self._places = Places(cap("scrapes", SCRAPES_MAX, "scrape less often"))
         self._spare = SpareDescriptor()
         self._poll = select.poll()  # which needs no descriptor
@@ -129,7 +139,14 @@ class MetricsServer:
             if scrape.over or scrape.end <= now:
                 self._poll.unregister(fd)
                 del self._scrapes[fd]
-                scrape.close()
+                self._end(scrape)
+
+    def _end(self, scrape: _Scrape) -> None:
+        if scrape.is_consoles and self._console is not None:
+            scrape.give_up_place()
+            self._console(scrape.sock, Asker(scrape.peer, _names(scrape.sock)), scrape.head)
+        else:
+            scrape.close()
 
     def _accept(self) -> None:
         try:
@@ -197,7 +214,9 @@ class MetricsServer:
     def _read(self, scrape: _Scrape) -> None:
         data = scrape.sock.recv(_HEAD_NBYTES_MAX)
         scrape.head += data
-        if b"\r\n\r\n" in scrape.head:
+        if self._console is not None and _asks_for_console(scrape.head):
+            scrape.is_consoles = scrape.over = True
+        elif b"\r\n\r\n" in scrape.head:
             scrape.answer = memoryview(self._answer(scrape.head, Asker(scrape.peer, _names(scrape.sock))))
         elif not data or len(scrape.head) > _HEAD_NBYTES_MAX:
             scrape.over = True
@@ -234,6 +253,13 @@ class MetricsServer:
                 self._cached.clear()
             self._cached[key] = (now + _AGE_FACTOR * (now - began), text)
         return text
+
+
+def _asks_for_console(head: bytes) -> bool:
+    """Its first line is enough, and the rest may be more than a scrape's."""
+    line, end, _ = head.partition(b"\r\n")
+    path = line.split(b" ")[1:2]
+    return bool(end) and path != [] and (path[0] + b"/").startswith(f"{CONSOLE_PATH}/".encode())
 
 
 def _names(sock: socket.socket) -> tuple[str, ...]:

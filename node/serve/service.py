@@ -32,6 +32,7 @@ from node.serve.cluster_calls import ClusterCalls
 from node.serve.content import Content, places, ttls_ms
 from node.serve.disk_calls import DiskCalls
 from node.serve.erasure import Erasure
+from node.serve.heat import Heat
 from node.serve.limits import (
     DESCRIPTION_NBYTES_MAX,
     LONG_CALLS,
@@ -70,8 +71,7 @@ class Service:
         gate: Gate,
     ) -> None:
         self._config = config
-        self._arena = arena
-        self._tier = tier
+        self._arena, self._tier = arena, tier
         self.gate = gate
         self._inventory = Inventory(tier)
         self.content = Content(arena, tier)
@@ -79,8 +79,7 @@ class Service:
         self.sessions = sessions
         self.tenants, self.traffic = sessions.tenants, sessions.traffic
         self.instance_id = os.urandom(8)
-        self.bulk_port = 0
-        self.metrics_port = 0
+        self.bulk_port = self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
         self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node that speaks TLS
         self.draining = False
@@ -89,7 +88,7 @@ class Service:
         self.cluster = ClusterCalls(peers)
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
-        self._near = Near(tier, peers.elsewhere)
+        self._near, self.heat = Near(tier, peers.elsewhere), Heat()
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
@@ -296,6 +295,8 @@ class Service:
             self.recorder.note(request.namespace, prefix_hashes, request.touch)
         if request.near and caller.may_wait and False in present:
             self._near.look_further(request, present)
+        if not request.touch:
+            self.heat.asked(request.namespace, prefix_hashes, present)
         return lookup_reply(present)
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:

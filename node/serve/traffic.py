@@ -16,6 +16,7 @@ from time import monotonic_ns
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.status import status_code
+from node.serve.slow import SLOW_NS, SlowCalls
 
 # Upper bounds of the buckets in seconds; what takes longer is in a last one of its own.
 BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -25,6 +26,7 @@ _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type)
 
 RAM, DISK, PEER = "ram", "disk", "peer"
+_FROM = {DISK: "the disk", PEER: "another member"}
 
 
 class Histogram:
@@ -47,10 +49,11 @@ class Edge:
     """Where requests of one wire come in. A request costs one call here, and that no more than it must: a node sleeps
     between requests, its code is in no cache then, and takes several times as long as in a loop."""
 
-    __slots__ = ("_errors", "_lock", "_times", "wire")
+    __slots__ = ("_errors", "_lock", "_slow", "_times", "wire")
 
-    def __init__(self, wire: str) -> None:
+    def __init__(self, wire: str, slow: SlowCalls) -> None:
         self.wire = wire
+        self._slow = slow
         self._lock = threading.Lock()
         self._times: dict[str, Histogram] = {}  # by operation
         self._errors: Counter[tuple[str, str]] = Counter()  # by operation and code
@@ -62,6 +65,8 @@ class Edge:
             histogram = self._times.setdefault(op, Histogram())
         histogram.counts[bisect_left(_BOUNDS_NS, ns)] += 1
         histogram.sum_ns += ns
+        if ns > SLOW_NS:
+            self._slow.ended(op, self.wire, began_ns, ns)
 
     def failed(self, op: str, error: BaseException) -> None:
         with self._lock:
@@ -81,6 +86,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of what waits
+        self.slow = SlowCalls()
         self._edges: dict[str, Edge] = {}
         self._gets = {tier: Histogram() for tier in (RAM, DISK, PEER)}
         self._waiting = dict.fromkeys((DISK, PEER), 0)
@@ -90,7 +96,7 @@ class Traffic:
     # ---- what happens --------------------------------------------------------------------
 
     def edge(self, wire: str) -> Edge:
-        return self._edges.setdefault(wire, Edge(wire))
+        return self._edges.setdefault(wire, Edge(wire, self.slow))
 
     def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
         """A get that began then has its pages in RAM, and so many bytes of them are for the client. `tier`: the
@@ -105,11 +111,13 @@ class Traffic:
     @contextmanager
     def waiting(self, tier: str) -> Iterator[None]:
         """Around what a get waits for."""
+        began_ns = monotonic_ns()
         with self._lock:
             self._waiting[tier] += 1
         try:
             yield
         finally:
+            self.slow.step(f"pages come from {_FROM[tier]}", began_ns)
             with self._lock:
                 self._waiting[tier] -= 1
 

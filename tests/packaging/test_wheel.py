@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.measure.node_process import NodeProcess
+from node.console.files import NAMES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 # What pyproject.toml gives to a build; the tree itself stays as it is.
@@ -97,8 +98,9 @@ print(light_mem.__file__)
 
 
 def test_the_wheel_holds_what_is_not_python(python: str) -> None:
-    where = "(i.find_spec(name).submodule_search_locations[0] for name in ('gpu_agent', 'kvstore'))"
+    where = "(i.find_spec(name).submodule_search_locations[0] for name in ('gpu_agent', 'kvstore', 'node'))"
     code = f"import importlib.util as i; print(*{where})"
-    gpu_agent, kvstore = map(pathlib.Path, run(python, "-c", code).split())
+    gpu_agent, kvstore, node = map(pathlib.Path, run(python, "-c", code).split())
     assert (gpu_agent / "kernels" / "transfer.cu").is_file()
     assert (kvstore / "pb" / "kvstore_pb2.pyi").is_file()
+    assert {name for name in NAMES if not (node / "console" / name).is_file()} == set()

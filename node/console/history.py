@@ -1,0 +1,224 @@
+"""The last hour in numbers: a ring of samples of fixed size for the node, and one for each of some tenants.
+
+A sample is the change of counters since the one before, by second, and how much there is.
+"""
+
+import math
+import threading
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import add, attrgetter
+from typing import Any, NamedTuple
+
+from kvstore.identities import ALL, Principal
+from node.ram.counters import Counters
+from node.ram.inventory import Inventory
+from node.serve.traffic import BOUNDS_S, Traffic
+
+EVERY_S = 10.0
+KEPT = 360
+TENANTS_MAX = 64  # the first that come; 25 KiB each
+
+# Columns and the counters that they are the change of, by second.
+RATES = {
+    "asked": "pages_asked",
+    "hits": "prefix_hits",
+    "absent": "miss_absent",
+    "evicted_before": "miss_evicted",
+    "writing": "miss_writing",
+    "removed": "miss_removed",
+    "expired": "miss_expired",
+    "corrupt": "miss_corrupt",
+    "put": "pages_put",
+    "got": "pages_got",
+    "evicted": "pages_evicted",
+    "put_nbytes": "nbytes_put",
+    "got_nbytes": "nbytes_got",
+}
+LEVELS = ("ram_nbytes", "disk_nbytes")  # page bytes that are there
+TIMED = ("lookup", "get", "put")
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+TIMES = tuple(f"{op}_{name}_ms" for op in TIMED for name in QUANTILES)
+
+
+class Latency(NamedTuple):
+    """How many requests took how long, since the start: `counts` by operation, one for each of `bounds_s` and one for
+    what took longer."""
+
+    bounds_s: Sequence[float]
+    counts: Callable[[], Mapping[str, Sequence[int]]]
+
+
+# All of RATES at once, which takes a microsecond.
+_read: Callable[[Counters], tuple[int, ...]] = attrgetter(*RATES.values())
+
+
+def latency_of(traffic: Traffic) -> Latency:
+    """Of all wires together."""
+
+    def counts() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for (op, _), times in traffic.requests().items():
+            found[op] = list(map(add, found[op], times.counts)) if op in found else list(times.counts)
+        return found
+
+    return Latency(BOUNDS_S, counts)
+
+
+class _Sums:
+    """Of a tenant, or of all: counters in the order of RATES, and LEVELS."""
+
+    __slots__ = ("counts", "disk_nbytes", "ram_nbytes")
+
+    def __init__(self) -> None:
+        self.counts: tuple[int, ...] = (0,) * len(RATES)
+        self.ram_nbytes = self.disk_nbytes = 0
+
+    def add(self, counts: tuple[int, ...], ram_nbytes: int, disk_nbytes: int) -> None:
+        self.counts = tuple(map(add, self.counts, counts))
+        self.ram_nbytes += ram_nbytes
+        self.disk_nbytes += disk_nbytes
+
+
+class _Ring:
+    """Not thread-safe. Columns lie one behind the other; NaN is nothing."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self.columns = columns
+        self.count = 0  # samples since the start
+        self._values = array("f", [math.nan]) * (KEPT * len(columns))
+        self._times = array("d", [0.0]) * KEPT  # Unix
+
+    def add(self, unix_s: float, values: Mapping[str, float]) -> None:
+        at = self.count % KEPT
+        self._times[at] = unix_s
+        for number, column in enumerate(self.columns):
+            self._values[number * KEPT + at] = values.get(column, math.nan)
+        self.count += 1
+
+    def told(self, most: int = KEPT) -> dict[str, Any]:
+        """The last of them, oldest first."""
+        places = [number % KEPT for number in range(max(0, self.count - min(most, KEPT)), self.count)]
+        columns = {
+            column: [_short(self._values[number * KEPT + at]) for at in places]
+            for number, column in enumerate(self.columns)
+        }
+        return {"count": self.count, "every_s": EVERY_S, "times": [self._times[at] for at in places], **columns}
+
+
+class History:
+    """Thread-safe. `disk_count`: pages of a namespace on disk, if there is one."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        disk_count: Callable[[bytes], int] | None,
+        latency: Latency | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._inventory = inventory
+        self._disk_count = disk_count
+        self._latency = latency
+        self._clock = clock
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._rings: dict[str, _Ring] = {}  # by tenant
+        self._before: dict[str, tuple[int, ...]] = {}
+        self._taken_s = clock()
+        self._counted: Mapping[str, Sequence[int]] = {}
+
+    def look(self) -> None:
+        """Called now and then; takes a sample when it is time."""
+        now_s = self._clock()
+        if now_s - self._taken_s >= EVERY_S or not self._before:
+            self._take(now_s)
+
+    def _take(self, now_s: float) -> None:
+        sums, times = self._sums(), self._times()
+        seconds = max(1e-3, now_s - self._taken_s)
+        with self._lock:
+            for tenant, found in sums.items():
+                if (before := self._before.get(tenant)) is not None:
+                    rates = _rates(before, found.counts, seconds)
+                    levels = {name: getattr(found, name) for name in LEVELS}
+                    ring = self._rings.get(tenant) or self._rings.setdefault(tenant, _Ring(self._columns(tenant)))
+                    ring.add(self._wall(), rates | levels | (times if tenant == ALL else {}))
+            for tenant in self._rings.keys() - sums.keys():
+                del self._rings[tenant]
+            self._before = {tenant: found.counts for tenant, found in sums.items()}
+        self._taken_s = now_s
+
+    def _columns(self, tenant: str) -> tuple[str, ...]:
+        times = TIMES if self._latency is not None and tenant == ALL else ()
+        return (*RATES, *LEVELS, *times)
+
+    def _sums(self) -> dict[str, _Sums]:
+        forgotten, each = self._inventory.counted(_read)
+        found = {ALL: _Sums()}
+        found[ALL].counts = forgotten
+        for index, counts, page_count in each:
+            tenant, on_disk = index.value.tenant, self._disk_count(index.digest) if self._disk_count else 0
+            held = counts, page_count * index.page_nbytes, on_disk * index.page_nbytes
+            found[ALL].add(*held)
+            if tenant in found or len(found) <= TENANTS_MAX or tenant in self._before:
+                found.setdefault(tenant, _Sums()).add(*held)
+        return found
+
+    def _times(self) -> dict[str, float]:
+        """Quantiles of what was answered since the sample before, in milliseconds."""
+        if self._latency is None:
+            return {}
+        before, self._counted = self._counted, {op: list(counts) for op, counts in self._latency.counts().items()}
+        found = {}
+        for op in TIMED:
+            now = self._counted.get(op, ())
+            then = before.get(op, [0] * len(now))
+            new = [max(0, count - earlier) for count, earlier in zip(now, then, strict=True)]
+            for name, share in QUANTILES.items():
+                found[f"{op}_{name}_ms"] = 1000 * quantile(self._latency.bounds_s, new, share)
+        return found
+
+    # ---- what is told --------------------------------------------------------------------
+
+    def count(self, principal: Principal) -> int:
+        """Of samples that there are for him."""
+        ring = self._of(principal)
+        return ring.count if ring else 0
+
+    def told(self, principal: Principal, most: int = KEPT) -> dict[str, Any] | None:
+        """Of the whole node, or of his tenant; None: none is kept for him. An identity of some models is not told what
+        the others of its tenant do."""
+        with self._lock:
+            ring = self._of(principal)
+            return ring.told(most) if ring else None
+
+    def _of(self, principal: Principal) -> _Ring | None:
+        return None if principal.models else self._rings.get(principal.tenant)
+
+
+def _rates(before: Sequence[int], now: Sequence[int], seconds: float) -> dict[str, float]:
+    """A namespace that was forgotten takes its counts away: no negative rates."""
+    changes = zip(RATES, before, now, strict=True)
+    return {column: max(0, count - earlier) / seconds for column, earlier, count in changes}
+
+
+def quantile(bounds_s: Sequence[float], counts: Sequence[int], share: float) -> float:
+    """Within a bucket taken as even; NaN of nothing. What is beyond the last bound is told as that bound."""
+    total = sum(counts)
+    if not total:
+        return math.nan
+    sums, wanted = list(accumulate(counts)), share * total
+    place = min(bisect_left(sums, wanted), len(bounds_s))
+    if place == len(bounds_s):
+        return bounds_s[-1]
+    low = bounds_s[place - 1] if place else 0.0
+    below = sums[place] - counts[place]
+    return low + (bounds_s[place] - low) * (wanted - below) / counts[place]
+
+
+def _short(value: float) -> float | None:
+    return None if math.isnan(value) else float(f"{value:.4g}")

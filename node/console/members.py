@@ -1,0 +1,123 @@
+"""What the members of the cluster say of themselves, asked through this node while somebody looks."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from kvstore.cluster.view import Member, View
+from kvstore.deadline import Deadline
+from kvstore.errors import KVStoreError
+from kvstore.link import Link
+from kvstore.messages import plain
+from kvstore.pb import kvstore_pb2 as pb
+from node.peers.links import PeerLinks
+from node.peers.membership import Membership
+
+ASKED_S = 5.0  # how often, at most
+ROUND_S = 10.0  # for all of them; who was not asked in it is asked first in the next
+CALL_S = 2.0
+_TIER = ("used_nbytes", "capacity_nbytes", "page_count")
+_PEERS = (
+    "copy_count",
+    "copy_nbytes",
+    "queue_pages",
+    "queue_nbytes",
+    "queue_nbytes_max",
+    "pages_dropped",
+    "sweeping",
+    "sweep_pages_missing",
+    "sweep_pages_fetched",
+    "view_number",
+)
+_TOTALS = ("pages_asked", "prefix_hits", "nbytes_put", "nbytes_got")
+Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
+
+
+class Members:
+    """Used by one thread. `begin` does something in another."""
+
+    def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
+        self._membership = membership
+        self._links = links
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._told: dict[str, dict[str, Any]] = {}  # by member
+        self._asked_s: dict[str, float] = {}
+        self._round: Future[Any] | None = None
+        self._began_s = -ASKED_S
+
+    def told(self, own: pb.NodeStatusReply) -> dict[str, Any] | None:
+        """The view, and of each member what it said last; None: this node is alone."""
+        view = self._membership.view
+        if view is None:
+            return None
+        self._ask(view)
+        now_s = time.monotonic()
+        with self._lock:
+            told = self._told | {self._membership.member: {"status": summary(own), "at_s": now_s}}
+        return {
+            "cluster": view.cluster,
+            "number": view.number,
+            "replicas": view.replicas,
+            "own": self._membership.member,
+            "members": [_member(member, told.get(member.id, {}), now_s) for member in view.members],
+        }
+
+    def _ask(self, view: View) -> None:
+        now_s = time.monotonic()
+        if (self._round is None or self._round.done()) and now_s - self._began_s >= ASKED_S:
+            self._began_s = now_s
+            self._round = self._begin(lambda: self._ask_all(view))
+
+    def _ask_all(self, view: View) -> None:
+        """Who was asked longest ago first. Who does not answer costs `CALL_S` once, and is left alone for a while."""
+        end_s = time.monotonic() + ROUND_S
+        others = [member.id for member in view.members if member.id != self._membership.member]
+        for member in sorted(others, key=lambda name: self._asked_s.get(name, 0.0)):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            said = self._said(member, min(CALL_S, left_s))
+            with self._lock:
+                self._told[member] = said
+                self._asked_s[member] = said["at_s"]
+        with self._lock:
+            for name in self._told.keys() - set(others):
+                del self._told[name]
+                self._asked_s.pop(name, None)
+
+    def _said(self, member: str, timeout_s: float) -> dict[str, Any]:
+        def call(link: Link, deadline: Deadline) -> pb.NodeStatusReply:
+            reply: pb.NodeStatusReply = link.wire.call("node_status", pb.NodeStatusRequest(), deadline)
+            return reply
+
+        said: dict[str, Any] = {"status": None, "error": ""}
+        try:
+            said["status"] = summary(self._links.link(member).run(call, None, Deadline(timeout_s)))
+        except KVStoreError as error:
+            said["error"] = str(error)
+        return said | {"at_s": time.monotonic()}
+
+
+def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, Any]:
+    return {
+        "id": member.id,
+        "address": member.address,
+        "zone": member.zone,
+        "weight": member.weight,
+        "state": member.state.name.lower(),
+        "status": said.get("status"),
+        "error": said.get("error", ""),
+        "age_s": round(now_s - said["at_s"], 1) if "at_s" in said else None,
+    }
+
+
+def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
+    """What the map shows of a member."""
+    parts = {"ram": (status.ram, _TIER), "peers": (status.peers, _PEERS), "totals": (status.totals, _TOTALS)}
+    if status.HasField("disk"):
+        parts["disk"] = (status.disk, (*_TIER, "state"))
+    told = {name: {field: plain(part)[field] for field in fields} for name, (part, fields) in parts.items()}
+    return {"state": status.state, "version": status.version, "uptime_ms": status.uptime_ms, "disk": None, **told}

@@ -1,0 +1,162 @@
+"""What watchers are told: the node's own status, as he who watches may see it, in JSON."""
+
+import json
+import time
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from kvstore.identities import Principal
+from kvstore.keys import short
+from kvstore.messages import plain
+from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
+from node.console.findings import findings
+from node.console.history import History
+from node.console.members import Members
+from node.serve.heat import Heat
+from node.serve.service import Service
+from node.serve.slow import SlowCall, SlowCalls
+
+EVERY_S = 1.9  # below that of the server: who comes between two turns is told what the others were
+COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
+SCOPES_MAX = 64
+NAMESPACES_MAX = 50
+TENANTS_MAX = 50
+HOT_MAX = 12
+SAMPLES = 6  # the newest of the last hour: none is missed by who was told a minute ago
+FINDINGS_S = 10.0
+_SAID = ("version", "state", "uptime_ms")
+_OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
+_PARTS = ("ram", "disk", "peers", "shm", "tls")
+
+
+class _Made(NamedTuple):
+    until_s: float
+    values: dict[str, Any]
+    text: str
+
+
+class Snapshots:
+    """Used by one thread."""
+
+    def __init__(self, service: Service, history: History, heat: Heat, members: Members, slow: SlowCalls) -> None:
+        self._service = service
+        self._history = history
+        self._heat = heat
+        self._members = members
+        self._slow = slow
+        self._made: dict[Hashable, _Made] = {}
+        self._found: dict[Hashable, tuple[float, list[dict[str, Any]]]] = {}
+
+    def first(self, principal: Principal, caller: Caller) -> str:
+        """With the last hour, and who he is."""
+        values = self._now(principal, caller).values
+        who = {
+            "name": principal.name,
+            "tenant": principal.tenant,
+            "role": principal.role.name.lower(),
+            "models": list(principal.models),
+            "asked": not self._service.gate.access.open,
+        }
+        return _text({**values, "who": who, "history": self._history.told(principal)})
+
+    def next(self, principal: Principal, caller: Caller) -> str:
+        return self._now(principal, caller).text
+
+    def _now(self, principal: Principal, caller: Caller) -> _Made:
+        """The same for all who are told the same, for a while."""
+        made, began_s = self._made.get(principal.scope), time.monotonic()
+        if made is None or began_s >= made.until_s:
+            values = self._make(principal, caller)
+            text = _text(values)
+            took_s = time.monotonic() - began_s
+            for kept in (self._made, self._found):
+                if len(kept) >= SCOPES_MAX:
+                    kept.clear()
+            made = self._made[principal.scope] = _Made(began_s + max(EVERY_S, COST_FACTOR * took_s), values, text)
+        return made
+
+    def _make(self, principal: Principal, caller: Caller) -> dict[str, Any]:
+        status: pb.NodeStatusReply = self._service.call("node_status", pb.NodeStatusRequest(), caller)
+        values = {
+            "unix_s": round(time.time(), 3),
+            "instance": status.instance_id.hex(),
+            "every_s": EVERY_S,
+            **_of_node(status),
+            "totals": plain(status.totals),
+            "namespaces": _namespaces(status),
+            "namespace_count": len(status.namespaces),
+            "tenants": [plain(use) for use in status.tenants[:TENANTS_MAX]],
+            "tenant_count": len(status.tenants),
+            "hot": self._hot(status),
+            "findings": self._findings(principal, status),
+            "samples": self._history.told(principal, SAMPLES),
+            "cluster": self._members.told(status) if principal.of_all else None,
+        }
+        if principal.of_all:
+            values["slow"] = [_slow(call) for call in self._slow.newest()]
+        return values
+
+    def _hot(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
+        """Of namespaces that he sees. No more of a head than logs say."""
+        infos = {info.digest: info for info in status.namespaces}
+        told = [hot for hot in self._heat.hottest() if hot.namespace in infos][:HOT_MAX]
+        return [
+            {
+                "namespace": hot.namespace.hex(),
+                "model": infos[hot.namespace].namespace.model,
+                "head": short(hot.head),
+                "lookups": hot.lookups,
+                "error": hot.error,
+                "pages": round(hot.pages, 1),
+            }
+            for hot in told
+        ]
+
+    def _findings(self, principal: Principal, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
+        """Comparing namespaces takes milliseconds."""
+        until_s, told = self._found.get(principal.scope, (0.0, []))
+        if time.monotonic() >= until_s:
+            told = [finding._asdict() | {"state": finding.state.value} for finding in findings(status)]
+            self._found[principal.scope] = (time.monotonic() + FINDINGS_S, told)
+        return told
+
+
+def _of_node(status: pb.NodeStatusReply) -> dict[str, Any]:
+    """What is not told is not there."""
+    names = (*_SAID, *(_OF_NODE if status.HasField("ram") else ()))
+    told = {name: getattr(status, name) for name in names}
+    parts = {name: plain(getattr(status, name)) for name in _PARTS if status.HasField(name)}
+    if "ram" in parts:
+        del parts["ram"]["size_classes"]
+    return told | parts
+
+
+def _namespaces(status: pb.NodeStatusReply) -> list[dict[str, Any]]:
+    """Those with most bytes."""
+
+    def nbytes(info: pb.NamespaceInfo) -> int:
+        return info.page_nbytes * (info.page_count + info.disk_page_count)
+
+    chosen = sorted(status.namespaces, key=lambda info: (-nbytes(info), -info.counters.pages_asked))
+    return [
+        {
+            "digest": info.digest.hex(),
+            "tenant": info.namespace.tenant,
+            "model": info.namespace.model,
+            "revision": info.namespace.revision,
+            "page_nbytes": info.page_nbytes,
+            "page_count": info.page_count,
+            "disk_page_count": info.disk_page_count,
+            "counters": plain(info.counters),
+        }
+        for info in chosen[:NAMESPACES_MAX]
+    ]
+
+
+def _slow(call: SlowCall) -> dict[str, Any]:
+    return {**call._asdict(), "spans": [span._asdict() for span in call.spans]}
+
+
+def _text(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False, separators=(",", ":"))

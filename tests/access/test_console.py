@@ -1,0 +1,131 @@
+"""The console at a node that asks who you are: each is told of his own, and may what he may elsewhere."""
+
+from typing import Any
+
+import pytest
+from people import PAGE_NBYTES, People, client, namespace, taken_up
+from visits import first, told, visit, watching
+
+from node.console.files import NAMES
+from node.console.history import History
+from node.server import Node
+
+KEY = b"\xaa" * 32
+OURS, THEIRS = namespace("team-a"), namespace("team-b")
+
+
+@pytest.fixture(scope="module")
+def stored(node: Node, people: People) -> Node:
+    for who, space, byte in (("write", OURS, b"a"), ("other", THEIRS, b"b")):
+        with client(node, people.tokens[who]) as there:
+            there.put(space, [KEY], [byte * PAGE_NBYTES])
+            there.lookup(space, [KEY])
+    node.service.heat._add((OURS.digest, KEY), 1)
+    node.service.heat._add((THEIRS.digest, KEY), 1)
+    history = history_of(node)
+    for _ in range(3):
+        history._take(history._clock())
+    return node
+
+
+def history_of(node: Node) -> History:
+    (history,) = [look.__self__ for look in node._watch._looks if isinstance(getattr(look, "__self__", None), History)]
+    return history
+
+
+def test_the_page_is_for_everybody_and_says_nothing(stored: Node) -> None:
+    refused = stored.audit.refused_count
+    assert visit(stored, "/console/")[0] == 200
+    assert all(visit(stored, f"/console/{name}")[0] == 200 for name in NAMES[1:])
+    assert stored.audit.refused_count == refused
+
+
+@pytest.mark.parametrize("path", ["events", "look-up", "bytes", "act"])
+@pytest.mark.parametrize("who", ["nobody", "wrong", "expired", "revoked"])
+def test_who_is_not_known_is_told_nothing(stored: Node, people: People, path: str, who: str) -> None:
+    refused = stored.audit.refused_count
+    status, values = told(stored, f"/console/{path}", {}, people.tokens[who])
+    assert (status, list(values)) == (401, ["error"])
+    assert stored.audit.refused_count == refused + 1
+
+
+def test_a_token_is_taken_from_the_header_alone(stored: Node, people: People) -> None:
+    token = people.tokens["operator"]
+    assert visit(stored, "/console/events", {"token": token}, Cookie=f"token={token}")[0] == 401
+    assert visit(stored, f"/console/events?token={token}", {})[0] == 404
+    assert visit(stored, "/console/events", {}, Authorization=f"Basic {token}")[0] == 401
+
+
+def test_the_operator_is_told_of_the_node_and_of_all_tenants(stored: Node, people: People) -> None:
+    values = first(stored, people.tokens["operator"])
+    assert {space["tenant"] for space in values["namespaces"]} >= {"team-a", "team-b"}
+    assert values["ram"]["used_nbytes"] >= 2 * PAGE_NBYTES
+    assert {hot["namespace"] for hot in values["hot"]} == {OURS.digest.hex(), THEIRS.digest.hex()}
+    assert all(len(hot["head"]) == 8 for hot in values["hot"])
+    assert len(values["history"]["times"]) == 2
+    assert {"get_p99_ms", "lookup_p50_ms"} <= set(values["history"])
+    assert isinstance(values["slow"], list)
+    assert values["who"] == {"name": "operator", "tenant": "*", "role": "admin", "models": [], "asked": True}
+
+
+def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
+    values = first(stored, people.tokens["read"])
+    assert {space["tenant"] for space in values["namespaces"]} == {"team-a"}
+    assert [use["tenant"] for use in values["tenants"]] == ["team-a"]
+    assert {hot["namespace"] for hot in values["hot"]} == {OURS.digest.hex()}
+    assert values["totals"]["pages_put"] == 1
+    assert values["cluster"] is None
+    assert not {"ram", "disk", "peers", "shm", "tls", "session_count", "rss_nbytes", "refused_calls"} & set(values)
+    assert "slow" not in values
+    assert not {name for name in values["history"] if name.endswith("_ms")}
+    assert values["history"]["ram_nbytes"] == [PAGE_NBYTES, PAGE_NBYTES]
+    assert THEIRS.digest.hex() not in str(values)
+    assert "team-b" not in str(values)
+
+
+def test_an_identity_of_some_models_is_not_told_of_others(stored: Node, people: People) -> None:
+    for who in ("narrow", "modeller"):
+        values = first(stored, people.tokens[who])
+        assert (values["namespaces"], values["hot"], values["history"], values["samples"]) == ([], [], None, None), who
+        assert "ram" not in values
+
+
+def test_pages_of_others_are_not_there(stored: Node, people: People) -> None:
+    for path, more in (("look-up", {}), ("bytes", {"offset": 0, "nbytes": 4})):
+        for space, status in ((OURS, 200), (THEIRS, 404)):
+            asked = {"namespace": space.digest.hex(), "key": KEY.hex(), **more}
+            assert visit(stored, f"/console/{path}", asked, people.tokens["read"])[0] == status, (path, space.tenant)
+    there = {"namespace": THEIRS.digest.hex(), "key": KEY.hex(), "offset": 0, "nbytes": 4}
+    assert visit(stored, "/console/bytes", there, people.tokens["operator"])[2] == b"bbbb"
+
+
+@pytest.mark.parametrize("act", ["flush", "scrub", "recover", "remove"])
+def test_only_an_administrator_acts(stored: Node, people: People, act: str) -> None:
+    asked: dict[str, Any] = {"act": act, "namespace": OURS.digest.hex(), "key": (b"\1" * 32).hex()}
+    for who in ("read", "write"):
+        status, values = told(stored, "/console/act", asked, people.tokens[who])
+        assert (status, "asks for admin" in values["error"]) == (403, True), who
+    assert told(stored, "/console/act", asked, people.tokens["admin"])[0] == (200 if act == "remove" else 403)
+    others = {**asked, "namespace": THEIRS.digest.hex()}
+    if act == "remove":
+        assert told(stored, "/console/act", others, people.tokens["admin"])[0] == 404
+    else:  # this node has no disk: it is let in, and told so
+        assert told(stored, "/console/act", asked, people.tokens["operator"])[0] not in (401, 403)
+
+
+def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None:
+    token = people.join("leaver", "team-a", "read")
+    taken_up(stored, lambda: any(p.name == "leaver" for p in stored.access.identities.tokens.values()))
+    with watching(stored, token) as events:
+        assert next(events)[0] == "now"
+        people.leave("leaver")
+        taken_up(stored, lambda: all(p.name != "leaver" for p in stored.access.identities.tokens.values()))
+        *_, (name, values) = list(events)
+    assert (name, list(values)) == ("end", ["error"])
+
+
+def test_a_name_with_a_domain_is_as_good_as_any_where_a_token_is_asked_for(stored: Node, people: People) -> None:
+    token = people.tokens["read"]
+    assert visit(stored, "/console/", Host="node7.example.com")[0] == 200
+    asked = {"namespace": OURS.digest.hex(), "key": KEY.hex()}
+    assert visit(stored, "/console/look-up", asked, token, Host="node7.example.com")[0] == 200

@@ -1,0 +1,74 @@
+"""A browser's requests to a node's console, made by hand."""
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from node.console.exchange import OWN_HEADER
+from node.server import Node
+
+OWN = {OWN_HEADER: "1"}
+
+
+def connection(node: Node, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+    port = node.metrics.port
+    if tls is not None:
+        return http.client.HTTPSConnection("127.0.0.1", port, timeout=30.0, context=tls)
+    return http.client.HTTPConnection("127.0.0.1", port, timeout=30.0)
+
+
+def visit(
+    node: Node, path: str, values: Any = None, token: str = "", method: str = "", **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    """Status, headers, body. With `values` a POST as the page makes it."""
+    asked = {name.replace("_", "-"): value for name, value in headers.items()}
+    if token:
+        asked["Authorization"] = f"Bearer {token}"
+    body = None
+    if values is not None:
+        asked = {**OWN, **asked}
+        body = values if isinstance(values, bytes) else json.dumps(values).encode()
+    there = connection(node)
+    try:
+        there.request(method or ("GET" if values is None else "POST"), path, body, asked)
+        reply = there.getresponse()
+        return reply.status, reply.msg, reply.read()
+    finally:
+        there.close()
+
+
+def told(node: Node, path: str, values: Any, token: str = "") -> tuple[int, dict[str, Any]]:
+    status, _, body = visit(node, path, values, token)
+    return status, json.loads(body)
+
+
+@contextmanager
+def watching(node: Node, token: str = "") -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
+    """Events, by name."""
+    there = connection(node)
+    there.request("POST", "/console/events", b"{}", {**OWN, **({"Authorization": f"Bearer {token}"} if token else {})})
+    reply = there.getresponse()
+    assert reply.status == 200, (reply.status, reply.read())
+    try:
+        yield events(reply)
+    finally:
+        reply.close()
+        there.close()
+
+
+def events(reply: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    while line := reply.readline():
+        field, _, value = line.decode().rstrip("\n").partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def first(node: Node, token: str = "") -> dict[str, Any]:
+    with watching(node, token) as told:
+        return next(told)[1]

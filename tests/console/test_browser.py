@@ -1,0 +1,279 @@
+"""The console in a real browser: it draws what is there, changes with it, and takes names for text.
+
+`make test-console` runs these; `PICTURES=docs/pictures` makes the documents' pictures anew.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Chromium
+from fleets import Start
+from load import PAGE_TOKENS, Load, page
+
+from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, opaque_layout, prefix_hashes
+from kvstore.cli.decode import plane_statistics
+from kvstore.identity_file import add, new_token, token_line
+from kvstore.layout import DTYPE_NBYTES
+from node.server import Node
+
+HOSTILE = """<script>window.hacked=1</script><img src=x onerror="window.hacked=2">'"&amp;"""
+PICTURE_NBYTES_MAX = 200_000
+HOUR_S = 50.0  # of load, before the pictures
+
+
+def url(node: Node, path: str = "/console/") -> str:
+    return f"http://127.0.0.1:{node.metrics.port}{path}"
+
+
+def client(node: Node, **settings: Any) -> Client:
+    return Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=30.0, connect_timeout_s=10.0, **settings))
+
+
+def text(browser: Chromium, selector: str) -> str:
+    found: str = browser.value(f"document.querySelector({selector!r}).textContent")
+    return found
+
+
+def live(browser: Chromium, address: str) -> None:
+    browser.open(address)
+    browser.until("document.getElementById('link').textContent === 'live'")
+
+
+def check(browser: Chromium) -> None:
+    """Nothing went wrong, and nothing is wider than the screen."""
+    assert browser.errors == []
+    assert browser.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    unnamed = "[...document.querySelectorAll('input, select')].filter((box) => !box.labels.length).length"
+    assert browser.value(unnamed) == 0, "every field has a label"
+
+
+@pytest.fixture(scope="module")
+def hostile(start: Start) -> Node:
+    node = start()
+    space = Namespace(HOSTILE, opaque_layout(4096))
+    with client(node) as there:
+        there.put(space, [b"\xab" * 32], [bytes(4096)])
+        for _ in range(400):
+            there.lookup(space, [b"\xab" * 32])
+    return node
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [375, 1600])
+def test_the_board_fits_the_screen_and_is_drawn_without_an_error(
+    browser: Chromium, busy: Node, width: int, scheme: str
+) -> None:
+    browser.size(width, 900)
+    browser.scheme(scheme)
+    live(browser, url(busy))
+    browser.until("document.querySelectorAll('#map .member').length", lambda count: count == 3)
+    browser.until("document.querySelector('#map').textContent.includes('no answer')", lambda there: not there)
+    browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
+    browser.until("document.querySelectorAll('#space-rows tbody tr').length", lambda count: count == 2)
+    assert browser.value("[...document.querySelectorAll('#map h3')].map((head) => head.textContent)") == [
+        "zone rack-a",
+        "zone rack-b",
+    ]
+    check(browser)
+
+
+def test_numbers_change_while_it_is_looked_at(browser: Chromium, busy: Node) -> None:
+    live(browser, url(busy))
+    browser.until("document.querySelector('#tiles dd').firstChild.textContent !== '–'")
+    before = text(browser, "#tiles"), text(browser, "#graphs")
+    browser.until(f"document.querySelector('#tiles').textContent !== {before[0]!r}")
+    browser.until(f"document.querySelector('#graphs').textContent !== {before[1]!r}")
+    assert text(browser, "#link") == "live"
+
+
+def test_a_graph_is_read_by_keys(browser: Chromium, busy: Node) -> None:
+    live(browser, url(busy))
+    browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
+    browser.value("document.querySelector('#graphs svg').focus()")
+    browser.press("ArrowLeft")
+    browser.until("document.querySelectorAll('#graphs .cursor').length === 1")
+    assert "Hit rate over the last hour; " in browser.value(
+        "document.querySelector('#graphs svg').getAttribute('aria-label')"
+    )
+
+
+def test_names_are_text_whatever_they_are(browser: Chromium, hostile: Node) -> None:
+    live(browser, url(hostile))
+    browser.until(f"document.querySelector('#space-rows').textContent.includes({HOSTILE!r})")
+    browser.until("document.querySelectorAll('#hot-rows button').length === 1")
+    browser.value("document.querySelector('#hot-rows button').click()")
+    browser.until(f"document.querySelector('#look-found').textContent.includes({HOSTILE!r})")
+    assert browser.value("window.hacked") is None
+    assert browser.value("document.querySelectorAll('body script, main img').length") == 0
+    check(browser)
+
+
+def test_latencies_and_slow_calls_are_drawn(browser: Chromium, start: Start) -> None:
+    node = start()
+    live(browser, url(node))
+    assert "None yet" in text(browser, "#slow-rows")
+    slow, now_ns = node.service.traffic.slow, time.monotonic_ns()
+    slow.step(HOSTILE, now_ns - 50_000_000)
+    slow.ended("get", "bulk", now_ns - 80_000_000, 120_000_000)
+    (history,) = [node.console._snapshots._history] if node.console else []
+    for _ in range(3):
+        node.service.traffic.edge("bulk").answered("get", time.monotonic_ns() - 1_000_000)
+        history._take(history._clock())
+    live(browser, url(node))
+    browser.until("document.querySelectorAll('#slow-rows .span').length === 2")
+    assert HOSTILE in text(browser, "#slow-rows")
+    assert "Gets: latency" in text(browser, "#graphs")
+    check(browser)
+
+
+# ---- who is there ----------------------------------------------------------------------------
+
+
+def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(browser: Chromium, start: Start, tmp_path: Path) -> None:
+    token = new_token("team-a")
+    add(tmp_path / "identities", token_line("reader", token, tenant="team-a", role="read"))
+    node = start(identities=str(tmp_path / "identities"))
+    browser.size(375, 800)
+    browser.open(url(node))
+    browser.until("document.activeElement.id === 'token'")
+    assert browser.value("document.getElementById('board').hidden")
+    browser.type("wrong")
+    browser.press("Enter")
+    browser.until("document.getElementById('token-error').textContent.includes('does not know')")
+    browser.type(token)
+    browser.press("Enter")
+    browser.until("document.getElementById('link').textContent === 'live'")
+    assert "read of team-a" in text(browser, "#who")
+    assert browser.value("document.getElementById('acts').hidden")
+    assert browser.value("document.getElementById('cluster').hidden")
+    assert browser.value("location.href + document.cookie + JSON.stringify(localStorage)") == url(node) + "{}"
+    assert browser.errors.count(browser.errors[0]) == len(browser.errors), "refusals, which the browser tells of"
+    assert "401" in browser.errors[0]
+    browser.errors.clear()
+    live(browser, url(node))
+    browser.value("document.getElementById('sign-out').click()")
+    browser.until("document.activeElement?.id === 'token'")
+    assert browser.value("sessionStorage.length") == 0
+
+
+# ---- pages -----------------------------------------------------------------------------------
+
+
+def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) -> None:
+    node = start(data_dir="")
+    planes = (Plane("k", "bfloat16", (2, 16)), Plane("v", "float8_e4m3fn", (2, 16)))
+    layout = PageLayout(PAGE_TOKENS, (LayerGroup("attention", (0, 1, 2), planes),))
+    space, (key,) = Namespace("llama", layout), prefix_hashes(range(PAGE_TOKENS), PAGE_TOKENS)
+    content = page(layout)
+    with client(node) as there:
+        there.put(space, [key], [content])
+    live(browser, url(node))
+    browser.value("document.getElementById('look-space').focus()")
+    browser.type(space.digest.hex())
+    browser.value("document.getElementById('look-key').focus()")
+    browser.type(key.hex()[:8])
+    browser.press("Enter")
+    browser.until("document.querySelectorAll('.plane canvas').length === 4")
+    assert key.hex() in text(browser, "#look-found")
+    k = plane_statistics("bfloat16", memoryview(content)[: layout.slices[0].nbytes])
+    assert k.min is not None
+    assert f"least {float(f'{k.min:.4g}'):g}" in text(browser, ".plane .keys")
+    pixels = "new Set(document.querySelector('canvas.heat').getContext('2d').getImageData(0, 0, 32, 16).data).size"
+    assert browser.value(pixels) > 20, "a picture, not one colour"
+    browser.value(
+        "(() => { const pick = document.getElementById('look-layer'); pick.value = 2; "
+        "pick.dispatchEvent(new Event('change')); })()"
+    )
+    offset = next(piece.offset for piece in layout.slices if piece.layer == 2)
+    browser.until(f"document.querySelector('.plane')?.textContent.includes('from {offset:,}')")
+    browser.value("document.querySelector('#look-found button.danger').click()")
+    browser.until("document.getElementById('confirm').open")
+    browser.value("document.getElementById('confirm-no').click()")
+    with client(node) as there:
+        assert there.lookup(space, [key]).prefix_pages == 1, "nothing happens without a yes"
+        browser.value("document.querySelector('#look-found button.danger').click()")
+        browser.value("document.getElementById('confirm-yes').click()")
+        browser.until("document.getElementById('look-said').textContent === 'It is removed.'")
+        assert there.lookup(space, [key]).prefix_pages == 0
+    check(browser)
+
+
+def test_planes_are_decoded_as_the_command_line_does(browser: Chromium, hostile: Node) -> None:
+    live(browser, url(hostile))
+    rng = random.Random(5)
+    for dtype, nbytes in DTYPE_NBYTES.items():
+        data = rng.randbytes(512 * nbytes)
+        code = f"""(async () => {{
+            const planes = await import("{url(hostile)}planes.js");
+            const data = Uint8Array.from({list(data)}).buffer;
+            return planes.statistics(planes.decode("{dtype}", data));
+        }})()"""
+        told, wanted = browser.value(code), plane_statistics(dtype, memoryview(data))
+        counted = (told["count"], told["nan"], told["inf"], told["zero"])
+        assert counted == (wanted.count, wanted.nan_count, wanted.inf_count, wanted.zero_count), dtype
+        assert told["min"] == pytest.approx(wanted.min), dtype
+        assert told["max"] == pytest.approx(wanted.max), dtype
+        if dtype != "float64":  # whose squares are beyond what a double holds
+            assert told["mean"] == pytest.approx(wanted.mean, rel=1e-9), dtype
+    assert browser.errors == []
+
+
+def test_layouts_have_their_slices_where_the_node_has_them(browser: Chromium, hostile: Node) -> None:
+    live(browser, url(hostile))
+    groups = (
+        LayerGroup("full", (0, 3), (Plane("k", "float16", (2, 8)), Plane("block", "uint8", (5,), unit_tokens=4))),
+        LayerGroup("window", (1, 2), (Plane("kv", "float32", (3,)),)),
+    )
+    layout = PageLayout(8, groups)
+    described = {
+        "page_tokens": 8,
+        "groups": [
+            {
+                "name": group.name,
+                "layers": list(group.layers),
+                "planes": [
+                    {"name": p.name, "dtype": p.dtype, "unit_tokens": p.unit_tokens, "unit_shape": list(p.unit_shape)}
+                    for p in group.planes
+                ],
+            }
+            for group in groups
+        ],
+    }
+    code = f"""(async () => (await import("{url(hostile)}planes.js")).slices({described})
+        .map((slice) => [slice.group, slice.layer, slice.name, slice.offset, slice.nbytes]))()"""
+    wanted = [[piece.group, piece.layer, piece.plane.name, piece.offset, piece.nbytes] for piece in layout.slices]
+    assert browser.value(code) == wanted
+
+
+# ---- pictures --------------------------------------------------------------------------------
+
+
+def test_pictures_of_it(browser: Chromium, load: Load, pictures: Path | None) -> None:
+    if pictures is None:
+        pytest.skip("PICTURES=docs/pictures makes them")
+    pictures.mkdir(exist_ok=True)
+    busy = load.near
+    time.sleep(HOUR_S)
+    load.sampled = False  # so many in a second are more than a page is told
+    wide, narrow, look = (pictures / f"console-{name}.png" for name in ("wide", "narrow", "page"))
+    browser.size(1600, 1000)
+    browser.scheme("light")
+    live(browser, url(busy))
+    time.sleep(8.0)
+    browser.picture(wide, height=browser.value("document.getElementById('cluster').getBoundingClientRect().bottom") + 8)
+    browser.value("document.querySelector('#hot-rows button').click()")
+    browser.until("document.querySelectorAll('.plane canvas').length > 3")
+    box = browser.value(
+        "(({top, height}) => [top + scrollY, height])(document.getElementById('look').getBoundingClientRect())"
+    )
+    browser.picture(look, top=box[0] - 8, height=box[1] + 16)
+    browser.size(375, 800)
+    browser.scheme("dark")
+    live(browser, url(busy))
+    time.sleep(4.0)
+    browser.picture(narrow, height=1400)
+    for path in (wide, narrow, look):
+        assert path.stat().st_size < PICTURE_NBYTES_MAX, path.name

@@ -1,0 +1,246 @@
+"""The console's server: what it gives to whom, and what it does with who is slow, silent, or comes from elsewhere."""
+
+import http.client
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from visits import OWN, connection, first, told, visit, watching
+from waiting import wait_until
+
+from node.console import server as console_server
+from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
+from node.console.files import NAMES
+from node.console.server import ConsoleServer
+from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
+from node.server import Node
+
+
+def server_of(node: Node) -> ConsoleServer:
+    assert node.console is not None
+    return node.console.server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(node: Node) -> Iterator[None]:
+    yield
+    server = server_of(node)
+    wait_until(lambda: not (server._visitors or server._watchers.used or server._calls.used))
+    assert server._places.count == 0
+
+
+def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
+    status, headers, page = visit(node, "/console/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    for name in NAMES[1:]:
+        status, headers, body = visit(node, f"/console/{name}")
+        assert (status, headers["Content-Security-Policy"], len(body)) == (200, POLICY, int(headers["Content-Length"]))
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
+        assert b"https://" not in body
+    assert b"<script>" not in page
+    assert b" style=" not in page
+    assert b" onclick=" not in page
+    assert "unsafe" not in POLICY
+
+
+def test_paths_are_exact_and_metrics_are_where_they_were(node: Node) -> None:
+    assert visit(node, "/console")[0:1] == (308,)
+    for path in ("/console/x", "/console/page.html", "/console//", "/console/../metrics", "/console/?a=1"):
+        assert visit(node, path)[0] == 404, path
+    assert visit(node, "/console/", method="POST")[0] == 405
+    assert visit(node, "/console/style.css", method="HEAD")[0] == 405
+    assert b"kvstore_serving" in visit(node, "/metrics")[2]
+    assert visit(node, "/health")[0] == 200
+
+
+def test_a_node_without_a_console_has_metrics_there_as_ever(start_node: Any) -> None:
+    node = start_node(console="off")
+    assert b"kvstore_serving" in visit(node, "/console/")[2]
+
+
+def test_only_a_script_of_the_page_can_ask_for_anything(node: Node) -> None:
+    """On a node that asks nobody who he is another site's page could do what its visitor can."""
+    for path in ("events", "look-up", "bytes", "act"):
+        status, headers, _ = visit(node, f"/console/{path}", method="POST")
+        assert (status, headers["Access-Control-Allow-Origin"]) == (403, None), path
+        assert visit(node, f"/console/{path}", {}, method="GET")[0] == 405
+        assert visit(node, f"/console/{path}", method="OPTIONS")[0] == 405
+
+
+def test_a_name_that_a_stranger_may_own_is_not_believed(node: Node) -> None:
+    assert visit(node, "/console/", Host="kvstore.example.com:7442")[0] == 403
+    assert visit(node, "/console/act", {"act": "flush"}, Host="rebound.example.com")[0] == 403
+    for host in ("127.0.0.1:7442", "localhost", "node:7442", "[::1]:7442", "10.0.0.7"):
+        assert visit(node, "/console/", Host=host)[0] == 200, host
+    assert is_sure_host("node7.example.com:7442", ["node7.example.com"])
+    assert not is_sure_host("", [])
+    assert not is_sure_host("[evil.example.com]", [])
+
+
+def test_what_is_too_long_is_refused(node: Node) -> None:
+    assert visit(node, "/console/look-up", b"x" * (BODY_NBYTES_MAX + 1))[0] == 413
+    assert visit(node, "/console/", X_Long="x" * HEAD_NBYTES_MAX)[0] == 431
+    assert visit(node, "/console/look-up", b"{" * BODY_NBYTES_MAX)[0] == 400
+    assert visit(node, "/console/look-up", b"[1]")[0] == 400
+    assert visit(node, "/console/look-up", {}, Transfer_Encoding="chunked")[0] == 411
+    for length in ("-1", "x", "9" * 30):
+        there = connection(node)
+        there.putrequest("POST", "/console/look-up")
+        there.putheader("Content-Length", length)
+        there.endheaders()
+        assert there.getresponse().status in (400, 413), length
+        there.close()
+
+
+def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
+    with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
+        text = (
+            "POST /console/look-up HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\nContent-Length: 2\r\n\r\n{}"
+        )
+        for byte in text.encode():
+            sock.sendall(bytes((byte,)))
+            threading.Event().wait(0.0005)
+        assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_request_that_does_not_end_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.console.server.CONSOLE_S_MAX", 0.3)
+    with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
+        sock.sendall(b"GET /console/ HTTP/1.1\r\nX: ")
+        assert sock.recv(1) == b""
+
+
+def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(node: Node) -> None:
+    silent = []
+    for _ in range(CONSOLE_MAX):
+        silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
+        silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
+    server = server_of(node)
+    wait_until(lambda: server._places.count)
+    assert visit(node, "/console/")[0] == 200
+    assert b"kvstore_serving" in visit(node, "/metrics")[2]
+    assert len(server._visitors) <= CONSOLE_MAX // 2, "a peer's share"
+    for sock in silent:
+        sock.close()
+
+
+# ---- watchers --------------------------------------------------------------------------------
+
+
+def test_a_watcher_is_told_at_once_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(node) as events:
+        name, values = next(events)
+        assert (name, values["state"], values["who"]["role"]) == ("now", "SERVING", "admin")
+        name, later = next(events)
+        assert name == "now"
+        assert later["uptime_ms"] > values["uptime_ms"]
+        assert "who" not in later
+
+
+def test_all_who_are_told_the_same_are_told_of_one_status(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    call = node.service.call
+    monkeypatch.setattr(node.service, "call", lambda op, *rest: (asked.append(op), call(op, *rest))[1])
+    with watching(node) as one, watching(node) as other:
+        next(one), next(other)
+        before, began = len(asked), time.monotonic()
+        for _ in range(2):
+            assert next(one)[1] == next(other)[1]
+        assert len(asked) - before <= 1 + (time.monotonic() - began) / 1.8
+    assert set(asked) == {"node_status"}
+
+
+def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
+    share = -(-WATCHERS_MAX // 2)
+    streams = [watching(node) for _ in range(share)]
+    for stream in streams:
+        next(stream.__enter__())
+    status, values = told(node, "/console/events", {})
+    assert status == 429
+    assert "console watchers" in values["error"]
+    for stream in streams:
+        stream.__exit__(None, None, None)
+    wait_until(lambda: not server_of(node)._watchers.used)
+    assert first(node)["state"] == "SERVING"
+
+
+def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps nobody: the others are told as ever."""
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    assert node.console is not None
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"big":"%s"}' % ("x" * (32 << 20)))
+    slow = connection(node)
+    slow.connect()
+    slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    slow.request("POST", "/console/events", b"{}", OWN)
+    server = server_of(node)
+    wait_until(lambda: server._watchers.used == 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    with watching(node) as events:
+        next(events), next(events)
+    wait_until(lambda: not server._watchers.used)
+    slow.close()
+
+
+def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: Any) -> None:
+    node: Node = start_node()
+    server = server_of(node)
+    visit(node, "/metrics")
+    assert server._thread is None
+    assert not server._pool._threads
+    visit(node, "/console/")
+    assert server._thread is not None
+    server.stop()
+    assert not server._thread.is_alive()
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        visit(node, "/console/")
+    node.console = None  # it is stopped
+
+
+def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
+
+    def wait(*_: Any) -> bytes:
+        go.wait(30.0)
+        return json_reply({})
+
+    assert node.console is not None
+    monkeypatch.setitem(node.console._work, "/console/look-up", wait)
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(visit(node, "/console/look-up", {})[0])) for _ in range(share)
+    ]
+    for thread in threads:
+        thread.start()
+    server = server_of(node)
+    wait_until(lambda: server._calls.used == share)
+    status, values = told(node, "/console/look-up", {})
+    assert status == 429
+    assert "console calls" in values["error"]
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert found == [200] * share
+
+
+def test_a_fault_is_answered_logged_and_ends_one_call_only(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> bytes:
+        raise ZeroDivisionError
+
+    assert node.console is not None
+    monkeypatch.setitem(node.console._work, "/console/look-up", broken)
+    status, values = told(node, "/console/look-up", {})
+    assert status == 500
+    assert "ZeroDivisionError" in values["error"]
+    assert "console: a call failed" in caplog.text
+    monkeypatch.undo()
+    assert urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/console/", timeout=20.0).status == 200

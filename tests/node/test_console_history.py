@@ -1,0 +1,147 @@
+"""The last hour: a ring of fixed size, by tenant."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.identities import ALL, Principal, Role
+from node.console.history import EVERY_S, KEPT, TENANTS_MAX, History, Latency, quantile
+from node.ram.counters import Counters
+
+OPERATOR = Principal("operator", ALL, Role.READ)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 1000.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+class Spaces:
+    """What an inventory tells: namespaces of tenants and their counters."""
+
+    def __init__(self) -> None:
+        self.by_tenant: dict[str, Counters] = {}
+
+    def of(self, tenant: str) -> Counters:
+        return self.by_tenant.setdefault(tenant, Counters())
+
+    def counted(self, read: Callable[[Counters], Any]) -> tuple[Any, list[tuple[Any, Any, int]]]:
+        each = []
+        for tenant, counters in self.by_tenant.items():
+            index = SimpleNamespace(value=SimpleNamespace(tenant=tenant), digest=tenant.encode(), page_nbytes=100)
+            each.append((index, read(counters), 3))
+        return read(Counters()), each
+
+
+def of(tenant: str, *models: str) -> Principal:
+    return Principal("one", tenant, Role.READ, models)
+
+
+@pytest.fixture
+def made() -> tuple[History, Spaces, Callable[[float], None]]:
+    clock, spaces = Clock(), Spaces()
+    inventory: Any = spaces
+    history = History(inventory, lambda digest: 2, clock=clock)
+
+    def pass_by(seconds: float) -> None:
+        clock.s += seconds
+        history.look()
+
+    history.look()
+    return history, spaces, pass_by
+
+
+def test_a_sample_is_what_changed_by_second(made: Any) -> None:
+    history, spaces, pass_by = made
+    spaces.of("team-a").pages_asked = 50
+    pass_by(EVERY_S / 2)
+    assert history.told(OPERATOR) is None, "it is not time yet"
+    pass_by(EVERY_S / 2)
+    spaces.of("team-a").pages_asked += 40
+    spaces.of("team-b").nbytes_got += 1000
+    pass_by(2 * EVERY_S)
+    told = history.told(OPERATOR)
+    assert told["asked"] == [50 / EVERY_S, 40 / EVERY_S / 2]
+    assert told["got_nbytes"] == [0.0, 1000 / EVERY_S / 2]
+    assert told["ram_nbytes"] == [300.0, 600.0]
+    assert told["disk_nbytes"] == [200.0, 400.0]
+    assert "get_p99_ms" not in told, "nobody measures it"
+
+
+def test_each_tenant_is_told_of_itself(made: Any) -> None:
+    history, spaces, pass_by = made
+    for tenant in ("team-a", "team-b"):
+        spaces.of(tenant)
+    pass_by(EVERY_S)
+    for tenant, pages in (("team-a", 10), ("team-b", 1000)):
+        spaces.of(tenant).pages_asked += pages
+    pass_by(EVERY_S)
+    assert history.told(of("team-a"))["asked"] == [1.0]
+    assert history.told(of("team-b"))["asked"] == [100.0]
+    assert history.told(OPERATOR)["asked"][-1] == 101.0
+    assert history.told(of("team-c")) is None
+    assert history.told(of("team-a", "llama-*")) is None, "it would be told of other models"
+    assert history.told(of(ALL, "llama-*")) is None
+
+
+def test_it_keeps_an_hour_and_no_more(made: Any) -> None:
+    history, spaces, pass_by = made
+    for number in range(KEPT + 10):
+        spaces.of("team-a").pages_got = 10 * number * (number + 1) // 2
+        pass_by(EVERY_S)
+    told = history.told(OPERATOR)
+    assert told["count"] == KEPT + 10
+    assert len(told["times"]) == len(told["got"]) == KEPT
+    assert told["got"] == [float(number) for number in range(10, KEPT + 10)]
+    assert history.told(OPERATOR, 1)["got"] == [float(KEPT + 9)]
+
+
+def test_counts_that_go_away_are_no_negative_rates(made: Any) -> None:
+    history, spaces, pass_by = made
+    spaces.of("team-a").pages_asked = 100
+    pass_by(EVERY_S)
+    spaces.by_tenant.clear()
+    pass_by(EVERY_S)
+    assert history.told(OPERATOR)["asked"][-1] == 0.0
+    assert history.told(of("team-a")) is None, "nothing of it is here any more"
+
+
+def test_tenants_are_bounded(made: Any) -> None:
+    history, spaces, pass_by = made
+    for number in range(TENANTS_MAX + 20):
+        spaces.of(f"team-{number}").pages_asked = 1
+    pass_by(EVERY_S)
+    pass_by(EVERY_S)
+    assert len(history._rings) == TENANTS_MAX + 1
+    assert history.told(OPERATOR)["asked"][0] == pytest.approx((TENANTS_MAX + 20) / EVERY_S, rel=1e-3), "all count"
+
+
+def test_latency_is_told_where_somebody_measures_it() -> None:
+    clock, spaces = Clock(), Spaces()
+    counts = {"get": [0, 0, 0]}
+    inventory: Any = spaces
+    history = History(inventory, None, Latency((0.001, 0.01), lambda: counts), clock)
+    history.look()
+    for more in ([90, 10, 0], [0, 0, 0], [0, 0, 5]):
+        counts["get"] = [old + new for old, new in zip(counts["get"], more, strict=True)]
+        clock.s += EVERY_S
+        history.look()
+    told = history.told(OPERATOR)
+    assert told is not None
+    assert told["get_p50_ms"] == [pytest.approx(0.5556), None, 10.0]
+    assert told["get_p99_ms"] == [pytest.approx(9.1), None, 10.0]
+    assert told["put_p50_ms"] == [None, None, None]
+
+
+def test_quantiles_lie_within_their_bucket() -> None:
+    bounds = (1.0, 2.0, 4.0)
+    assert quantile(bounds, [0, 10, 0, 0], 0.5) == 1.5
+    assert quantile(bounds, [0, 0, 0, 1], 0.5) == 4.0
+    assert quantile(bounds, [1, 0, 0, 0], 0.99) == pytest.approx(0.99)
+    assert math.isnan(quantile(bounds, [0, 0, 0, 0], 0.5))

@@ -1,0 +1,28 @@
+"""The map of a cluster: what members say of themselves, through the node that is looked at."""
+
+from typing import Any
+
+from fleet import tell, view_of
+from visits import watching
+
+
+def test_each_member_is_told_of_and_who_does_not_answer_is_named(start_node: Any) -> None:
+    nodes = [start_node() for _ in range(3)]
+    tell(nodes, view_of(nodes, elsewhere={2: "127.0.0.1:9"}))
+    near = nodes[0]
+    with watching(near) as events:
+        for _, values in events:
+            members = {member["id"]: member for member in values["cluster"]["members"]}
+            if members["n1"]["status"] and members["n2"]["error"]:
+                break
+    assert (values["cluster"]["own"], values["cluster"]["replicas"]) == ("n0", 1)
+    assert members["n0"]["status"]["ram"]["capacity_nbytes"] == near.config.ram_nbytes
+    assert members["n1"]["status"]["state"] == "SERVING"
+    assert members["n1"]["age_s"] >= 0.0
+    assert members["n2"]["status"] is None
+    assert {member["state"] for member in members.values()} == {"serving"}, "as the view has them"
+
+
+def test_a_node_that_is_alone_asks_nobody(start_node: Any) -> None:
+    with watching(start_node()) as events:
+        assert next(events)[1]["cluster"] is None

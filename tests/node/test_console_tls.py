@@ -1,0 +1,66 @@
+"""The console of a node that speaks TLS, and knows people by their certificates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from authorities import client_context, of_node, pair
+from visits import OWN, connection, events
+
+from kvstore.cli.authority import Authority
+from kvstore.identity_file import add, certificate_line
+from node.server import Node
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Any, ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Node:
+    identities = tmp_path_factory.mktemp("tls") / "identities"
+    add(identities, certificate_line("team-a", tenant="team-a", role="read"))
+    return start_node(**of_node(ours), identities=str(identities))
+
+
+def test_who_shows_a_certificate_watches_without_a_token(node: Node, ours: Authority) -> None:
+    shown = client_context(ours, **pair(ours, "client"))
+    there = connection(node, shown)
+    there.request("POST", "/console/events", b"{}", OWN)
+    reply = there.getresponse()
+    told = events(reply)
+    name, values = next(told)
+    assert (name, values["who"]["tenant"], values["who"]["name"]) == ("now", "team-a", "team-a")
+    assert next(told)[0] == "now"
+    reply.close()
+    there.close()
+
+
+def test_another_sites_page_can_not_use_that_certificate(node: Node, ours: Authority) -> None:
+    """A browser would show it to whoever asks."""
+    there = connection(node, client_context(ours, **pair(ours, "client")))
+    there.request("POST", "/console/act", b'{"act":"flush"}', {"Content-Type": "text/plain"})
+    reply = there.getresponse()
+    assert reply.status == 403
+    assert b"only the console's own page" in reply.read()
+    there.close()
+
+
+def test_a_request_whose_body_comes_later_is_answered(node: Node, ours: Authority) -> None:
+    """What TLS has decrypted already is no event of the socket any more."""
+    there = connection(node, client_context(ours, **pair(ours, "client")))
+    body = json.dumps({"namespace": "ab" * 16, "key": "abcd", "filler": "x" * 3000}).encode()
+    there.putrequest("POST", "/console/look-up")
+    for header, value in {**OWN, "Content-Length": str(len(body))}.items():
+        there.putheader(header, value)
+    there.endheaders()
+    for start in range(0, len(body), 500):
+        there.send(body[start : start + 500])
+    reply = there.getresponse()
+    assert (reply.status, b"is not open here" in reply.read()) == (404, True)
+    there.close()
+
+
+def test_files_that_are_larger_than_a_record_come_whole(node: Node, ours: Authority) -> None:
+    for name in ("board.js", "style.css"):
+        there = connection(node, client_context(ours, **pair(ours, "client")))
+        there.request("GET", f"/console/{name}")
+        assert there.getresponse().read() == (Path(__file__).parents[2] / "node" / "console" / name).read_bytes()
+        there.close()

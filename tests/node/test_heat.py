@@ -1,0 +1,63 @@
+"""Which prefixes are found most: bounded, and right about those that are."""
+
+import random
+from collections import Counter
+
+from node.serve.heat import EVERY, HALVED_S, HEAD_NBYTES, SIZE, Heat
+
+SPACE = b"n" * 16
+
+
+def head(number: int) -> bytes:
+    return number.to_bytes(4, "big") + bytes(28)
+
+
+def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> None:
+    heat, asked, rng = Heat(seed=1), Counter[int](), random.Random(2)
+    for _ in range(200_000):
+        number = rng.choice((1, 1, 1, 2, 2)) if rng.random() < 0.3 else rng.randrange(1000, 100_000)
+        asked[number] += 1
+        heat.asked(SPACE, [head(number), head(7), head(8)], [True, True, False])
+    one, two, *_ = heat.hottest()
+    assert [one.head, two.head] == [head(1)[:HEAD_NBYTES], head(2)[:HEAD_NBYTES]]
+    assert abs(one.lookups - asked[1]) < asked[1] / 4
+    assert abs(two.lookups - asked[2]) < asked[2] / 4
+    assert one.pages == 2.0
+    assert len(heat._entries) == SIZE
+
+
+def test_only_what_was_found_counts() -> None:
+    heat = Heat(every=1)
+    for _ in range(100):
+        heat.asked(SPACE, [head(1)], [False])
+        heat.asked(SPACE, [], [])
+    assert heat.hottest() == []
+
+
+def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
+    heat = Heat(seed=3)
+    for number in range(EVERY * 1000):
+        heat.asked(SPACE, [head(number % EVERY)], [True])
+    counts = [hot.lookups for hot in heat.hottest()]
+    assert len(counts) == EVERY, "a rhythm of as many hides none"
+    assert abs(sum(counts) / (EVERY * 1000) - 1) < 0.1
+
+
+def test_what_was_hot_cools_down() -> None:
+    now = [0.0]
+    heat = Heat(every=1, clock=lambda: now[0])
+    heat.asked(SPACE, [head(1)], [True])
+    for _ in range(64):
+        heat.asked(SPACE, [head(1)], [True])
+    before = heat.hottest()[0].lookups
+    now[0] += 2 * HALVED_S
+    assert heat.hottest()[0].lookups == round(before / 4)
+    now[0] += 20 * HALVED_S
+    assert heat.hottest() == []
+
+
+def test_it_keeps_no_whole_key() -> None:
+    heat = Heat(every=1)
+    heat.asked(SPACE, [b"h" * 32], [True])
+    heat.asked(SPACE, [b"h" * 32], [True])
+    assert all(len(kept) == HEAD_NBYTES for _, kept in heat._entries)
