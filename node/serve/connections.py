@@ -211,7 +211,8 @@ class Connection(abc.ABC):
         try:
             if not self.transfer(session, op, request):
                 self.send(op, self._answer(op, request))
-            self._edge.answered(op, began_ns)
+            if op != "release":  # which is not answered
+                self._edge.answered(op, began_ns)
         except KVStoreError as error:
             self._edge.failed(op, error)
             self.send_error(error)

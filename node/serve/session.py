@@ -140,7 +140,10 @@ class Session:
         acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
         not_here = [page for page in acquired.pages if page is not None and not page.checksum]
         self.tier = self._farthest(not_here) if not_here else RAM
-        with self._loading(acquired) if not_here else contextlib.nullcontext():
+        if not_here:
+            with self._loading(acquired):
+                pages = self._keep(acquired, fetching)
+        else:
             pages = self._keep(acquired, fetching)
         if acquired.fetched:  # they came in any order: the chain's end must go before its head
             self._tier.lookup(digest, prefix_hashes, touch=True)

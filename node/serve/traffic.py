@@ -101,8 +101,8 @@ class Traffic:
     def got(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
         """A get that began then has its pages in RAM, and so many bytes of them are for the client. `tier`: the
         farthest in which one of them was."""
-        self._gets[tier].add(monotonic_ns() - began_ns)
         self._given[wire] += nbytes
+        self._gets[tier].add(monotonic_ns() - began_ns)
 
     def took(self, wire: str, nbytes: int) -> None:
         """Page bytes that a client wrote."""
