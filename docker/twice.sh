@@ -59,4 +59,8 @@ base=$(daemon_image "$BASE" "$IMAGE-base")
 step "Docker $("$DOCKER" version --format '{{.Server.Version}}'), building on $base"
 build 1 022
 build 2 077
+label=$("$DOCKER" image inspect --format '{{index .Config.Labels "org.opencontainers.image.version"}}' "$IMAGE-2")
+said=$("$DOCKER" run --rm --network none --read-only "$IMAGE-2" --version)
+[[ $said == "$label" ]] || fail "the node says that it is $said, the image's label $label"
+step "the node is $said, as the image's label says"
 "$PYTHON" docker/same.py "$WORK/1.tar" "$WORK/2.tar"
