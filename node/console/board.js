@@ -140,7 +140,7 @@ export class Board {
 
   head(now) {
     const state = el("b", { class: now.state === "SERVING" ? "good" : "warn", text: now.state.toLowerCase() });
-    const name = now.cluster ? `${now.cluster.own} of ${now.cluster.cluster}` : "one node";
+    const name = now.cluster ? `${now.cluster.own} of ${now.cluster.cluster}` : now.ram ? "one node" : "a node";
     place("node").replaceChildren(`${name}, ${now.version}, `, state, `, up ${ms(now.uptime_ms)}`);
     const tenant = this.who.tenant === "*" ? "all tenants" : this.who.tenant;
     place("who").textContent = this.who.asked ? `${this.who.name}: ${this.who.role} of ${tenant}` : "asks nobody who he is";

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from kvstore.errors import Exhausted, KVStoreError
 from kvstore.threads import begun
@@ -27,9 +28,11 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 2.0
 STALL_S = 15.0  # a watcher who does not take one event in this time
+STOP_S = 2.0  # what is at work gets to end
 THREADS = 2
 _READ_NBYTES = 16 << 10
 Respond = Callable[[Request, Asker], Answer]
+Result = TypeVar("Result")
 
 
 class _Visitor:
@@ -67,6 +70,7 @@ class ConsoleServer:
         self._poll.register(self._wake, select.POLLIN)
         self._new: deque[_Visitor] = deque()
         self._visitors: dict[int, _Visitor] = {}
+        self._running: set[Future[Any]] = set()  # also of visitors who have left
         self._next_s = 0.0  # when watchers are told again
         self._stopping = False
         self._closed = False
@@ -100,9 +104,13 @@ class ConsoleServer:
             if not self._closed:  # its number is somebody else's then
                 os.eventfd_write(self._wake, 1)
 
-    def begun(self, do: Callable[[], object]) -> "Future[object] | None":
+    def begun(self, do: Callable[[], Result]) -> "Future[Result] | None":
         """In a thread beside; None: not now."""
-        return begun(self._pool, do)
+        future = begun(self._pool, do)
+        if future is not None:
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+        return future
 
     def stop(self) -> None:
         with self._lock:
@@ -110,11 +118,10 @@ class ConsoleServer:
         if self._thread is not None:
             self._nudge()
             self._thread.join()
-        running = [visitor.work for visitor in self._visitors.values() if visitor.work is not None]
         for visitor in [*self._visitors.values(), *self._new]:
             self._close(visitor)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        wait(running, 2.0)
+        wait(list(self._running), STOP_S)
         with self._lock:
             self._closed = True
             os.close(self._wake)
@@ -247,7 +254,7 @@ class ConsoleServer:
             finally:
                 self._calls.give(work.peer)
 
-        visitor.work = begun(self._pool, do)
+        visitor.work = self.begun(do)
         if visitor.work is None:
             self._calls.give(work.peer)
             raise Exhausted("this node can start no more threads; raise its limit of processes")
