@@ -139,9 +139,9 @@ class Chromium:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
-    def picture(self, path: Path, top: float = 0, height: float = 0) -> None:
+    def picture(self, path: Path, top: float = 0, height: float = 0, scale: float = 1.0) -> None:
         """Of the whole page, or of a part of it in pixels."""
         box = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": top, "width": box["width"], "height": height or box["height"] - top, "scale": 1}
+        clip = {"x": 0, "y": top, "width": box["width"], "height": height or box["height"] - top, "scale": scale}
         told = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(told["data"]))

@@ -263,7 +263,8 @@ def test_pictures_of_it(browser: Chromium, load: Load, pictures: Path | None) ->
     browser.scheme("light")
     live(browser, url(busy))
     time.sleep(8.0)
-    browser.picture(wide, height=browser.value("document.getElementById('cluster').getBoundingClientRect().bottom") + 8)
+    bottom = browser.value("document.getElementById('cluster').getBoundingClientRect().bottom")
+    browser.picture(wide, height=bottom + 8, scale=0.8)
     browser.value("document.querySelector('#hot-rows button').click()")
     browser.until("document.querySelectorAll('.plane canvas').length > 3")
     box = browser.value(
