@@ -244,3 +244,9 @@ def test_a_fault_is_answered_logged_and_ends_one_call_only(
     assert "console: a call failed" in caplog.text
     monkeypatch.undo()
     assert urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/console/", timeout=20.0).status == 200
+
+
+@pytest.mark.parametrize("told", ["node.example", "node.example:7440", "10.0.0.5", "2001:db8::5", "[2001:db8::5]:7440"])
+def test_an_address_that_is_advertised_needs_no_port(start_node: Any, told: str) -> None:
+    """It was read as one with a port, and the node did not start."""
+    assert start_node(advertise=told).console is not None
