@@ -16,6 +16,7 @@ from kvstore.config import split_address
 from node.console import server as console_server
 from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
 from node.console.files import NAMES
+from node.console.history import KEPT
 from node.console.server import ConsoleServer
 from node.peers.address import with_port
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
@@ -169,6 +170,45 @@ def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
     for stream in streams:
         stream.__exit__(None, None, None)
     wait_until(lambda: not server_of(node)._watchers.used)
+    assert first(node)["state"] == "SERVING"
+
+
+def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took ten milliseconds of the interpreter each time, also for who was refused then."""
+    assert node.console is not None
+    history = node.console._snapshots._history
+    history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
+    asked, told_of = [], history.told
+    monkeypatch.setattr(history, "look", lambda: None)
+    monkeypatch.setattr(history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1])
+    hours = [first(node)["history"] for _ in range(5)]
+    assert all(hour == hours[0] for hour in hours)
+    assert hours[0]["count"] >= 1
+    assert asked.count(KEPT) == 1
+    monkeypatch.setattr(server_of(node)._watchers, "used", WATCHERS_MAX)
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
+    assert told(node, "/console/events", {})[0] == 429
+    monkeypatch.undo()
+
+
+def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages stood still, and said that they were live; who came then had no answer at all."""
+
+    def broken(*_: Any) -> str:
+        raise ZeroDivisionError
+
+    assert node.console is not None
+    with watching(node) as events:
+        next(events)
+        monkeypatch.setattr(node.console._snapshots, "next", broken)
+        name, values = next(event for event in events if event[0] != "now")
+        assert (name, "ZeroDivisionError" in values["error"]) == ("end", True)
+    monkeypatch.setattr(node.console._snapshots, "first", broken)
+    assert told(node, "/console/events", {})[0] == 500
+    assert "console: a call failed" in caplog.text
+    monkeypatch.undo()
     assert first(node)["state"] == "SERVING"
 
 
