@@ -142,6 +142,17 @@ def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
         browser.until("document.getElementById('link').textContent === 'live'")
 
 
+def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(browser: Chromium, hostile: Node) -> None:
+    """One that was opened behind others had a stream for good."""
+    unseen = "window.unseen = true; Object.defineProperty(document, 'hidden', {get: () => window.unseen});"
+    browser.call("Page.addScriptToEvaluateOnNewDocument", source=SOONER + unseen)
+    browser.open(url(hostile))
+    browser.until("document.getElementById('link').textContent === 'asleep while nobody looks'")
+    browser.value("window.unseen = false; document.dispatchEvent(new Event('visibilitychange'))")
+    browser.until("document.getElementById('link').textContent === 'live'")
+    check(browser)
+
+
 # ---- who is there ----------------------------------------------------------------------------
 
 
