@@ -272,6 +272,8 @@ class ConsoleServer:
     def _begin_watch(self, visitor: _Visitor, watch: Watch) -> None:
         self._watchers.take(watch.peer)
         visitor.watch = watch  # which gives it back, whatever comes
+        # The kernel takes many events for one who takes none, or has gone without a word: it says so after this time.
+        visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
         try:
             first = watch.begin()
         except BaseException:

@@ -185,10 +185,11 @@ def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, mo
     assert all(hour == hours[0] for hour in hours)
     assert hours[0]["count"] >= 1
     assert asked.count(KEPT) == 1
-    monkeypatch.setattr(server_of(node)._watchers, "used", WATCHERS_MAX)
+    watchers = server_of(node)._watchers
     monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
-    assert told(node, "/console/events", {})[0] == 429
-    monkeypatch.undo()
+    wait_until(lambda: not watchers.used)
+    with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
+        assert told(node, "/console/events", {})[0] == 429
 
 
 def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
@@ -229,6 +230,22 @@ def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: p
         next(events), next(events)
     wait_until(lambda: not server._watchers.used)
     slow.close()
+
+
+def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one who has gone without a word. The kernel has room for hours of events, and his place was taken."""
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    assert node.console is not None
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10)))
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
+        deaf.connect(("127.0.0.1", node.metrics.port))
+        deaf.sendall(b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n")
+        server = server_of(node)
+        wait_until(lambda: server._watchers.used == 1)
+        wait_until(lambda: not server._watchers.used)
 
 
 def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: Any) -> None:
