@@ -181,6 +181,9 @@ class ConsoleServer:
         visitor.sock.close()
         if visitor.place is not None:
             visitor.place.close()
+        self._stop_watch(visitor)
+
+    def _stop_watch(self, visitor: _Visitor) -> None:
         if visitor.watch is not None:
             self._watchers.give(visitor.watch.peer)
             visitor.watch = None
@@ -224,17 +227,19 @@ class ConsoleServer:
 
     def _take_up(self, visitor: _Visitor, request: Request) -> None:
         try:
-            answer = self._respond(request, visitor.asker)
-            if isinstance(answer, bytes):
-                self._send(visitor, answer)
-            elif isinstance(answer, Work):
-                self._begin_work(visitor, answer)
-            else:
-                self._begin_watch(visitor, answer)
+            _guarded(lambda: self._begin(visitor, self._respond(request, visitor.asker)))
         except Refused as refused:
             self._send(visitor, refused.answer)
         except KVStoreError as error:
             self._send(visitor, error_reply(error))
+
+    def _begin(self, visitor: _Visitor, answer: Answer) -> None:
+        if isinstance(answer, bytes):
+            self._send(visitor, answer)
+        elif isinstance(answer, Work):
+            self._begin_work(visitor, answer)
+        else:
+            self._begin_watch(visitor, answer)
 
     # ---- work ----------------------------------------------------------------------------
 
@@ -243,14 +248,9 @@ class ConsoleServer:
 
         def do() -> bytes:
             try:
-                return work.do(visitor.gone)
+                return _guarded(lambda: work.do(visitor.gone))
             except KVStoreError as error:
                 return error_reply(error)
-            except Exception as error:
-                log.exception("console: a call failed")
-                return error_reply(
-                    KVStoreError(f"it failed inside the node ({type(error).__name__}); its log says more")
-                )
             finally:
                 self._calls.give(work.peer)
 
@@ -270,11 +270,17 @@ class ConsoleServer:
     # ---- watchers ------------------------------------------------------------------------
 
     def _begin_watch(self, visitor: _Visitor, watch: Watch) -> None:
-        first = watch.begin()
         self._watchers.take(watch.peer)
+        visitor.watch = watch  # which gives it back, whatever comes
+        # The kernel takes many events for one who takes none, or has gone without a word: it says so after this time.
+        visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
+        try:
+            first = watch.begin()
+        except BaseException:
+            self._stop_watch(visitor)
+            raise
         if self._watchers.used == 1:
             self._next_s = time.monotonic() + EVERY_S
-        visitor.watch = watch
         assert visitor.place is not None
         visitor.place.busy()
         self._send(visitor, stream_head() + first)
@@ -284,12 +290,11 @@ class ConsoleServer:
             if visitor.watch is None or visitor.over or visitor.out.nbytes:
                 continue
             try:
-                self._send(visitor, visitor.watch.go_on())
+                self._send(visitor, _guarded(visitor.watch.go_on))
             except KVStoreError as error:
                 self._send(visitor, event("end", error_reply(error).partition(b"\r\n\r\n")[2].decode()))
                 visitor.end = time.monotonic() + CONSOLE_S_MAX
-                self._watchers.give(visitor.watch.peer)
-                visitor.watch = None
+                self._stop_watch(visitor)
                 visitor.over = not visitor.out.nbytes
 
     # ---- send ----------------------------------------------------------------------------
@@ -309,3 +314,14 @@ class ConsoleServer:
         else:
             visitor.end = None
             self._poll.modify(visitor.sock, select.POLLIN | select.POLLRDHUP)
+
+
+def _guarded(do: Callable[[], Result]) -> Result:
+    """What nobody expected is logged, and ends the one request."""
+    try:
+        return do()
+    except (KVStoreError, Refused):
+        raise
+    except Exception as error:
+        log.exception("console: a call failed")
+        raise KVStoreError(f"it failed inside the node ({type(error).__name__}); its log says more") from error
