@@ -38,9 +38,9 @@ help:
 	@echo "make dist         the wheel and the sources, the same bytes from every clone of a commit; make test-dist tries them"
 	@echo "make image        the node's image, kvstore-node:VERSION, labelled with its commit (Docker; BASE=, SOURCE=)"
 	@echo "make test-image   builds the image twice without cache and compares all files (3 minutes; Docker, or root on Debian)"
-	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store (some 10 minutes; Docker, or root on Debian)"
+	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store, Prometheus beside them (some 10 minutes; Docker, or root on Debian)"
 	@echo "make test-kubernetes  renders deploy/kubernetes and holds it against the API's schemas (half a minute; kubectl, network the first time)"
-	@echo "make test-monitoring  the rules for alerts and the dashboard, by Prometheus's own promtool (10 seconds; promtool)"
+	@echo "make test-monitoring  alerts and dashboard: by promtool, and each panel's query asked of a real Prometheus that scrapes three nodes (half a minute; Debian's prometheus)"
 	@echo "make test-console the page for browsers, in a headless Chromium (half a minute; Chromium); PICTURES=docs/pictures makes its pictures"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
@@ -170,9 +170,10 @@ test-kubernetes: $(READY) .venv-kubernetes/.ready
 	KUBECTL=$(KUBECTL) KVSTORE_KUBERNETES_VALIDATE=$(CURDIR)/.venv-kubernetes/bin/kubernetes-validate $(BIN)/python -m pytest tests/kubernetes $(ARGS)
 
 PROMTOOL ?= promtool
+PROMETHEUS ?= prometheus
 test-monitoring: $(READY)
-	@command -v $(PROMTOOL) >/dev/null || { echo "needs promtool; on Debian: apt-get install prometheus"; exit 1; }
-	KVSTORE_PROMTOOL=$(PROMTOOL) $(BIN)/python -m pytest tests/monitoring $(ARGS)
+	@command -v $(PROMTOOL) >/dev/null && command -v $(PROMETHEUS) >/dev/null || { echo "needs prometheus and promtool; on Debian: apt-get install prometheus"; exit 1; }
+	KVSTORE_PROMTOOL=$(PROMTOOL) KVSTORE_PROMETHEUS=$(PROMETHEUS) $(BIN)/python -m pytest tests/monitoring $(ARGS)
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 test-console: $(READY)
