@@ -14,11 +14,13 @@ from kvstore.measure.fleet import HERE
 from kvstore.measure.node_process import NodeProcess
 
 MEMBERS = ("n1", "n2", "n3")
-NBYTES = 64 << 10
-# Of each member: RAM for 128 pages, disk for 256, and some 400 pages that it owns of those that are put at first.
+NBYTES = 32 << 10
+# Of each member, RAM for 256 pages and disk for 512. Of a page there are two: the newest 380 that were put are in RAM,
+# and the newest 760 on disk.
 SIZES = ("--ram-bytes", "8MiB", "--extent-bytes", "1MiB", "--disk-bytes", "16MiB", "--disk-extent-bytes", "1MiB")
-FIRST = range(600)
 BATCH = 20
+FIRST = range(50 * BATCH)
+ON_DISK = range(-30 * BATCH, -27 * BATCH)  # behind the newest
 ENGINES = Namespace("llama", opaque_layout(NBYTES), "default")
 LIMITED = Namespace("llama", opaque_layout(NBYTES), "team-b")
 
@@ -38,7 +40,7 @@ class Monitored:
         with ThreadPoolExecutor() as pool:
             nodes = pool.map(lambda member: self._start(folder, member), MEMBERS)
             self.nodes = dict(zip(MEMBERS, nodes, strict=True))
-        self._turn = 0
+        self._next = len(FIRST)
 
     @property
     def scraped(self) -> list[str]:
@@ -51,15 +53,16 @@ class Monitored:
                 self._put(client, ENGINES, FIRST[first : first + BATCH])
 
     def traffic(self) -> None:
-        self._turn += 1
-        new = range(self._turn * 1000, self._turn * 1000 + 3 * BATCH)
+        new = range(self._next, self._next + 3 * BATCH)
         for part, wire in enumerate(("bulk", "grpc", "shm")):
             with self._client(wire=wire) as client:
                 mine = new[part * BATCH : (part + 1) * BATCH]
                 self._put(client, ENGINES, mine)
                 assert client.lookup(ENGINES, keys([*mine, -1])).prefix_pages == BATCH
                 self._get(client, [*mine, -1])
-                self._get(client, range(400, 500))  # the disk has some of them
+        with self._client() as client:
+            self._get(client, range(self._next + ON_DISK.start, self._next + ON_DISK.stop))
+        self._next = new.stop
         with self._client(near="n1") as client:
             self._get(client, new)
         with self._client(token=self._limited) as client:

@@ -16,7 +16,7 @@ from deployed import FOLDER, composed
 
 from kvstore.measure.fleet import HERE
 
-INTERVAL = ("15s", "500ms")  # deployed, and here
+INTERVAL = ("15s", "2s")  # deployed, and here
 START_S = 60.0
 Labels = dict[str, str]
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
