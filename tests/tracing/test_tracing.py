@@ -131,6 +131,18 @@ def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixtu
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, Telemetry((), "")),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318", "OTEL_SERVICE_NAME": "n"}, Telemetry((), "n")),
         ({"OTEL_TRACES_EXPORTER": "otlp, console"}, Telemetry(("otlp", "console"), "")),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            Telemetry(("otlp",), "", "grpc"),
+        ),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            },
+            Telemetry((), "", "http/protobuf"),
+        ),
     ],
 )
 def test_the_standard_variables_say_whether_anybody_asks(environ: dict[str, str], wanted: Telemetry | None) -> None:
