@@ -8,6 +8,7 @@ a context variable; `tracer` is None unless `kvstore.spans` has found OpenTeleme
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -131,6 +132,7 @@ def request(*names: str | None) -> Span:
     return within(Trace(os.urandom(TRACE_NBYTES), os.urandom(SPAN_NBYTES), True))
 
 
+@functools.lru_cache(1024)  # a step of an engine names some of its requests again and again
 def named(name: str) -> Trace:
     digest = hashlib.sha256(b"kvstore-request\0" + name.encode(errors="backslashreplace")).digest()
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
