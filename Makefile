@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-otlp test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -33,6 +33,7 @@ help:
 	@echo "make audit        what the node's image installs, its licences, dist/sbom.json, and what is known against it (network;"
 	@echo "                  status 3: nobody could be asked)"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
+	@echo "make test-otlp    traces by OpenTelemetry's own exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs (3 minutes; network)"
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
 	@echo "make dist         the wheel and the sources, the same bytes from every clone of a commit; make test-dist tries them"
@@ -131,6 +132,17 @@ test-protobuf: $(READY)
 		echo "protobuf $$version"; \
 		PYTHONPATH=.venv-protobuf/$$version $(BIN)/python -m pytest tests/node/test_service_surface.py tests/node/test_bad_requests.py \
 			tests/node/test_grpc_abuse.py tests/node/test_limits_grpc.py tests/core/test_client.py tests/core/test_messages.py tests/cli/test_commands.py || exit 1; \
+	done
+
+# The last exporters that fit our pins, and today's with what they ask for, each in an environment of its own.
+OTLP := opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc
+test-otlp:
+	@for version in 1.27.0 1.45.2; do \
+		$(PYTHON) -m venv .venv-otlp/$$version; \
+		.venv-otlp/$$version/bin/python -m pip install --quiet --disable-pip-version-check '.[node]' cryptography pytest \
+			$(addsuffix ==$$version,$(OTLP)) || exit 1; \
+		echo "opentelemetry $$version"; \
+		.venv-otlp/$$version/bin/python -m pytest tests/tracing $(ARGS) || exit 1; \
 	done
 
 # Guided by coverage. The same targets have a short run in `make test`, which needs no atheris.

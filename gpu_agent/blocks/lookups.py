@@ -109,14 +109,16 @@ class Lookups:
         """No request gets an answer to what it asked so far."""
         self._pending.clear()
 
-    def touch(self, question: Question) -> None:
+    def touch(self, request_id: str, question: Question) -> None:
         """Counts these pages as used, heads last: a chain that is saved piece by piece, or that an engine
         keeps in its own cache, would otherwise lose its head first. Not done if there is no room."""
         with self._lock:
             if self._running >= PENDING_MAX // 2:
                 return
             self._running += 1
-        self._asker.touch(question, self._timeout_s).add_done_callback(self._ended)
+        with request(request_id):
+            done = self._asker.touch(question, self._timeout_s)
+        done.add_done_callback(self._ended)
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
         """Connects and registers in the background, so that the first request need not wait for it."""

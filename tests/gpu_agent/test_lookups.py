@@ -117,7 +117,7 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     assert 2.0 <= time.monotonic() - began < 9.0
     fake.error = Unavailable("hung")
     fake.gate.set()
-    lookups.touch([([namespace("a")], KEYS)])  # fails, so that the outage is known
+    lookups.touch("a request", [([namespace("a")], KEYS)])  # fails, so that the outage is known
     end = time.monotonic() + 10
     while not lookups._outage.error:
         assert time.monotonic() < end
@@ -136,7 +136,7 @@ def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeCl
     fake.touch_gate.clear()
     lookups = Lookups(ThreadAsker(fake), 9.0)  # type: ignore[arg-type]
     for _ in range(20):
-        lookups.touch([([namespace("a")], KEYS)])
+        lookups.touch("a request", [([namespace("a")], KEYS)])
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == ((True, True, True, False),)
     fake.touch_gate.set()
@@ -225,7 +225,7 @@ def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
     client.put(name, KEYS[:2], [page, page])
     lookups = Lookups(ThreadAsker(client), 5.0)
     lookups.open([name])
-    lookups.touch([([name], KEYS)])
+    lookups.touch("a request", [([name], KEYS)])
     lookups.ask("r", [([name, name], KEYS)])
     assert answered(lookups, "r") == ((True, True, False, False),)
     lookups.close()
