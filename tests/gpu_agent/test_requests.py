@@ -7,10 +7,10 @@ import logging
 import re
 import time
 import uuid
-from typing import Any
 
 import pytest
 import torch
+from asking import traces_of_calls
 from block_store import BLOCK, TOKENS, FakeRequest, Store
 
 from gpu_agent import AgentConfig
@@ -26,7 +26,6 @@ from gpu_agent.process import frames
 from gpu_agent.process.home import AgentProcess
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, tracing
 from kvstore.keys import prefix_hashes
-from kvstore.link import NodeLink
 from kvstore.tracing import Trace, named, packed_now, request, unpacked_all
 
 WAIT_S = 60.0
@@ -35,16 +34,7 @@ NOWHERE = ClientConfig("127.0.0.1:1", timeout_s=5.0, connect_timeout_s=5.0)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Trace | None]:
-    """Whose call it was, for each of this process's calls to nodes."""
-    traces: list[Trace | None] = []
-    run = NodeLink.run
-
-    def noted(self: NodeLink, *arguments: Any) -> Any:
-        traces.append(tracing.current())
-        return run(self, *arguments)
-
-    monkeypatch.setattr(NodeLink, "run", noted)
-    return traces
+    return traces_of_calls(monkeypatch)
 
 
 def hashes(count: int) -> list[bytes]:

@@ -3,16 +3,15 @@ whose KV is not plain full attention is refused by name."""
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from asking import traces_of_calls
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from gpu_agent.engines.transformers import TransformersAdapter, namespace_of
 from gpu_agent.identity.transformers import weights_digest
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
-from kvstore.link import NodeLink
 
 WAIT_S = 20.0
 TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
@@ -84,15 +83,8 @@ def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, m
 
 
 def test_a_call_is_of_one_request_of_whoever_calls(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = tiny_llama(), list[tracing.Trace | None]()
-    adapter, cache = make(model), DynamicCache()
-    run = NodeLink.run
-
-    def noted(self: NodeLink, *arguments: Any) -> Any:
-        asked.append(tracing.current())
-        return run(self, *arguments)
-
-    monkeypatch.setattr(NodeLink, "run", noted)
+    model = tiny_llama()
+    adapter, cache, asked = make(model), DynamicCache(), traces_of_calls(monkeypatch)
     forward(model, TOKENS, cache)
     with tracing.request("mine"):
         adapter.save(cache, TOKENS).done.result(WAIT_S)
