@@ -32,7 +32,8 @@ def server_of(node: Node) -> ConsoleServer:
 def nothing_is_left(node: Node) -> Iterator[None]:
     yield
     server = server_of(node)
-    wait_until(lambda: not (server._visitors or server._watchers.used or server._calls.used or server._places.count))
+    budgets = (server._watchers, server._calls, server._reads)
+    wait_until(lambda: not (server._visitors or any(budget.used for budget in budgets) or server._places.count))
 
 
 def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
@@ -286,6 +287,29 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     assert found == [200] * share
+
+
+def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages that somebody looked at on a disk that hung took both threads, until it answered."""
+    go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
+
+    def wait(*_: Any) -> bytes:
+        go.wait(60.0)
+        return json_reply({})
+
+    assert node.console is not None
+    monkeypatch.setitem(node.console._work, "/console/bytes", wait)
+    threads = [threading.Thread(target=lambda: visit(node, "/console/bytes", {})) for _ in range(share)]
+    for thread in threads:
+        thread.start()
+    server = server_of(node)
+    wait_until(lambda: server._reads.used == share)
+    assert told(node, "/console/look-up", {"namespace": "ab" * 16, "key": "abcd"})[0] == 404
+    assert told(node, "/console/act", {"act": "flush"})[0] == 400, "this node has no disk"
+    assert told(node, "/console/bytes", {})[0] == 429
+    go.set()
+    for thread in threads:
+        thread.join()
 
 
 def test_a_fault_is_answered_logged_and_ends_one_call_only(
