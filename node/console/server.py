@@ -188,6 +188,7 @@ class ConsoleServer:
         visitor.sock.close()
         if visitor.place is not None:
             visitor.place.close()
+            visitor.place = None  # which knows it: together they would keep megabytes until a collection
         self._stop_watch(visitor)
 
     def _stop_watch(self, visitor: _Visitor) -> None:

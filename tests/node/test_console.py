@@ -1,10 +1,12 @@
 """The console's server: what it gives to whom, and what it does with who is slow, silent, or comes from elsewhere."""
 
+import gc
 import http.client
 import socket
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from node.console.files import NAMES
 from node.console.history import KEPT
 from node.console.server import ConsoleServer
 from node.peers.address import with_port
+from node.serve import metrics_server
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
 from node.server import Node
 
@@ -287,6 +290,33 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     assert found == [200] * share
+
+
+def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask for them."""
+    met: list[weakref.ref[Any]] = []
+
+    def noted(kind: Any) -> Any:
+        def make(*arguments: Any) -> Any:
+            one = kind(*arguments)
+            met.append(weakref.ref(one))
+            return one
+
+        return make
+
+    monkeypatch.setattr(console_server, "_Visitor", noted(console_server._Visitor))
+    monkeypatch.setattr(metrics_server, "_Scrape", noted(metrics_server._Scrape))
+    gc.disable()
+    try:
+        assert [visit(node, path)[0] for path in ("/metrics", "/health", "/console/", "/console/x")] == [200] * 3 + [
+            404
+        ]
+        assert told(node, "/console/look-up", {})[0] == 400
+        first(node)
+        wait_until(lambda: not any(one() for one in met))
+    finally:
+        gc.enable()
+    assert len(met) == 6 + 4, "those of the console were met by both"
 
 
 def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
