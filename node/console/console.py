@@ -83,7 +83,7 @@ class Console:
         if request.path == PREFIX + "events":
             return Watch(peer, partial(self._first, principal, caller), partial(self._next, principal, caller))
         do, values = self._work[request.path], fields(request)
-        return Work(peer, lambda gone: do(values, replace(caller, gone=gone)))
+        return Work(peer, lambda gone: do(values, replace(caller, gone=gone)), reads=request.path == PREFIX + "bytes")
 
     def _first(self, principal: Principal, caller: Caller) -> bytes:
         return event("now", self._snapshots.first(principal, caller))

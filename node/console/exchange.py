@@ -39,10 +39,12 @@ class Request(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An answer that takes a moment, for a thread beside: `do` is told how to find out that nobody waits any more."""
+    """An answer that takes a moment, for a thread beside: `do` is told how to find out that nobody waits any more.
+    `reads`: from the disk, which may never answer; all else ends."""
 
     peer: str
     do: Callable[[Callable[[], bool]], bytes]
+    reads: bool = False
 
 
 class Watch(NamedTuple):

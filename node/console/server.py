@@ -1,4 +1,5 @@
-"""The connections of browsers: one thread that waits for nobody, and two beside it for what takes a moment.
+"""The connections of browsers: one thread that waits for nobody, two beside it for what takes a moment, and two for
+reads of the disk: when that hangs they hang with it, and all else is told and done as ever.
 
 The metrics' thread hands a connection over when its head asks for the console; from then on it is here. A watcher is
 told what is new each `EVERY_S`, made once for all who are told the same; who has not taken the event before gets none,
@@ -64,7 +65,9 @@ class ConsoleServer:
         self._places = Places(cap("console connections", CONSOLE_MAX, "close some pages"))
         self._watchers = Budget(cap("console watchers", WATCHERS_MAX, "close some pages"))
         self._calls = Budget(cap("console calls", CONSOLE_CALLS_MAX, "wait for those that run"))
+        self._reads = Budget(cap("console reads", CONSOLE_CALLS_MAX, "wait for those that run"))
         self._pool = ThreadPoolExecutor(THREADS, "console-work")
+        self._readers = ThreadPoolExecutor(THREADS, "console-read")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -105,8 +108,11 @@ class ConsoleServer:
                 os.eventfd_write(self._wake, 1)
 
     def begun(self, do: Callable[[], Result]) -> "Future[Result] | None":
-        """In a thread beside; None: not now."""
-        future = begun(self._pool, do)
+        """In a thread beside, if that ends; None: not now."""
+        return self._begun(self._pool, do)
+
+    def _begun(self, pool: ThreadPoolExecutor, do: Callable[[], Result]) -> "Future[Result] | None":
+        future = begun(pool, do)
         if future is not None:
             self._running.add(future)
             future.add_done_callback(self._running.discard)
@@ -120,7 +126,8 @@ class ConsoleServer:
             self._thread.join()
         for visitor in [*self._visitors.values(), *self._new]:
             self._close(visitor)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._readers):
+            pool.shutdown(wait=False, cancel_futures=True)
         wait(list(self._running), STOP_S)
         with self._lock:
             self._closed = True
@@ -181,6 +188,7 @@ class ConsoleServer:
         visitor.sock.close()
         if visitor.place is not None:
             visitor.place.close()
+            visitor.place = None  # which knows it: together they would keep megabytes until a collection
         self._stop_watch(visitor)
 
     def _stop_watch(self, visitor: _Visitor) -> None:
@@ -244,7 +252,8 @@ class ConsoleServer:
     # ---- work ----------------------------------------------------------------------------
 
     def _begin_work(self, visitor: _Visitor, work: Work) -> None:
-        self._calls.take(work.peer)
+        calls, pool = (self._reads, self._readers) if work.reads else (self._calls, self._pool)
+        calls.take(work.peer)
 
         def do() -> bytes:
             try:
@@ -252,11 +261,11 @@ class ConsoleServer:
             except KVStoreError as error:
                 return error_reply(error)
             finally:
-                self._calls.give(work.peer)
+                calls.give(work.peer)
 
-        visitor.work = self.begun(do)
+        visitor.work = self._begun(pool, do)
         if visitor.work is None:
-            self._calls.give(work.peer)
+            calls.give(work.peer)
             raise Exhausted("this node can start no more threads; raise its limit of processes")
         visitor.work.add_done_callback(lambda _: self._nudge())
         visitor.end = None  # the service bounds what it does

@@ -95,6 +95,10 @@ class Snapshots:
             "totals": plain(status.totals),
             "namespaces": _namespaces(status),
             "namespace_count": len(status.namespaces),
+            "page_nbytes": {
+                "ram": sum(info.page_nbytes * info.page_count for info in status.namespaces),
+                "disk": sum(info.page_nbytes * info.disk_page_count for info in status.namespaces),
+            },
             "tenants": [plain(use) for use in status.tenants[:TENANTS_MAX]],
             "tenant_count": len(status.tenants),
             "hot": self._hot(status),

@@ -78,6 +78,7 @@ class _Scrape:
     def give_up_place(self) -> None:
         if self.place is not None:
             self.place.close()
+            self.place = None  # which knows this one: together they would keep a text until a collection
 
 
 class MetricsServer:

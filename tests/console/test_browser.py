@@ -156,9 +156,12 @@ def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(browser: 
 # ---- who is there ----------------------------------------------------------------------------
 
 
-def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(browser: Chromium, start: Start, tmp_path: Path) -> None:
+def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(
+    browser: Chromium, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.console.snapshot.NAMESPACES_MAX", 10)
     token = new_token("team-a")
-    add(tmp_path / "identities", token_line("reader", token, tenant="team-a", role="read"))
+    add(tmp_path / "identities", token_line("writer", token, tenant="team-a", role="write"))
     node = start(identities=str(tmp_path / "identities"))
     browser.size(375, 800)
     browser.open(url(node))
@@ -170,9 +173,15 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(browser: Chromium, s
     browser.type(token)
     browser.press("Enter")
     browser.until("document.getElementById('link').textContent === 'live'")
-    assert "read of team-a" in text(browser, "#who")
+    assert "write of team-a" in text(browser, "#who")
     assert browser.value("document.getElementById('acts').hidden")
     assert browser.value("document.getElementById('cluster').hidden")
+    assert "RAM: 0 B" in text(browser, "#fill")
+    with client(node, token=token) as there:
+        for number in range(12):
+            there.put(Namespace(f"model-{number}", opaque_layout(4096), "team-a"), [b"k" * 32], [bytes(4096)])
+    browser.until("document.querySelector('#fill').textContent.includes('RAM: 48 KiB')")
+    assert "other 20 KiB" in text(browser, "#fill")
     assert browser.value("location.href + document.cookie + JSON.stringify(localStorage)") == url(node) + "{}"
     assert browser.errors.count(browser.errors[0]) == len(browser.errors), "refusals, which the browser tells of"
     assert "401" in browser.errors[0]

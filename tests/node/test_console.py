@@ -1,10 +1,12 @@
 """The console's server: what it gives to whom, and what it does with who is slow, silent, or comes from elsewhere."""
 
+import gc
 import http.client
 import socket
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from node.console.files import NAMES
 from node.console.history import KEPT
 from node.console.server import ConsoleServer
 from node.peers.address import with_port
+from node.serve import metrics_server
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
 from node.server import Node
 
@@ -32,7 +35,8 @@ def server_of(node: Node) -> ConsoleServer:
 def nothing_is_left(node: Node) -> Iterator[None]:
     yield
     server = server_of(node)
-    wait_until(lambda: not (server._visitors or server._watchers.used or server._calls.used or server._places.count))
+    budgets = (server._watchers, server._calls, server._reads)
+    wait_until(lambda: not (server._visitors or any(budget.used for budget in budgets) or server._places.count))
 
 
 def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
@@ -286,6 +290,56 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     assert found == [200] * share
+
+
+def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask for them."""
+    met: list[weakref.ref[Any]] = []
+
+    def noted(kind: Any) -> Any:
+        def make(*arguments: Any) -> Any:
+            one = kind(*arguments)
+            met.append(weakref.ref(one))
+            return one
+
+        return make
+
+    monkeypatch.setattr(console_server, "_Visitor", noted(console_server._Visitor))
+    monkeypatch.setattr(metrics_server, "_Scrape", noted(metrics_server._Scrape))
+    gc.disable()
+    try:
+        assert [visit(node, path)[0] for path in ("/metrics", "/health", "/console/", "/console/x")] == [200] * 3 + [
+            404
+        ]
+        assert told(node, "/console/look-up", {})[0] == 400
+        first(node)
+        wait_until(lambda: not any(one() for one in met))
+    finally:
+        gc.enable()
+    assert len(met) == 6 + 4, "those of the console were met by both"
+
+
+def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages that somebody looked at on a disk that hung took both threads, until it answered."""
+    go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
+
+    def wait(*_: Any) -> bytes:
+        go.wait(60.0)
+        return json_reply({})
+
+    assert node.console is not None
+    monkeypatch.setitem(node.console._work, "/console/bytes", wait)
+    threads = [threading.Thread(target=lambda: visit(node, "/console/bytes", {})) for _ in range(share)]
+    for thread in threads:
+        thread.start()
+    server = server_of(node)
+    wait_until(lambda: server._reads.used == share)
+    assert told(node, "/console/look-up", {"namespace": "ab" * 16, "key": "abcd"})[0] == 404
+    assert told(node, "/console/act", {"act": "flush"})[0] == 400, "this node has no disk"
+    assert told(node, "/console/bytes", {})[0] == 429
+    go.set()
+    for thread in threads:
+        thread.join()
 
 
 def test_a_fault_is_answered_logged_and_ends_one_call_only(
