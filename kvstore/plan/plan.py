@@ -158,6 +158,14 @@ class Plan:
 
 def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling = EXACT) -> Survey:
     """One pass. Raises InvalidRequest if nothing is asked for, or too little."""
+    for name, asked in (("--ram", [*map(wishes.ram_pages, wishes.ram)]), ("--disk", [*map(wishes.pages, wishes.disk)])):
+        for pages in asked:
+            if pages < sample.pages_min:
+                raise InvalidRequest(
+                    f"{name} with room for {pages:,} pages is too small for a sample of one page in "
+                    f"{1 / sample.rate:g}, which tells of {sample.pages_min:,} and more: take a smaller "
+                    "--sample, or 1 for all pages"
+                )
     chosen = [place * 2**octave // 2 for octave in _OCTAVES for place in (2, 3)]
     sizes = {wishes.ram_pages(nbytes) for nbytes in (*chosen, *wishes.ram)}
     sizes |= {wishes.pages(nbytes) for nbytes in (*chosen, *wishes.disk)}
@@ -220,7 +228,8 @@ class _Planner:
 
     def _rams(self) -> tuple[int, ...]:
         """Powers of two, from where there is a twentieth of all hits to where there is no more to be had."""
-        sizes = [2**octave for octave in _OCTAVES if self._wishes.ram_pages(2**octave)]
+        least = self._survey.sample.pages_min
+        sizes = [2**octave for octave in _OCTAVES if self._wishes.ram_pages(2**octave) >= least]
         pages = [self._wishes.ram_pages(nbytes) for nbytes in sizes]
         last = bisect_left(pages, max(1, self._survey.pages_wanted))
         first = bisect_left(pages, max(1, self._survey.size_for(self._endless / 20)))
@@ -281,6 +290,8 @@ class _Planner:
         sizes = survey.sizes
         full = min(bisect_left(sizes, self._nearly_all), len(sizes) - 1)
         for place, size in enumerate(sizes[:full]):
+            if size < survey.sample.pages_min:
+                continue
             reads = {window: hits[full] - hits[place] for window, hits in self._hits.items()}
             if (self._rate(reads).peak or 0.0) <= wishes.disk_gb_per_s:
                 return wishes.ram_nbytes(size)
@@ -296,8 +307,12 @@ class _Planner:
             yield CopyCost(copies, share, self._share(self._survey.hits(pages)), needed)
 
     def _curve(self) -> Iterable[tuple[int, float]]:
-        wanted = max(2, self._survey.pages_wanted)
+        wanted, least = max(2, self._survey.pages_wanted), self._survey.sample.pages_min
         points: Sequence[int] = sorted(
             {round((2 * wanted) ** (step / CURVE_POINTS)) for step in range(CURVE_POINTS + 1)}
         )
-        return ((self._wishes.ram_nbytes(pages), self._share(self._survey.hits(pages))) for pages in points)
+        return (
+            (self._wishes.ram_nbytes(pages), self._share(self._survey.hits(pages)))
+            for pages in points
+            if pages >= least
+        )

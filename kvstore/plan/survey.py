@@ -23,6 +23,7 @@ from kvstore.plan.windows import Windows
 
 GROUPS = 8  # of a sample
 GROUP_PAGES_MIN = 10  # of fewer nothing can be said
+SCALED_MIN = 4  # pages of a store in a group
 WINDOWS_MAX = 100_000  # 1 GiB
 _MASK = (1 << 64) - 1
 
@@ -37,6 +38,12 @@ class Sampling:
     @property
     def rate(self) -> float:
         return self.groups / self.one_in
+
+    @property
+    def pages_min(self) -> int:
+        """Of a store that it can tell of: in a group a store has whole pages, and of one or two their place among the
+        others is all chance."""
+        return SCALED_MIN * self.one_in if self.one_in > 1 else 1
 
 
 EXACT = Sampling()

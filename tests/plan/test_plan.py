@@ -11,6 +11,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest
 from kvstore.plan.pages import PageSize
 from kvstore.plan.plan import NEARLY_ALL, Plan, Row, Wishes, planned, surveyed
+from kvstore.plan.survey import EXACT, sampling
 
 PAGE = PageSize(16.0, 4096)
 REQUESTS = trees(11, 400, fresh=0.1, deep=5)
@@ -139,6 +140,20 @@ def test_beyond_the_size_with_all_hits_no_ram_gains_any_whatever_part_of_it_has_
     knee = plan(copies=2, near_share=0.5, ram=(made.nearly_all_nbytes,))
     assert knee.rows[0].pages == made.nearly_all_pages
     assert knee.rows[0].hit_rate >= NEARLY_ALL * made.endless
+
+
+def test_a_sample_does_not_tell_of_stores_with_a_page_or_two_in_a_group() -> None:
+    """It would say 44 % ± 3 of one page, where 12 % are right."""
+    requests, sample = trees(0, 3000, fresh=0.05, deep=5), sampling(4.0)
+    small, large = Wishes(PAGE, 1000.0, ram=(127 * 4096,)), Wishes(PAGE, 1000.0, ram=(128 * 4096,))
+    assert sample.pages_min == 128
+    with pytest.raises(InvalidRequest, match="--ram with room for 127 pages is too small"):
+        surveyed(requests, small, sample)
+    exact, about = (planned(surveyed(requests, large, some), large) for some in (EXACT, sample))
+    assert abs(exact.rows[0].hit_rate - about.rows[0].hit_rate) < 4 * about.rows[0].hit_rate_error
+    assert min(nbytes for nbytes, _ in about.curve) >= 128 * 4096
+    chosen = Wishes(PAGE, 1000.0)
+    assert min(some.pages for some in planned(surveyed(requests, chosen, sample), chosen).rows) >= 128
 
 
 def test_a_trace_that_asks_for_nothing_is_refused() -> None:
