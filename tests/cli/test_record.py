@@ -183,6 +183,17 @@ def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_pa
     assert (recording.requests, recording.stores) == (1, 2)
 
 
+def test_it_is_the_trace_that_may_not_be_too_large_and_not_what_waits_to_be_one(tmp_path: Path) -> None:
+    """An engine that decodes stores a page at a time, and each comes with all before it."""
+    with (tmp_path / "spool").open("w+b") as spool:
+        recording = Recording(spool)
+        for page in range(400):
+            recording.add([pb.RecordedUse(stored=True, pages=[page + 7, page + 8], page_nbytes=8, page_tokens=0.5)])
+        waits, nbytes = spool.tell(), sum(map(len, recording.lines()))
+    assert nbytes > 5 * waits
+    assert 0.8 < recording.nbytes / nbytes < 1.25
+
+
 def test_keys_that_are_no_chains_do_not_go_in_circles() -> None:
     chains = Chains()
     numbers = [chains.add(ids) for ids in ([1, 2], [2, 1], [3, 3, 1, 3])]
