@@ -55,7 +55,8 @@ class Chains:
 
 
 class Recording:
-    """Kept in `spool`, which can be read again, until it is told with `lines`. `nbytes`: about what these come to."""
+    """Kept in `spool`, which can be read again, until it is told with `lines`. `nbytes`: about what these come to.
+    `dropped`: requests that found no room at the node."""
 
     def __init__(self, spool: IO[bytes]) -> None:
         self._spool = spool
@@ -63,9 +64,11 @@ class Recording:
         self.requests = 0
         self.stores = 0
         self.nbytes = 0
+        self.dropped = 0
 
-    def add(self, uses: Iterable[pb.RecordedUse]) -> None:
-        for use in uses:
+    def add(self, reply: pb.RecordReply) -> None:
+        self.dropped = reply.dropped
+        for use in reply.uses:
             if not use.pages:
                 continue
             pages = self.chains.add(use.pages)

@@ -60,9 +60,8 @@ class Recorder:
 
     def note(self, namespace: bytes, prefix_hashes: Sequence[bytes], stored: bool) -> None:
         """Somebody asked for these pages of a chain; `stored`: or used or stored them without asking."""
-        now = self._clock_s()
         with self._lock:
-            recording = self._recording
+            recording, now = self._recording, self._clock_s()
             if recording is None or recording.is_abandoned(now):
                 self._recording, self.on = None, False  # with its key, and what waited
             elif now > recording.end_s:
