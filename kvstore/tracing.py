@@ -106,7 +106,7 @@ def request(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def named(name: str) -> Trace:
-    digest = hashlib.sha256(b"kvstore-request\0" + name.encode()).digest()
+    digest = hashlib.sha256(b"kvstore-request\0" + str(name).encode(errors="backslashreplace")).digest()
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
 
 
