@@ -14,9 +14,11 @@ from typing import Any
 import kvstore.tracing as tracing
 from kvstore.config import Telemetry, telemetry
 from kvstore.errors import ConfigError
+from kvstore.log_rate import LogRate
 from kvstore.tracing import Trace
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 EXPORTERS = "opentelemetry_traces_exporter"  # group of entry points, by which OpenTelemetry finds them
 OTLP = "otlp"  # the default, and no exporter by itself: of its protocols each has one
 PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
@@ -36,9 +38,15 @@ def set_up(service: str = "") -> None:
     except ImportError:
         log.info("OTEL_* asks for traces, and there are none: pip install opentelemetry-sdk")
         return
+    except Exception:  # the edge to code that is not ours: an engine starts without traces, too
+        log.exception("OTEL_* asks for traces, and OpenTelemetry can not be used")
+        return
     if service:
         _provide(trace, service, wanted)
-    tracing.tracer = _Tracer(trace)
+    try:
+        tracing.tracer = _Tracer(trace)
+    except Exception:  # as above
+        log.exception("OTEL_* asks for traces, and its provider can not be used")
 
 
 def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
@@ -99,7 +107,7 @@ def flush() -> None:
 class _Tracer:
     def __init__(self, trace: Any) -> None:
         self._api = trace
-        self._tracer = trace.get_tracer("kvstore")
+        self._tracer = _Careful(trace, trace.get_tracer("kvstore"))
 
     def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
         api = self._api
@@ -121,6 +129,21 @@ class _Tracer:
     def active(self) -> Trace | None:
         """Of the span that the engine is in, if it is in one."""
         return _trace(self._api.get_current_span())
+
+
+class _Careful:
+    """Of a provider whose sampler and processors are others' and may raise: what is traced is done all the same."""
+
+    def __init__(self, api: Any, tracer: Any) -> None:
+        self._api = api
+        self._tracer = tracer
+
+    def start_span(self, name: str, *others: Any) -> Any:
+        try:
+            return self._tracer.start_span(name, *others)
+        except Exception:  # the edge to code that is not ours
+            log.exception("the step %s is not recorded", name)
+            return self._api.INVALID_SPAN
 
 
 def _trace(span: Any) -> Trace | None:
@@ -145,7 +168,10 @@ class _Span(AbstractContextManager[Any]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._within.__exit__(None, None, None)
-        if error is not None:
-            said = f"{type(error).__name__}: {error}"
-            self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
-        self._started.end()
+        try:
+            if error is not None:
+                said = f"{type(error).__name__}: {error}"
+                self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
+            self._started.end()
+        except Exception:  # the edge to code that is not ours
+            log.exception("a step is not recorded")

@@ -124,7 +124,7 @@ def request(*names: str | None) -> Span:
     active = tracer.active() if tracer is not None else None
     if active is not None:
         return within(active)
-    traces = [named(name) for name in names[:REQUESTS_MAX] if name]
+    traces = [named(str(name)) for name in names[:REQUESTS_MAX] if name]
     if traces:
         return within(traces[0]._replace(others=tuple(traces[1:])) if traces[1:] else traces[0])
     if tracer is not None:

@@ -1,5 +1,6 @@
 """Background lookups: polls never wait, deadlines hold, the store is asked once."""
 
+import concurrent.futures
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from kvstore import Client, ClientConfig, LookupResult, Namespace
 from kvstore.errors import Unavailable
 from kvstore.layout import opaque_layout
 from kvstore.measure.node_process import NodeProcess
+from kvstore.tracing import named
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -175,11 +177,30 @@ def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest
     lookups.ask("t", [([namespace("a")], KEYS)])
     assert answered(lookups, "t")[0][0]
     lookups.close()
-    assert [record.message.split(",")[0] for record in caplog.records] == [
+    assert [record.message.split(" [")[0].split(",")[0] for record in caplog.records] == [
         "the store failed",
         "the store answers again",
     ]
     assert lookups.take_counts().lookups_failed == 5
+
+
+def test_an_outage_names_the_request_that_met_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that asks is heard when the next request is asked about."""
+    first: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    questions = [first, concurrent.futures.Future[Any]()]
+
+    class Late(ThreadAsker):
+        def __init__(self) -> None: ...
+
+        def look_up(self, question: Any, timeout_s: float) -> Any:
+            if question is not asked:
+                first.set_exception(Unavailable("nobody is there"))
+            return questions.pop(0)
+
+    lookups, asked = Lookups(Late(), 10.0), [([namespace("a")], KEYS)]
+    lookups.ask("one", asked)
+    lookups.ask("two", [([namespace("b")], KEYS)])
+    assert f"nobody is there [request {named('one').request_id}]" in caplog.text
 
 
 def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
