@@ -124,7 +124,7 @@ def request(*names: str | None) -> Span:
     active = tracer.active() if tracer is not None else None
     if active is not None:
         return within(active)
-    traces = [named(str(name)) for name in names[:REQUESTS_MAX] if name]
+    traces = [named(name) for name in names[:REQUESTS_MAX] if name]
     if traces:
         return within(traces[0]._replace(others=tuple(traces[1:])) if traces[1:] else traces[0])
     if tracer is not None:
@@ -132,8 +132,13 @@ def request(*names: str | None) -> Span:
     return within(Trace(os.urandom(TRACE_NBYTES), os.urandom(SPAN_NBYTES), True))
 
 
-@functools.lru_cache(1024)  # a step of an engine names some of its requests again and again
 def named(name: str) -> Trace:
+    """Whatever an engine says is a name."""
+    return _named(str(name))
+
+
+@functools.lru_cache(1024)  # a step of an engine names some of its requests again and again
+def _named(name: str) -> Trace:
     digest = hashlib.sha256(b"kvstore-request\0" + name.encode(errors="backslashreplace")).digest()
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
 
