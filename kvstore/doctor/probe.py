@@ -6,12 +6,11 @@ module --a finding a line, as JSON--> findings
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from kvstore.doctor.finding import Finding, State, fail
-
-KILLED_S = 0.5  # one that hangs in the kernel does not even end then
 
 
 def tell(findings: Iterable[Finding]) -> None:
@@ -24,19 +23,28 @@ def tell(findings: Iterable[Finding]) -> None:
 def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
     """What `python -m module` finds. `remedy`: if it does not end, or ends badly."""
     command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            said, complained = process.communicate(timeout=limit_s)
-            hung = False
-        except subprocess.TimeoutExpired as late:
-            process.kill()
-            said, complained, hung = late.output or b"", late.stderr or b"", True
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, complained = process.communicate(timeout=limit_s)
+        hung = False
+    except subprocess.TimeoutExpired as late:
+        said, complained, hung = late.output or b"", late.stderr or b"", True
+        _leave(process)
     yield from _parsed(said)
     if hung:
         yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
     elif process.returncode:
         last = complained.decode(errors="replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
         yield fail(name, last[0], remedy)
+
+
+def _leave(process: "subprocess.Popen[bytes]") -> None:
+    """One that hangs in the kernel does not even end when it is killed."""
+    process.kill()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+    threading.Thread(target=process.wait, name="kvstore-doctor-left", daemon=True).start()
 
 
 def _parsed(said: bytes) -> Iterator[Finding]:

@@ -1,5 +1,8 @@
 """Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or talks."""
 
+import concurrent.futures
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,26 @@ def test_what_was_said_before_it_hung_counts(tmp_path: Path, monkeypatch: pytest
         if before:
             break
     assert [(finding.name, finding.state) for finding in before] == [("first", State.OK)]
+
+
+def test_one_that_not_even_a_kill_ends_is_left_alone_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process is that waits in the kernel for a disk."""
+    name, left = module(tmp_path, monkeypatch, "import time\ntime.sleep(600)\n"), list[Any]()
+    kill = subprocess.Popen.kill
+
+    def spared(process: Any) -> None:
+        left.append(process)
+
+    monkeypatch.setattr(subprocess.Popen, "kill", spared)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        finding = pool.submit(lambda: list(probed("disk", name, [], 0.2, "mend the disk")))
+        try:
+            (found,) = finding.result(LONG_S)
+        finally:
+            for process in left:
+                kill(process)
+    assert (found.found, found.remedy) == ("hangs: no end in 0.2 s", "mend the disk")
+    assert [process.wait(LONG_S) for process in left] == [-signal.SIGKILL]
 
 
 def test_one_that_can_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
