@@ -17,7 +17,9 @@ from node.console import server as console_server
 from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
 from node.console.files import NAMES
 from node.console.server import ConsoleServer
+from node.console.snapshot import HOT_MAX
 from node.peers.address import with_port
+from node.serve.heat import Hot
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
 from node.server import Node
 
@@ -156,6 +158,30 @@ def test_all_who_are_told_the_same_are_told_of_one_status(node: Node, monkeypatc
             assert next(one)[1] == next(other)[1]
         assert len(asked) - before <= 1 + (time.monotonic() - began) / 1.8
     assert set(asked) == {"node_status"}
+
+
+def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = node.service.call
+
+    def told_more(op: str, *rest: Any) -> Any:
+        status = call(op, *rest)
+        for number in range(80):
+            status.tenants.add(tenant=f"t{number}", ram_nbytes=number, disk_nbytes=number % 2 * 1000)
+            space = status.namespaces.add(digest=number.to_bytes(16, "big"), page_nbytes=2)
+            space.page_count, space.disk_page_count = number, number % 2 * 1000
+        return status
+
+    heat = [Hot(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0) for number in range(80)]
+    monkeypatch.setattr(node.service, "call", told_more)
+    monkeypatch.setattr(node.service.heat, "hottest", lambda: heat)
+    with watching(node) as events:
+        values = next(values for _, values in events if values["tenant_count"] == 80)
+    largest = [*range(79, 0, -2), *range(78, 58, -2)]
+    assert [use["tenant"] for use in values["tenants"]] == [f"t{number}" for number in largest]
+    assert [int(space["digest"], 16) for space in values["namespaces"]] == largest
+    assert [hot["lookups"] for hot in values["hot"]] == list(range(80, 80 - HOT_MAX, -1))
 
 
 def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
