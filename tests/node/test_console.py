@@ -33,8 +33,7 @@ def server_of(node: Node) -> ConsoleServer:
 def nothing_is_left(node: Node) -> Iterator[None]:
     yield
     server = server_of(node)
-    wait_until(lambda: not (server._visitors or server._watchers.used or server._calls.used))
-    assert server._places.count == 0
+    wait_until(lambda: not (server._visitors or server._watchers.used or server._calls.used or server._places.count))
 
 
 def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
@@ -196,6 +195,43 @@ def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
         stream.__exit__(None, None, None)
     wait_until(lambda: not server_of(node)._watchers.used)
     assert first(node)["state"] == "SERVING"
+
+
+def test_who_takes_an_event_slowly_is_told_all_of_it_before_the_next(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node.console is not None
+    large = '{"big":"%s"}' % ("x" * (32 << 20))
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: large)
+    monkeypatch.setattr(console_server, "EVERY_S", 0.02)
+    slow, server = connection(node), server_of(node)
+    slow.request("POST", "/console/events", b"{}", OWN)
+    wait_until(lambda: server._watchers.used == 1)
+    turns = server._next_s
+    wait_until(lambda: server._next_s > turns + 0.1)  # some events are due meanwhile
+    reply = slow.getresponse()
+    assert reply.readline() == b"event: now\n"
+    assert reply.readline() == f"data: {large}\n".encode()
+    assert [reply.readline() for _ in range(2)] == [b"\n", b"event: now\n"]
+    reply.close()
+    slow.close()
+
+
+def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
+    server, silent = server_of(node), list[socket.socket]()
+
+    def is_full() -> bool:
+        silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
+        silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
+        return server._places.count == CONSOLE_MAX // 2
+
+    with watching(node) as events:
+        next(events)
+        wait_until(is_full)
+        assert visit(node, "/console/")[0] == 200
+        assert [next(events)[0] for _ in range(2)] == ["now", "now"]
+        for sock in silent:
+            sock.close()
 
 
 def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
