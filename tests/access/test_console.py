@@ -143,6 +143,26 @@ def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None
     wait_until(lambda: not watchers.used)
 
 
+@pytest.mark.parametrize(("tenant", "role"), [("team-b", "read"), ("team-a", "admin")])
+def test_a_stream_ends_when_its_token_is_of_another_tenant_or_role(
+    stored: Node, people: People, tenant: str, role: str
+) -> None:
+    def are(*wanted: str) -> bool:
+        known = [p for p in stored.access.identities.tokens.values() if p.name == "mover"]
+        return [(p.tenant, p.role.name.lower()) for p in known] == [wanted]
+
+    token = people.join("mover", "team-a", "read")
+    taken_up(stored, lambda: are("team-a", "read"))
+    with watching(stored, token) as events:
+        assert next(events)[0] == "now"
+        people.change("mover", tenant, role)
+        taken_up(stored, lambda: are(tenant, role))
+        *seen, (name, values) = list(events)
+    assert (name, "open it anew" in values["error"]) == ("end", True)
+    assert all({space["tenant"] for space in told["namespaces"]} == {"team-a"} for _, told in seen)
+    people.leave("mover")
+
+
 def test_a_name_with_a_domain_is_as_good_as_any_where_a_token_is_asked_for(stored: Node, people: People) -> None:
     token = people.tokens["read"]
     assert visit(stored, "/console/", Host="node7.example.com")[0] == 200

@@ -1,0 +1,42 @@
+"""What an operator is told to do: what a node's status says, and nothing of what is well."""
+
+import pytest
+
+from kvstore.doctor.finding import State
+from kvstore.pb import kvstore_pb2 as pb
+from node.console.findings import findings
+
+WELL = pb.NodeStatusReply(
+    state="SERVING",
+    ram=pb.RamStatus(capacity_nbytes=1 << 30),
+    disk=pb.DiskStatus(state="SERVING", direct_io=True, queue_nbytes_max=1),
+    peers=pb.PeersStatus(registry="etcd"),
+)
+
+
+def changed(**fields: object) -> pb.NodeStatusReply:
+    status = pb.NodeStatusReply()
+    status.CopyFrom(WELL)
+    status.MergeFrom(pb.NodeStatusReply(**fields))  # type: ignore[arg-type]
+    return status
+
+
+def test_of_what_is_well_nothing_is_told() -> None:
+    assert findings(WELL) == []
+    assert findings(pb.NodeStatusReply(state="SERVING")) == [], "a tenant, who is told neither of RAM nor of members"
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "said"),
+    [
+        (changed(state="DRAINING"), State.WARN, "DRAINING"),
+        (changed(insecure="anybody may write"), State.WARN, "anybody may write"),
+        (changed(disk=pb.DiskStatus(state="STOPPED", reason="full")), State.FAIL, "STOPPED"),
+        (changed(peers=pb.PeersStatus(registry="no etcd answers")), State.WARN, "no etcd answers"),
+        (changed(peers=pb.PeersStatus(apart=["n7: another key"])), State.WARN, "n7: another key"),
+        (changed(peers=pb.PeersStatus(pages_dropped=1234)), State.WARN, "1,234 pages"),
+    ],
+)
+def test_one_thing_that_is_not_well(status: pb.NodeStatusReply, state: State, said: str) -> None:
+    (found,) = findings(status)
+    assert (found.state, said in found.found) == (state, True), found
