@@ -1,15 +1,20 @@
 """Looking up pages through the console, and what it removes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from visits import told, visit
 
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane
+from kvstore.errors import InvalidRequest
+from kvstore.identities import Principal, Role
 from kvstore.layout import PageLayout as Layout
 from kvstore.messages import layout_value
 from kvstore.pb import kvstore_pb2 as pb
+from node.console.acts import SCRUB_NBYTES, Acts
 from node.console.pages import BYTES_MAX, FOUND_MAX
+from node.serve.limits import SCRUB_NBYTES_MAX
 from node.server import Node
 
 PLANES = (Plane("k", "bfloat16", (2, 8)), Plane("v", "float8_e4m3fn", (16,)))
@@ -144,3 +149,19 @@ def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: Any) -> Non
     status, told_ = told(node, "/console/act", asked)
     assert status == 400
     assert "kvstore rm" in told_["error"]
+
+
+def test_a_scrub_goes_on_from_where_it_was() -> None:
+    asked: list[Any] = []
+    gate = SimpleNamespace(who=lambda caller: Principal("root", "*", Role.ADMIN))
+    service: Any = SimpleNamespace(gate=gate, call=lambda op, request, caller: (asked.append(request), request)[1])
+    nobody: Any = None
+    acts = Acts(service, nobody)
+    acts.do({"act": "scrub"}, nobody)
+    acts.do({"act": "scrub", "cursor": "abcd"}, nobody)
+    assert [request.cursor for request in asked] == [b"", b"\xab\xcd"]
+    assert {request.nbytes_max for request in asked} == {SCRUB_NBYTES}
+    assert SCRUB_NBYTES <= SCRUB_NBYTES_MAX
+    for cursor in (5, "xyz", None):
+        with pytest.raises(InvalidRequest, match="cursor"):
+            acts.do({"act": "scrub", "cursor": cursor}, nobody)
