@@ -34,7 +34,7 @@ TOLD = {
     "planning.md": [
         f"| {pages.TOKEN_NBYTES >> 10} KiB a token, and it says so |",
         f"({100 * plan.NEARLY_ALL:g} % of what a store that never forgets would hit)",
-        f"at most `--copies-share` ({plan.NEAR_SHARE_MAX:g}) of a node",
+        f"at most `--copies-share` ({plan.NEAR_SHARE:g}) of a node",
         f"A chain that is longer than `--batch-keys-max` ({BATCH_KEYS:,}) pages",
         f"is at most {recorder.WAITING_PAGES_MAX:,} pages",
     ],

@@ -41,6 +41,23 @@ def test_members_that_agree_are_well_and_as_many_as_there_are_copies_are_enough(
     assert found.keys() == {"members", "view", "registry"}
 
 
+def test_a_member_that_does_not_answer_is_named_and_one_that_is_named_has_to_be_one() -> None:
+    found = of_members(VIEW)["members"]
+    assert (found.state, found.found) == (State.FAIL, "1 of 2 answer here; not n1")
+    assert cluster.near(VIEW, ClientConfig(near="n1"), {}).state is State.OK
+    assert cluster.near(VIEW, ClientConfig(near="n7"), {}).state is State.FAIL
+
+
+def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
+    later = View("fleet", 2, MEMBERS, 2)
+    behind = SimpleNamespace(hello=pb.HelloReply(view=VIEW.message), status=pb.NodeStatusReply())
+    behind.ask_again = lambda: setattr(behind, "hello", pb.HelloReply(view=later.message))
+    ahead = SimpleNamespace(hello=pb.HelloReply(view=later.message), status=pb.NodeStatusReply(), ask_again=list)
+    ways: dict[str, Any] = {"n0": behind, "n1": ahead}
+    found = {finding.name: finding for finding in cluster.findings(VIEW, ways)}
+    assert (found["view"].state, "number 2" in found["view"].found) == (State.OK, True)
+
+
 def test_more_copies_than_members() -> None:
     three = View("fleet", 1, MEMBERS, 3)
     ways: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
