@@ -11,7 +11,7 @@ from node.config import NodeConfig
 from node.console.pages import BYTES_MAX
 from node.console.server import EVERY_S, THREADS
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
-from node.serve import bans, grpc_options, knocks, limits, recorder
+from node.serve import bans, grpc_options, knocks, limits, metrics_server, recorder
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.requests import RANGE_NBYTES
 from node.server import Node
@@ -51,7 +51,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     places += [servicer._followers]
     places += [node.metrics._places]
     assert node.console is not None
-    budgets += [node.console.server._watchers, node.console.server._calls]
+    budgets += [node.console.server._watchers, node.console.server._calls, node.console.server._reads]
     places += [node.console.server._places]
     caps = [one.cap for one in (*budgets, *places)] + [node.grpc._connections._cap]
     told = {name.strip() for row in rows() for name in row[0].split(",")}
@@ -100,10 +100,10 @@ SAID = {
     ): f"{', '.join(map(str, limits.LONG_CALLS.values()))} at a time",
     "a recording": f"one at a time, a day; {recorder.WAITING_PAGES_MAX:,} pages",
     "one scrub": f"{limits.SCRUB_NBYTES_MAX >> 20} MiB, {limits.SCRUB_S_MAX:g} s",
-    "scrapes": f"{limits.SCRAPES_MAX}, each {limits.SCRAPE_S_MAX:g} s",
+    "scrapes": f"{limits.SCRAPES_MAX}, and {metrics_server._BACKLOG} that wait to be taken, each {limits.SCRAPE_S_MAX:g} s",
     "console connections": f"{limits.CONSOLE_MAX}, each {limits.CONSOLE_S_MAX:g} s",
     "console watchers": f"{limits.WATCHERS_MAX}; told each {EVERY_S:g} s",
-    "console calls": f"{limits.CONSOLE_CALLS_MAX}, {THREADS} at a time; {BYTES_MAX >> 20} MiB of a page",
+    "console calls, console reads": f"{limits.CONSOLE_CALLS_MAX} of each, {THREADS} at a time; {BYTES_MAX >> 20} MiB of a page",
     "descriptors": f"fewer than {DESCRIPTORS_LEFT_MIN} are left",
     "log lines": f"{LINES} of one statement in {WINDOW_S:g} s",
     "calls that compute: all but those above, puts and gets": "1 of a peer at a time",
