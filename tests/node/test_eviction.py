@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
+from node.ram.habits import FIRST
 from node.ram.page import State
 from node.ram.reservation import Verdict
 
@@ -262,7 +263,7 @@ DAMAGES = {
     "use not recorded": lambda tier, page: setattr(page, "used_ms", 77),
     "page out of the list": lambda tier, page: page.order.pool.withdraw(page),
     "pinned and in the list": lambda tier, page: tier.eviction.pins.add(page, 5),
-    "list counts wrongly": lambda tier, page: setattr(page.namespace.account.pool._lists[PAGE]._own, "count", 9),
+    "list counts wrongly": lambda tier, page: setattr(page.namespace.account.pool._lists[PAGE]._own[FIRST], "count", 9),
     "forgotten, keeps its slot": lambda tier, page: page.namespace.pages.pop(page.prefix_hash),
     "state": lambda tier, page: setattr(page, "state", State.DOOMED),
 }
