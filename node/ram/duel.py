@@ -7,19 +7,22 @@
     LRU rules      lead of one shadow over the other. The habits rule when it is an eighth of all pages
     habits rule    lead of the real pages over LRU's shadow. LRU rules again when a 64th of all pages is lost
 
-A reign that ended with a loss makes the next need four times the lead. So habits that stop being true cost a few of each
-hundred pages that there are, once, and seldom again. Pages are chosen for the shadows by their hashes: any part of them,
-with the same part of the capacity, has the same share of hits as the whole. Pure.
+A reign that ended with a loss makes the next need four times the lead. So habits that stop being true cost a few of
+each hundred pages that there are, once, and seldom again. Pages are chosen for the shadows by their hashes: any part of
+them, with the same part of the capacity, has the same share of hits as the whole. Pure.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from node.ram.habits import Habits
+from node.ram.habits import ENDS_LEAST, Habits
 from node.ram.shadow import Shadow
 
 SHADOW_PAGES = 256  # or up to twice as many
+SHADOW_LEAST = 200  # with fewer chance says who is ahead
 PART_LEAST = 4  # every fourth page at most
+PAGES_AN_END = 8  # of those that are remembered, see `habits.py`
 PART_BIT = 20  # of a key, from which on it is chosen by; dicts look at the lower ones
 PROOF = 1 / 8  # of the pages, to be ahead by
 LEAD_MAX = 1 / 4  # of the pages; what was gained before counts no more
@@ -34,24 +37,23 @@ class Seen(Protocol):
     def __call__(self, at: int) -> bool: ...
 
 
-class DuelInfo(NamedTuple):
-    """Of one pool, or of all. Pages are those chosen for the shadows."""
+@dataclass(slots=True)
+class DuelCounters:
+    """Of all duels together; names as in the EvictionStatus message."""
 
-    learned_rules: int = 0  # pools, of those that have a duel
     switches: int = 0
-    asked: int = 0
-    hits_lru: int = 0
-    hits_learned: int = 0
-    pages_missed: int = 0
+    shadow_asked: int = 0
+    shadow_hits_lru: int = 0
+    shadow_hits_learned: int = 0
 
 
 class Duel:
     """Of the pages of one pool. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: DuelCounters) -> None:
         self.habits = Habits()
         self.learned_rules = False
-        self.switches = self.asked = self.hits_lru = self.hits_learned = 0
+        self._counters = counters
         self._part = 0  # every so-many-th page is in the shadows; 0: there are none yet
         self._page_count = 0
         self._lru = self._learned = Shadow(0)
@@ -67,9 +69,9 @@ class Duel:
         places = [at for at, key in enumerate(keys) if not key & chosen]
         some = [keys[at] for at in places]
         lru, learned = self._lru.run(some), self._learned.run(some)
-        self.asked += len(some)
-        self.hits_lru += lru
-        self.hits_learned += learned
+        self._counters.shadow_asked += len(some)
+        self._counters.shadow_hits_lru += lru
+        self._counters.shadow_hits_learned += learned
         if self.learned_rules:
             learned = next((count for count, at in enumerate(places) if not is_here(at)), len(places))
         self._judge((learned - lru) * self._part, len(keys))
@@ -87,6 +89,7 @@ class Duel:
     def fill(self, page_count: int) -> None:
         """Room is needed; there are so many pages."""
         self._page_count = page_count
+        self.habits.ends_max = max(ENDS_LEAST, page_count // PAGES_AN_END)
         if not self._part or (self._part > PART_LEAST and page_count < SHADOW_PAGES * self._part // 2):
             self._begin(page_count)  # for the first time, or there are far fewer than before
             return
@@ -101,8 +104,8 @@ class Duel:
     def _begin(self, page_count: int) -> None:
         self._rule(False)
         self._lead, self._part = 0.0, 0
-        if page_count < SHADOW_PAGES:
-            return  # not worth it
+        if page_count < SHADOW_LEAST * PART_LEAST:
+            return
         self._part = PART_LEAST
         while page_count >= 2 * SHADOW_PAGES * self._part:
             self._part *= 2
@@ -128,7 +131,7 @@ class Duel:
                 self._rule(True)
 
     def _rule(self, learned: bool) -> None:
-        self.switches += learned != self.learned_rules
+        self._counters.switches += learned != self.learned_rules
         self.learned_rules = learned
         self._lead = self._page_count * STAKE + STAKE_LEAST if learned else 0.0
         self._gain = 0.0

@@ -23,7 +23,7 @@ MERITS = LAST + 1
 YOUNG_BITS = 4  # uses that are told apart: the first 16, then each power of two
 AGES = 24
 EDGES = [0, *(1 << YOUNG_BITS + i for i in range(AGES))]
-ENDS_MAX = 1 << 13  # 2 MiB
+ENDS_LEAST = 1 << 12  # that are remembered: 1 MiB
 WEIGHED = 128  # chains, from one time that worths are made anew to the next: 0.4 ms
 HALVED = 4096  # chains, after which what was counted counts half
 PRIOR = 10.0  # pages that never came back
@@ -46,6 +46,7 @@ class Habits:
 
     def __init__(self) -> None:
         self.tick = 0
+        self.ends_max = ENDS_LEAST
         self._chains: OrderedDict[int, _Chain] = OrderedDict()  # by their last two pages, the newest last
         self._used = [PRIOR] * MERITS  # pages
         self._again = [[0.0] * AGES for _ in range(MERITS)]  # pages, by age
@@ -82,7 +83,7 @@ class Habits:
         chain.ends = keys[max(first, len(keys) - 2) :]
         for end in chain.ends:
             self._chains[end] = chain
-        while len(self._chains) > ENDS_MAX:
+        while len(self._chains) > self.ends_max:
             self._chains.popitem(last=False)
         return chain.merit
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.keys import short
 from node.ram.accounts import Accounts
-from node.ram.duel import Duel
+from node.ram.duel import Duel, DuelCounters
 from node.ram.page import Page, Space, State
 from node.ram.pins import Pins
 from node.ram.pool import Pool
@@ -24,7 +24,8 @@ class UseOrder:
 
     def __init__(self, slots: SlotAllocator, turn: Turn, learns: bool = False) -> None:
         self._slots = slots
-        self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn, Duel() if learns else None))
+        self.duels = DuelCounters()
+        self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn, Duel(self.duels) if learns else None))
         self.pins = Pins(slots)
 
     # ---- a page's life -------------------------------------------------------------------
@@ -97,6 +98,9 @@ class UseOrder:
         else:
             pool.admit(page)
 
+    def pools(self) -> list[Pool]:
+        return list(dict.fromkeys((self.accounts.shared, *(account.pool for account in self.accounts.all()))))
+
     # ---- pins ----------------------------------------------------------------------------
 
     def pin(self, page: Page, expiry_ms: int) -> None:
@@ -125,9 +129,7 @@ class UseOrder:
         wrong = []
         found: dict[str, dict[int, int]] = {}
         pinned: dict[str, int] = {}
-        for pool in {
-            id(pool): pool for pool in (self.accounts.shared, *(a.pool for a in self.accounts.all()))
-        }.values():
+        for pool in self.pools():
             wrong += pool.check()
         for block in self._slots.blocks():
             for page in block.owners:

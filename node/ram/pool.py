@@ -24,6 +24,8 @@ class Pool:
         self._turn = turn
         self.duel = duel
         self._own_count = 0  # pages here that are no copies
+        self._is_grown = False  # since room was needed last
+        self._learned_rules = False  # as it was then
         self._lists: dict[int, SizeOrder] = {}  # by slot size
         self._ages = Ages(self._oldest_ms, lambda: turn.over)
 
@@ -51,6 +53,7 @@ class Pool:
             lru = self._lists[size] = SizeOrder(self)
         page.order = lru
         self._own_count += not page.is_copy
+        self._is_grown = True
         return lru
 
     def _make_known(self, lru: SizeOrder, page: Page) -> None:
@@ -96,7 +99,11 @@ class Pool:
         """The merit of a chain that is used. `new`: what of it is not here is coming."""
         if self.duel is None:
             return FIRST
-        known_count = next((at for at, page in enumerate(pages) if not _is_here(page)), len(pages))
+        known_count, visible = 0, State.VISIBLE
+        for page in pages:
+            if page is None or page.state is not visible:
+                break
+            known_count += 1
         keys = _keys(digest, prefix_hashes if new else prefix_hashes[:known_count])
         return self.duel.use(keys, known_count)
 
@@ -125,11 +132,16 @@ class Pool:
         """The same by what rules: the oldest, or that which is worth least."""
         if self.duel is None:
             return self.oldest(slot_nbytes)
-        self.duel.fill(self._own_count)
-        lru = self._lists.get(slot_nbytes)
-        if lru is None:
-            return None
-        return lru.worth_least(self._turn, self.duel.habits) if self.duel.learned_rules else lru.oldest(self._turn)
+        if self._is_grown:
+            self._is_grown = False
+            self.duel.fill(self._own_count)
+        learned = self.duel.learned_rules
+        if learned != self._learned_rules:
+            self._learned_rules = learned
+            for lru in self._lists.values():
+                lru.think_again()
+        found = self._lists.get(slot_nbytes)
+        return found.next_to_go(self._turn, self.duel.habits if learned else None) if found is not None else None
 
     def is_younger(self, slot_nbytes: int) -> bool:
         """Whether another size has a page that is older than the oldest of this one, which may be held."""

@@ -14,6 +14,7 @@ class Shadow:
         self._habits = habits
         self._merits: dict[int, int] = {}
         self._ticks: list[dict[int, int]] = [{} for _ in range(MERITS if habits else 1)]  # by merit, the oldest first
+        self._going = (0, -1)  # merit and tick of what goes next, as long as there is any
 
     def __len__(self) -> int:
         return len(self._merits)
@@ -60,9 +61,13 @@ class Shadow:
         return len(self._merits) + more > self.capacity
 
     def _drop(self) -> None:
-        ticks = (self._habits and self._ticks[GO]) or self._ticks[self._least()[0]]
-        key = next(iter(ticks))
-        del ticks[key], self._merits[key]
+        merit, tick = self._going
+        key, used = next(iter(self._ticks[merit].items()), (0, -2))
+        if self._habits is not None and (used != tick or (merit != GO and self._ticks[GO])):
+            merit = GO if self._ticks[GO] else self._least()[0]
+            key, used = next(iter(self._ticks[merit].items()))
+            self._going = (merit, used)
+        del self._ticks[merit][key], self._merits[key]
 
     def _least(self) -> tuple[int, float]:
         """(the merit whose oldest page is worth least, what that is), but for those that go first anyway"""

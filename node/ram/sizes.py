@@ -25,12 +25,13 @@ def rank_ms(page: Page) -> int:
 class SizeOrder:
     """As one `LruList`, of the pages of a `pool`. Not thread-safe."""
 
-    __slots__ = ("_copies", "_own", "is_known", "pool")
+    __slots__ = ("_copies", "_going", "_own", "is_known", "pool")
 
     def __init__(self, pool: Waiting) -> None:
         self.pool = pool
         self._copies = LruList()
         self._own: dict[int, LruList] = {}  # by merit
+        self._going: tuple[LruList, int] | None = None  # the list, and the batch in it, that goes next
         self.is_known = False  # to those who compare sizes
 
     def _list(self, page: Page) -> LruList:
@@ -46,9 +47,12 @@ class SizeOrder:
         return self._copies.count + sum(own.count for own in self._own.values())
 
     def push_newest(self, page: Page) -> None:
+        if page.merit == GO:
+            self._going = None
         self._list(page).push_newest(page)
 
     def push_oldest(self, page: Page) -> None:
+        self._going = None
         self._list(page).push_oldest(page)
 
     def unlink(self, page: Page) -> None:
@@ -56,11 +60,14 @@ class SizeOrder:
 
     def move_newest(self, page: Page, tick: int, merit: int) -> None:
         """Used then, in a chain of this merit."""
-        self._list(page).unlink(page)
+        lru = self._list(page)
         page.tick = tick
-        if merit > page.merit:
+        if merit <= page.merit:
+            lru.move_newest(page)
+        else:
+            lru.unlink(page)
             page.merit = merit
-        self._list(page).push_newest(page)
+            self._list(page).push_newest(page)
 
     def oldest_copy(self, turn: Turn) -> Page | None:
         """None: there is none that nobody holds, or the turn is over."""
@@ -69,18 +76,33 @@ class SizeOrder:
     def oldest(self, turn: Turn) -> Page | None:
         """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
         over."""
-        return self._first(turn, _by_tick)
-
-    def worth_least(self, turn: Turn, habits: Habits) -> Page | None:
-        """The same with that which is worth least."""
-        return self._first(turn, lambda page: (page.merit > GO and habits.worth(page.merit, page.tick), page.merit))
-
-    def _first(self, turn: Turn, key: Callable[[Page], Any]) -> Page | None:
         copy = self.oldest_copy(turn)
         if copy is not None or (self._copies.count and turn.over):
             return copy
         if len(self._own) == 1:
             return next(iter(self._own.values())).oldest(turn)
+        return self._first(turn, _by_tick)
+
+    def next_to_go(self, turn: Turn, habits: Habits | None) -> Page | None:
+        """The same, or that which is worth least by these habits. Pages of one batch go one after the other, so
+        that the lists are seldom compared."""
+        copy = self.oldest_copy(turn)
+        if copy is not None or (self._copies.count and turn.over):
+            return copy
+        if self._going is not None:
+            own, tick = self._going
+            page = own.oldest(turn)
+            if page is not None and page.tick == tick:
+                return page
+        page = self._first(turn, _by_tick if habits is None else lambda page: _by_worth(page, habits))
+        self._going = (self._own[page.merit], page.tick) if page is not None else None
+        return page
+
+    def think_again(self) -> None:
+        """About what goes next: another policy rules."""
+        self._going = None
+
+    def _first(self, turn: Turn, key: Callable[[Page], Any]) -> Page | None:
         firsts: list[Page] = []
         for own in self._own.values():
             page = own.oldest(turn) if own.count else None
@@ -97,6 +119,7 @@ class SizeOrder:
 
     def give_back(self, page: Page) -> bool:
         """The last reader of a page is done. Whether it was aside, and may be the oldest now."""
+        self._going = None
         return self._list(page).give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
@@ -120,6 +143,10 @@ class SizeOrder:
             ticks = [page.tick for page in own.oldest_first()]
             wrong += own.check() + ([f"merit {merit} is not in order of use"] if ticks != sorted(ticks) else [])
         return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]
+
+
+def _by_worth(page: Page, habits: Habits) -> tuple[float, int]:
+    return (habits.worth(page.merit, page.tick) if page.merit > GO else -1.0), page.merit
 
 
 def _by_tick(page: Page) -> tuple[int, int]:
