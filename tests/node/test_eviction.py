@@ -40,9 +40,10 @@ class ReferenceLru:
         self.touch(chain)
 
 
-def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any) -> None:
+@pytest.mark.parametrize("learns", [False, True], ids=["lru", "learned without proof"])
+def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any, learns: bool) -> None:
     rng = random.Random(seed)
-    box = sandbox(8 * EXTENT, EXTENT)
+    box = sandbox(8 * EXTENT, EXTENT, learns)
     pages = box.open("model", PAGE)
     reference = ReferenceLru(128)
     universe = pages.keys(*range(400))
