@@ -6,7 +6,7 @@ trace if a request's pages are used from the tail to the head, simulated here in
 Aim: within 0.003 of it at every capacity, with `--eviction learned` not more than 0.001 below it, and no page that
 differs from what was stored.
 
-    python benchmarks/eviction.py traces/conversation_trace.jsonl [--limit N] [--eviction learned] [--json]
+    python benchmarks/eviction.py traces/conversation_trace.jsonl [--limit N] [--eviction learned] [--capacities 5000]
 """
 
 import itertools
@@ -78,6 +78,9 @@ def main(argv: list[str]) -> None:
     options.add_argument("trace", type=Path, metavar="TRACE", help="JSONL, one request a line")
     options.add_argument("--limit", type=int, help="only so many requests")
     options.add_argument("--eviction", choices=("lru", "learned"), default="lru", help="the node's policy")
+    options.add_argument(
+        "--capacities", type=int, nargs="+", default=CAPACITIES, help="pages; unbounded is measured too"
+    )
     args = options.parse_args(argv)
     shown = [args.trace.name if arg == str(args.trace) else arg for arg in argv]
     title = f"Prefix hit rate of {args.trace.name}, pages of {PAGE_NBYTES} bytes"
@@ -89,9 +92,9 @@ def main(argv: list[str]) -> None:
     distinct = len({page for request in requests for page in request.hash_ids})
     if not distinct:
         options.error(f"{args.trace} holds no request with pages")
-    with progress(len(requests) * (1 + len(CAPACITIES))) as tick:
+    with progress(len(requests) * (1 + len(args.capacities))) as tick:
         report.rows.append(row(requests, distinct, f"unbounded ({distinct})", args.eviction, tick))
-        report.rows += [row(requests, capacity, str(capacity), args.eviction, tick) for capacity in CAPACITIES]
+        report.rows += [row(requests, capacity, str(capacity), args.eviction, tick) for capacity in args.capacities]
     report.show(args.json)
 
 
