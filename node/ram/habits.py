@@ -99,9 +99,9 @@ class Habits:
     def _find(self, keys: Sequence[int]) -> tuple[_Chain, int] | None:
         """The chain that these go on, and how many pages of it are among them."""
         chains = self._chains
-        for at in range(len(keys) - 1, -1, -1):
-            if keys[at] in chains:
-                return chains[keys[at]], at + 1
+        for behind, key in enumerate(reversed(keys)):
+            if key in chains:
+                return chains[key], len(keys) - behind
         return None
 
     def _came_back(self, chain: _Chain, page_count: int) -> None:

@@ -33,7 +33,8 @@ class Pool:
 
     def admit(self, page: Page) -> None:
         """From now on it may go, as the newest."""
-        page.tick = self.next_tick()
+        if self.duel is not None:
+            self.duel.habits.tick = page.tick = self.duel.habits.tick + 1
         lru = self._list(page)
         lru.push_newest(page)
         if page.is_copy or not lru.is_known:

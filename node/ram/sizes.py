@@ -25,13 +25,14 @@ def rank_ms(page: Page) -> int:
 class SizeOrder:
     """As one `LruList`, of the pages of a `pool`. Not thread-safe."""
 
-    __slots__ = ("_copies", "_going", "_own", "is_known", "pool")
+    __slots__ = ("_copies", "_going", "_own", "count", "is_known", "pool")
 
     def __init__(self, pool: Waiting) -> None:
         self.pool = pool
         self._copies = LruList()
         self._own: dict[int, LruList] = {}  # by merit
         self._going: tuple[LruList, int] | None = None  # the list, and the batch in it, that goes next
+        self.count = 0
         self.is_known = False  # to those who compare sizes
 
     def _list(self, page: Page) -> LruList:
@@ -42,20 +43,19 @@ class SizeOrder:
             own = self._own[page.merit] = LruList()
         return own
 
-    @property
-    def count(self) -> int:
-        return self._copies.count + sum(own.count for own in self._own.values())
-
     def push_newest(self, page: Page) -> None:
         if page.merit == GO:
             self._going = None
+        self.count += 1
         self._list(page).push_newest(page)
 
     def push_oldest(self, page: Page) -> None:
         self._going = None
+        self.count += 1
         self._list(page).push_oldest(page)
 
     def unlink(self, page: Page) -> None:
+        self.count -= 1
         self._list(page).unlink(page)
 
     def move_newest(self, page: Page, tick: int, merit: int) -> None:
@@ -142,6 +142,8 @@ class SizeOrder:
             strange += [page for page in own.pages() if page.is_copy or page.merit != merit]
             ticks = [page.tick for page in own.oldest_first()]
             wrong += own.check() + ([f"merit {merit} is not in order of use"] if ticks != sorted(ticks) else [])
+        count = self._copies.count + sum(own.count for own in self._own.values())
+        wrong += [f"{count} pages, {self.count} counted"] if count != self.count else []
         return wrong + [f"page {short(page.prefix_hash)} is among the wrong ones" for page in strange]
 
 
