@@ -20,7 +20,7 @@ from node.serve.traffic import BOUNDS_S, Traffic
 
 EVERY_S = 10.0
 KEPT = 360
-TENANTS_MAX = 64  # the first that come; 25 KiB each
+TENANTS_MAX = 64  # the first that come; some 25 KiB each
 
 # Columns and the counters that they are the change of, by second.
 RATES = {
