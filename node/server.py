@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.cluster.view import State
-from kvstore.config import split_address
+from kvstore.config import GRPC_PORT, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.identities import Identities
 from kvstore.keys import Namespace
@@ -24,7 +24,7 @@ from node.disk.kept_dir import KeptDir
 from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
-from node.peers.address import advertised, check_address, check_listens
+from node.peers.address import advertised, check_address, check_listens, with_port
 from node.peers.links import known_by
 from node.peers.membership import Membership
 from node.peers.peers import Peers
@@ -112,7 +112,7 @@ class Node:
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
         history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
-        hosts = [split_address(self.config.advertise)[0]] if self.config.advertise else []
+        hosts = [split_address(with_port(self.config.advertise, GRPC_PORT))[0]] if self.config.advertise else []
         return Console(self.service, self.peers, history, self._described, hosts), [history.look]
 
     def _open_registry(self) -> Registry | None:

@@ -26,17 +26,22 @@ def advertised(told: str, host: str, port: int, towards: Sequence[str]) -> str:
     """`told` as it is, with this node's port if it names none; else where it listens; else the address with which this
     host reaches others, `towards` one of which it must."""
     if told:
-        named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
-        bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
-        address = told if named else f"[{told}]:{port}" if bare else f"{told}:{port}"
-        try:
-            split_address(address)
-        except ConfigError as error:
-            raise ConfigError(f"advertise={told!r} is not host:port") from error
-        return address
+        return with_port(told, port)
     if host in WILDCARDS:
         host = _own_address(towards)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def with_port(told: str, port: int) -> str:
+    """This one, if none is told. Raises ConfigError."""
+    named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
+    bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
+    address = told if named else f"[{told}]:{port}" if bare else f"{told}:{port}"
+    try:
+        split_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"advertise={told!r} is not host:port") from error
+    return address
 
 
 def _own_address(towards: Sequence[str]) -> str:

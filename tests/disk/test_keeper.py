@@ -122,10 +122,10 @@ def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_readi
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     os.kill(keeper_of(kept), signal.SIGSTOP)
     with pytest.raises(Exhausted, match="not durable in the time"):
-        client.put(pages.namespace, pages.keys(2), [bytes(pages.nbytes)], Keep(durable=True), timeout_s=2.0)
+        client.put(pages.namespace, pages.keys(2), [bytes(pages.nbytes)], Keep(durable=True), timeout_s=6.0)
     assert pages.get(client, pages.keys(1)) == [True]
     with pytest.raises(Exhausted, match="not durable in the time"):
-        client.flush(timeout_s=2.0)
+        client.flush(timeout_s=6.0)
     assert pages.get(client, pages.keys(1)) == [True]
     os.kill(keeper_of(kept), signal.SIGCONT)
 

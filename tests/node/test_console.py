@@ -12,10 +12,12 @@ import pytest
 from visits import OWN, connection, first, told, visit, watching
 from waiting import wait_until
 
+from kvstore.config import split_address
 from node.console import server as console_server
 from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
 from node.console.files import NAMES
 from node.console.server import ConsoleServer
+from node.peers.address import with_port
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
 from node.server import Node
 
@@ -244,3 +246,18 @@ def test_a_fault_is_answered_logged_and_ends_one_call_only(
     assert "console: a call failed" in caplog.text
     monkeypatch.undo()
     assert urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}/console/", timeout=20.0).status == 200
+
+
+@pytest.mark.parametrize(
+    ("told", "host"),
+    [
+        ("node.example", "node.example"),
+        ("node.example:7441", "node.example"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("2001:db8::5", "2001:db8::5"),
+        ("[2001:db8::5]:7441", "2001:db8::5"),
+    ],
+)
+def test_an_address_that_is_advertised_needs_no_port(told: str, host: str) -> None:
+    """It was read as one with a port, and a node with a console did not start."""
+    assert split_address(with_port(told, 7440))[0] == host
