@@ -2,39 +2,32 @@
 
     each lookup    what has each of the two shadows, and what is really here? Of every so-many-th page only
     each use       is one in both shadows, too
-    lead           hits that the habits are ahead of LRU, less a page for each hundred asked: worth it, or not at all
+    lead           hits that the habits' shadow is ahead of LRU's, less a page for each hundred asked: worth it, or not
 
-    LRU rules      lead of one shadow over the other. The habits rule when it is an eighth of all pages
-    habits rule    lead of the real pages over LRU's shadow. LRU rules again when a 64th of all pages is lost
+    LRU rules      the habits rule when their lead is an eighth of all pages; it may be as far behind, too
+    habits rule    LRU rules again when the lead is lost, or when what is really found is a 32nd of all pages behind
 
-A reign that ended with a loss makes the next need four times the lead. So habits that stop being true cost a few of
-each hundred pages that there are, once, and seldom again. Pages are chosen for the shadows by their hashes: any part of
-them, with the same part of the capacity, has the same share of hits as the whole. Pure.
+What a reign did not gain of that 32nd is paid off, a page for each 2,000 asked, before there is another. So habits that
+stop being true cost no more than that in the long run, and in the short what one reign may lose. Pages are chosen for
+the shadows by their hashes: any part of them, with the same part of the capacity, has the same share of hits as the
+whole. Pure.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from node.ram.habits import ENDS_LEAST, Habits
-from node.ram.shadow import Shadow
+from node.ram.habits import Habits, Merits, Used
+from node.ram.shadow import LeastWorth, Oldest
 
 SHADOW_PAGES = 256  # or up to twice as many
 SHADOW_LEAST = 200  # with fewer chance says who is ahead
 PART_LEAST = 4  # every fourth page at most
-PAGES_AN_END = 8  # of those that are remembered, see `habits.py`
 PART_BIT = 20  # of a key, from which on it is chosen by; dicts look at the lower ones
 PROOF = 1 / 8  # of the pages, to be ahead by
 LEAD_MAX = 1 / 4  # of the pages; what was gained before counts no more
-STAKE, STAKE_LEAST = 1 / 64, 32  # of the pages, and more; to be lost before LRU rules again
+STAKE, STAKE_LEAST = 1 / 32, 32  # of the pages, and more; to be lost before LRU rules again
 WORTH_IT = 0.01  # of the pages asked for
-HARDER, HARDEST = 4, 64  # after a loss; at most
-
-
-class Seen(Protocol):
-    """A page, or what is not here."""
-
-    def __call__(self, at: int) -> bool: ...
+PAID_OFF = 1 / 2000  # of the pages asked for
 
 
 @dataclass(slots=True)
@@ -56,40 +49,36 @@ class Duel:
         self._counters = counters
         self._part = 0  # every so-many-th page is in the shadows; 0: there are none yet
         self._page_count = 0
-        self._lru = self._learned = Shadow(0)
-        self._lead = self._gain = 0.0
-        self._need = 1
+        self._lru, self._learned = Oldest(0), LeastWorth(0, self.habits)
+        self._lead = self._left = self._gain = self._owed = 0.0
 
-    def ask(self, keys: Sequence[int], is_here: Seen) -> None:
-        """Somebody wants these pages, head first. `is_here(i)`: whether the pool has that one."""
-        self.habits.ask(keys)
+    def ask(self, keys: Sequence[int], here: Sequence[Used]) -> None:
+        """Somebody wants these pages, head first, of which these leading ones are here."""
+        self.habits.ask(keys, here)
         if not self._part:
             return
-        chosen = self._chosen()
-        places = [at for at, key in enumerate(keys) if not key & chosen]
-        some = [keys[at] for at in places]
+        some = self._some(keys)
         lru, learned = self._lru.run(some), self._learned.run(some)
         self._counters.shadow_asked += len(some)
         self._counters.shadow_hits_lru += lru
         self._counters.shadow_hits_learned += learned
-        if self.learned_rules:
-            learned = next((count for count, at in enumerate(places) if not is_here(at)), len(places))
-        self._judge((learned - lru) * self._part, len(keys))
+        really = len(self._some(keys[: len(here)])) if self.learned_rules else learned
+        self._judge((learned - lru) * self._part, (really - lru) * self._part, len(keys))
 
-    def use(self, keys: Sequence[int], known_count: int) -> int:
-        """They are used, and so many leading ones were here; their merit."""
-        merit = self.habits.use(keys, known_count)
+    def use(self, keys: Sequence[int], here: Sequence[Used]) -> Merits:
+        """They are used, and these leading ones were here."""
+        merits = self.habits.use(keys, here)
         if self._part and keys:
-            chosen = self._chosen()
-            some = [key for key in keys if not key & chosen]
-            self._lru.use(some, merit, keys[-1], self.habits.tick)
-            self._learned.use(some, merit, keys[-1], self.habits.tick)
-        return merit
+            some = self._some(keys)
+            if some:
+                self._lru.use(some)
+                self._learned.use(some, merits, keys[-1])
+        return merits
 
     def fill(self, page_count: int) -> None:
         """Room is needed; there are so many pages."""
         self._page_count = page_count
-        self.habits.ends_max = max(ENDS_LEAST, page_count // PAGES_AN_END)
+        self.habits.remember(page_count)
         if not self._part or (self._part > PART_LEAST and page_count < SHADOW_PAGES * self._part // 2):
             self._begin(page_count)  # for the first time, or there are far fewer than before
             return
@@ -109,31 +98,40 @@ class Duel:
         self._part = PART_LEAST
         while page_count >= 2 * SHADOW_PAGES * self._part:
             self._part *= 2
-        self._lru = Shadow(page_count // self._part)
-        self._learned = Shadow(page_count // self._part, self.habits)
+        self._lru = Oldest(page_count // self._part)
+        self._learned = LeastWorth(page_count // self._part, self.habits)
 
-    def _chosen(self) -> int:
-        """The bits of a key that are clear if it is in the shadows."""
-        return (self._part - 1) << PART_BIT
+    def _some(self, keys: Sequence[int]) -> list[int]:
+        """Those that are in the shadows, if they are anywhere."""
+        chosen = (self._part - 1) << PART_BIT
+        return [key for key in keys if not key & chosen]
 
-    def _judge(self, ahead: int, asked: int) -> None:
-        ahead_by = ahead - WORTH_IT * asked
-        self._lead += ahead_by
+    def _judge(self, ahead: int, really: int, asked: int) -> None:
+        """The habits' shadow found so many more than LRU's, and the pool did."""
+        self._lead += ahead - WORTH_IT * asked
         if self.learned_rules:
-            self._gain += ahead
+            self._gain += min(ahead, really)
             self._lead = min(self._lead, self._page_count * LEAD_MAX)
-            if self._lead <= 0:
-                self._need = min(self._need * HARDER, HARDEST) if self._gain < 0 else 1
+            self._left = min(self._left + really, self._page_count * LEAD_MAX)
+            if self._lead <= 0 or self._left <= 0:
+                self._owed = max(0.0, self._stake - self._gain)
                 self._rule(False)
         else:
-            self._lead = max(self._lead, 0.0)
-            if self._lead > self._page_count * PROOF * self._need:
+            proof = self._page_count * PROOF
+            self._owed -= PAID_OFF * asked
+            self._lead = min(max(self._lead, -proof), proof + 1)
+            if self._lead > proof and self._owed <= 0:
                 self._rule(True)
+
+    @property
+    def _stake(self) -> float:
+        return self._page_count * STAKE + STAKE_LEAST
 
     def _rule(self, learned: bool) -> None:
         self._counters.switches += learned != self.learned_rules
         self.learned_rules = learned
-        self._lead = self._page_count * STAKE + STAKE_LEAST if learned else 0.0
+        self._lead = self._page_count * PROOF if learned else 0.0
+        self._left = self._stake
         self._gain = 0.0
 
     def check(self) -> list[str]:

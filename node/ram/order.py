@@ -41,11 +41,11 @@ class UseOrder:
         to go. `new`: the others are coming; the merit of these, and of the last of the chain."""
         pool: Pool = space.account.pool
         size = space.slot_nbytes
-        merit = pool.chain_used(space.digest, prefix_hashes, pages, new)
+        merits = pool.chain_used(space.digest, prefix_hashes, pages, new)
         self.touch(pages[-1:], now_ms)
-        self.touch(reversed(pages[:-1]), now_ms, merit)
+        self.touch(reversed(pages[:-1]), now_ms, merits.here)
         lacking = pages.count(None) if pool.duel is not None else 0
-        return pool.merits(merit, size, lacking > 0 and self._slots.free_count(size) < lacking)
+        return pool.merits(merits.new, size, lacking > 0 and self._slots.free_count(size) < lacking)
 
     def touch(self, chain: Iterable[Page | None], now_ms: int, merit: int = 0) -> None:
         """Visible pages are used now, one after the other, in a chain of this merit."""

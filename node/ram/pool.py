@@ -10,11 +10,13 @@ from itertools import islice
 from kvstore.keys import short
 from node.ram.ages import Ages
 from node.ram.duel import Duel
-from node.ram.habits import END, FIRST
+from node.ram.habits import END, FIRST, Merits
 from node.ram.page import Page, State
 from node.ram.shadow import newcomers
 from node.ram.sizes import SizeOrder, rank_ms
 from node.ram.turn import Turn
+
+SAME = Merits(FIRST, FIRST)  # where nothing is learned
 
 
 class Pool:
@@ -94,19 +96,16 @@ class Pool:
     def asked(self, digest: bytes, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None]) -> None:
         """Somebody looks for these; what is here of them, in the same order."""
         if self.duel is not None:
-            self.duel.ask(_keys(digest, prefix_hashes), lambda at: _is_here(pages[at]))
+            self.duel.ask(_keys(digest, prefix_hashes), _leading(pages))
 
-    def chain_used(self, digest: bytes, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None], new: bool) -> int:
-        """The merit of a chain that is used. `new`: what of it is not here is coming."""
+    def chain_used(
+        self, digest: bytes, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None], new: bool
+    ) -> Merits:
+        """The merits of a chain that is used. `new`: what of it is not here is coming."""
         if self.duel is None:
-            return FIRST
-        known_count, visible = 0, State.VISIBLE
-        for page in pages:
-            if page is None or page.state is not visible:
-                break
-            known_count += 1
-        keys = _keys(digest, prefix_hashes if new else prefix_hashes[:known_count])
-        return self.duel.use(keys, known_count)
+            return SAME
+        here = _leading(pages)
+        return self.duel.use(_keys(digest, prefix_hashes if new else prefix_hashes[: len(here)]), here)
 
     def merits(self, merit: int, slot_nbytes: int, is_full: bool) -> tuple[int, int]:
         """Of new pages of a chain with this merit, and of its last page. `is_full`: others have to go for them."""
@@ -200,8 +199,14 @@ class Pool:
         return lru is not None and page.order is lru and page in lru
 
 
-def _is_here(page: Page | None) -> bool:
-    return page is not None and page.state is State.VISIBLE
+def _leading(pages: Sequence[Page | None]) -> list[Page]:
+    """Those before the first that is not here."""
+    found, visible = [], State.VISIBLE
+    for page in pages:
+        if page is None or page.state is not visible:
+            break
+        found.append(page)
+    return found
 
 
 def _keys(digest: bytes, prefix_hashes: Sequence[bytes]) -> list[int]:

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from node.ram import order
-from node.ram.duel import PROOF, STAKE, STAKE_LEAST, Duel, DuelCounters
+from node.ram import pool as pools
+from node.ram.duel import LEAD_MAX, PAID_OFF, PROOF, STAKE, STAKE_LEAST, Duel, DuelCounters
 from node.ram.habits import END, FIRST, GO
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "made_traces.py"
 PAGE = 4096
-CAPACITY = 1024
+CAPACITY = 1000
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,16 @@ def traces() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     del sys.modules["made_traces"]
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which pages are in the shadows is the same in each run; in a node it differs from start to start."""
+
+    def keys(digest: bytes, prefix_hashes: Sequence[bytes]) -> list[int]:
+        return [int.from_bytes(blake2b(h, digest_size=8).digest(), "little", signed=True) for h in prefix_hashes]
+
+    monkeypatch.setattr(pools, "_keys", keys)
 
 
 def replay(box: Any, space: Any, chains: Sequence[Sequence[int]]) -> int:
@@ -69,8 +81,11 @@ def test_the_habits_of_chats_rule_and_are_worth_it(sandbox: Any, traces: ModuleT
 
 
 @pytest.mark.parametrize("name", ["agents", "documents", "bursts", "chats/agents", "once more/never less"])
-def test_what_it_costs_where_lru_is_as_good_is_bounded(sandbox: Any, traces: ModuleType, name: str) -> None:
-    """A trace that is short beside what a benchmark takes, so the bound is that of a failed reign, not of a share."""
+def test_what_it_costs_where_lru_is_as_good_is_what_one_reign_may_lose(
+    sandbox: Any, traces: ModuleType, name: str
+) -> None:
+    """What was lost is paid off a page for each 2,000 asked, so that so few pages see one failed reign at most: the
+    stake, and what the shadows, of every fourth page, are wrong by. In a trace of 400,000 that is below 0.001."""
     make = traces.Making(2, 30_000)
     chains = {
         "agents": make.agents,
@@ -81,8 +96,8 @@ def test_what_it_costs_where_lru_is_as_good_is_bounded(sandbox: Any, traces: Mod
             6000, make.chats(30.0, (0.9, 0.0)), make.chats(30.0, (0.15, 0.9, 0.95, 0.95, 0.0))
         ),
     }[name]()
-    lru, learned, _ = both(sandbox, chains)
-    assert learned - lru > -CAPACITY / 8, (lru, learned)
+    lru, learned, box = both(sandbox, chains)
+    assert learned - lru > -4 * (CAPACITY * STAKE + STAKE_LEAST), (lru, learned, box.tier.eviction.order.duels)
 
 
 def test_there_is_no_duel_before_room_is_needed_nor_among_few_pages(sandbox: Any) -> None:
@@ -97,42 +112,90 @@ def test_there_is_no_duel_before_room_is_needed_nor_among_few_pages(sandbox: Any
     assert small.tier.eviction.order.duels.shadow_asked == 0
 
 
-def lead(duel: Duel, pages: int, times: int = 1) -> None:
-    """The habits are so many pages ahead, or behind."""
-    for _ in range(times):
-        duel._judge(pages, 0)
+def lead(duel: Duel, ahead: int, really: int | None = None, asked: int = 0) -> None:
+    """The habits' shadow is so many pages ahead or behind, and so is what is really found."""
+    duel._judge(ahead, ahead if really is None else really, asked)
 
 
-def test_who_has_proof_rules_until_the_stake_is_lost_and_needs_more_then() -> None:
+def test_who_has_proof_rules_until_the_lead_is_lost() -> None:
     counters = DuelCounters()
     duel = Duel(counters)
     duel.fill(8000)
+    proof = int(8000 * PROOF)
+    lead(duel, proof)
+    assert not duel.learned_rules
+    lead(duel, 1)
+    assert duel.learned_rules
+    lead(duel, -proof + 1, 0)
+    assert duel.learned_rules
+    lead(duel, -1, 0)
+    assert not duel.learned_rules
+    assert counters.switches == 2
+
+
+def test_what_is_really_found_decides_too() -> None:
+    duel = Duel(DuelCounters())
+    duel.fill(8000)
+    lead(duel, 8000)
+    assert duel.learned_rules
     stake = int(8000 * STAKE) + STAKE_LEAST
-    lead(duel, int(8000 * PROOF))
+    lead(duel, 0, -stake + 1)
+    assert duel.learned_rules
+    lead(duel, 0, -1)
     assert not duel.learned_rules
-    lead(duel, 1)
-    assert duel.learned_rules
-    lead(duel, -stake + 1)
-    assert duel.learned_rules
-    lead(duel, -1)
+
+
+def test_what_was_gained_long_ago_counts_no_more() -> None:
+    duel = Duel(DuelCounters())
+    duel.fill(8000)
+    lead(duel, 8000)
+    for _ in range(10):
+        lead(duel, 8000)
+    lead(duel, -int(8000 * LEAD_MAX))
     assert not duel.learned_rules
-    lead(duel, 4 * int(8000 * PROOF))
-    assert not duel.learned_rules, "a loss makes the next reign harder"
-    lead(duel, 1)
+
+
+def test_a_loss_is_paid_off_before_the_next_reign() -> None:
+    duel = Duel(DuelCounters())
+    duel.fill(8000)
+    lead(duel, 8000)
+    lead(duel, -1001)
+    assert not duel.learned_rules
+    owed = 1001 + int(8000 * STAKE) + STAKE_LEAST
+    for _ in range(int(owed / PAID_OFF) // 10_000 - 1):
+        lead(duel, 8000, asked=10_000)
+        assert not duel.learned_rules
+    for _ in range(2):
+        lead(duel, 8000, asked=10_000)
     assert duel.learned_rules
+
+
+def test_who_gained_owes_nothing() -> None:
+    duel = Duel(DuelCounters())
+    duel.fill(8000)
+    lead(duel, 8000)
     lead(duel, 5000)
     lead(duel, -2000)
-    assert not duel.learned_rules, "what was gained long ago counts no more"
-    lead(duel, int(8000 * PROOF) + 1)
-    assert duel.learned_rules, "it had gained more than it lost"
-    assert counters.switches == 5
+    assert not duel.learned_rules
+    lead(duel, 8000)
+    assert duel.learned_rules
+
+
+def test_who_was_far_behind_has_to_catch_up_first() -> None:
+    duel = Duel(DuelCounters())
+    duel.fill(8000)
+    lead(duel, -8000)
+    lead(duel, 2 * int(8000 * PROOF))
+    assert not duel.learned_rules
+    lead(duel, 1)
+    assert duel.learned_rules
 
 
 def test_an_advantage_that_is_not_worth_it_proves_nothing() -> None:
     duel = Duel(DuelCounters())
     duel.fill(4000)
     for _ in range(10_000):
-        duel._judge(1, 200)
+        duel._judge(1, 1, 200)
     assert not duel.learned_rules
 
 
@@ -174,7 +237,7 @@ def test_what_goes_first_goes_before_the_ends_and_these_before_the_rest(ruled: A
         box.put(space, space.keys(*range(start, start + 16)))
     pages = box.tier.namespace(space.namespace.digest).pages
     assert [number for number in range(48) if pages[space.key(number)].merit == END] == [15, 31, 47]
-    assert {page.merit for page in pages.values()} == {END, FIRST}
+    assert {page.merit for page in pages.values()} == {END, FIRST + 1}
     box.put(space, space.keys(100))
     assert box.present(space, space.keys(15, 31, 47)) == set(space.keys(31, 47)), "the oldest end"
     box.put(space, space.keys(101, 102))
@@ -230,7 +293,7 @@ def test_each_pool_has_a_duel_of_its_own(sandbox: Any, traces: ModuleType) -> No
 
 
 def test_a_page_costs_few_bytes_more(sandbox: Any) -> None:
-    """64 for each page, and what chains are remembered by, whatever there is."""
+    """64 for each page, and what two shadows of up to 511 pages and a table of 1,024 chains cost, whatever there is."""
     count, nbytes = 4096, {}
     for learns in (False, True):
         tracemalloc.start()
@@ -241,4 +304,4 @@ def test_a_page_costs_few_bytes_more(sandbox: Any) -> None:
         box.arena = bytearray()
         nbytes[learns] = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-    assert nbytes[True] - nbytes[False] < 64 * count + (1 << 20), nbytes
+    assert nbytes[True] - nbytes[False] < 64 * count + (1 << 18), nbytes
