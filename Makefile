@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-otlp test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -33,14 +33,15 @@ help:
 	@echo "make audit        what the node's image installs, its licences, dist/sbom.json, and what is known against it (network;"
 	@echo "                  status 3: nobody could be asked)"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
+	@echo "make test-otlp    traces by OpenTelemetry's own exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs (3 minutes; network)"
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
 	@echo "make dist         the wheel and the sources, the same bytes from every clone of a commit; make test-dist tries them"
 	@echo "make image        the node's image, kvstore-node:VERSION, labelled with its commit (Docker; BASE=, SOURCE=)"
 	@echo "make test-image   builds the image twice without cache and compares all files (3 minutes; Docker, or root on Debian)"
-	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store (some 10 minutes; Docker, or root on Debian)"
+	@echo "make docker-test  builds the image, runs it, kills it, reads its pages back; one node, and three as one store, Prometheus beside them (some 10 minutes; Docker, or root on Debian)"
 	@echo "make test-kubernetes  renders deploy/kubernetes and holds it against the API's schemas (half a minute; kubectl, network the first time)"
-	@echo "make test-monitoring  the rules for alerts and the dashboard, by Prometheus's own promtool (10 seconds; promtool)"
+	@echo "make test-monitoring  alerts and dashboard: by promtool, and each panel's query asked of a real Prometheus that scrapes three nodes (half a minute; Debian's prometheus)"
 	@echo "make test-console the page for browsers, in a headless Chromium (half a minute; Chromium); PICTURES=docs/pictures makes its pictures"
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
@@ -133,6 +134,17 @@ test-protobuf: $(READY)
 			tests/node/test_grpc_abuse.py tests/node/test_limits_grpc.py tests/core/test_client.py tests/core/test_messages.py tests/cli/test_commands.py || exit 1; \
 	done
 
+# The last exporters that fit our pins, and today's with what they ask for, each in an environment of its own.
+OTLP := opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc
+test-otlp:
+	@for version in 1.27.0 1.45.2; do \
+		$(PYTHON) -m venv .venv-otlp/$$version; \
+		.venv-otlp/$$version/bin/python -m pip install --quiet --disable-pip-version-check '.[node]' cryptography pytest \
+			$(addsuffix ==$$version,$(OTLP)) || exit 1; \
+		echo "opentelemetry $$version"; \
+		.venv-otlp/$$version/bin/python -m pytest tests/tracing $(ARGS) || exit 1; \
+	done
+
 # Guided by coverage. The same targets have a short run in `make test`, which needs no atheris.
 fuzz: $(READY)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --constraint constraints.txt atheris || { echo "needs atheris, which has wheels for Linux on x86-64 and Python 3.11 to 3.14; 'make test' has a short run without it"; exit 1; }
@@ -170,9 +182,10 @@ test-kubernetes: $(READY) .venv-kubernetes/.ready
 	KUBECTL=$(KUBECTL) KVSTORE_KUBERNETES_VALIDATE=$(CURDIR)/.venv-kubernetes/bin/kubernetes-validate $(BIN)/python -m pytest tests/kubernetes $(ARGS)
 
 PROMTOOL ?= promtool
+PROMETHEUS ?= prometheus
 test-monitoring: $(READY)
-	@command -v $(PROMTOOL) >/dev/null || { echo "needs promtool; on Debian: apt-get install prometheus"; exit 1; }
-	KVSTORE_PROMTOOL=$(PROMTOOL) $(BIN)/python -m pytest tests/monitoring $(ARGS)
+	@command -v $(PROMTOOL) >/dev/null && command -v $(PROMETHEUS) >/dev/null || { echo "needs prometheus and promtool; on Debian: apt-get install prometheus"; exit 1; }
+	KVSTORE_PROMTOOL=$(PROMTOOL) KVSTORE_PROMETHEUS=$(PROMETHEUS) $(BIN)/python -m pytest tests/monitoring $(ARGS)
 
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 test-console: $(READY)

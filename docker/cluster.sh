@@ -11,7 +11,9 @@ cluster_compose() { "${COMPOSE[@]}" --project-name "$PROJECT-cluster" --file doc
 
 in_cluster() { "$DOCKER" exec --interactive "$(cluster_compose ps --quiet n1)" "$@"; }
 
-cluster_stop() { cluster_compose down --volumes --remove-orphans >/dev/null 2>&1 || true; }
+cluster_stop() {
+    cluster_compose --file docker/compose.monitoring.yaml down --volumes --remove-orphans >/dev/null 2>&1 || true
+}
 
 # cluster_answers COUNT: until `kvstore cluster` tells that so many members answer; it fails while one does not.
 cluster_answers() {

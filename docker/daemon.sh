@@ -2,9 +2,12 @@
 # Finds a Docker for docker/test.sh, or starts one of its own. Sourced; needs `set -euo pipefail`,
 # `step`, `fail`, WORK, a folder of the caller's that it removes after daemon_stop, and CACHE, one that it keeps.
 #
-#   daemon_find              sets DOCKER, COMPOSE, BUILD_FLAGS; exports DOCKER_HOST if the daemon is ours
-#   daemon_image IMAGE MADE  prints on stdout what can be had: IMAGE, or MADE, Debian with its Python and etcd
-#   daemon_stop              ends the daemon if it is ours
+#   daemon_find        sets DOCKER, COMPOSE, BUILD_FLAGS; exports DOCKER_HOST if the daemon is ours
+#   daemon_has IMAGE   if it is here or a registry gives it
+#   daemon_image IMAGE MADE [NAME PACKAGES]
+#                      prints on stdout what can be had: IMAGE, or MADE, Debian with these packages, else with its Python
+#                      and etcd; CACHE keeps it as NAME
+#   daemon_stop        ends the daemon if it is ours
 #
 # Our own daemon has everything below WORK and changes nothing on the host: no iptables
 # rules, no forwarding, no docker0. Containers have the bridge of their compose project, which the
@@ -34,21 +37,24 @@ Start one, or run this as root on Debian: then it installs Docker and starts a d
     fi
 }
 
-# The image itself if it is here or a registry gives it. Otherwise one that the Dockerfile and the compose file of the
-# cluster accept as well. It is made once a month: CACHE keeps it.
+daemon_has() { "$DOCKER" image inspect "$1" >/dev/null 2>&1 || "$DOCKER" pull -q "$1" >/dev/null 2>&1; }
+
+# The image itself if it can be had. Otherwise one that the Dockerfile and the compose files accept as well. It is made
+# once a month.
 daemon_image() {
-    local image=$1 made=$2 kept=$CACHE/debian.tar
-    if "$DOCKER" image inspect "$image" >/dev/null 2>&1 || "$DOCKER" pull -q "$image" >/dev/null 2>&1; then
+    local image=$1 made=$2 kept=$CACHE/${3:-debian}.tar packages=${4:-ca-certificates,python3,python3-pip,etcd-server}
+    if daemon_has "$image"; then
         echo "$image"
         return
     fi
     _can_install || fail "$image is not here and no registry gives it. Run this as root on Debian: then it makes one
-with mmdebstrap. Or set BASE to an image that has Python >= 3.10 and pip, KVSTORE_ETCD_IMAGE to one that has etcd."
+with mmdebstrap. Or set BASE to an image that has Python >= 3.10 and pip, KVSTORE_ETCD_IMAGE to one that has etcd,
+PROMETHEUS_IMAGE to one of Prometheus."
     if [[ -z $(find "$kept" -mtime -30 2>/dev/null) ]]; then
         _install
         step "$image can not be had; making one with mmdebstrap" >&2
         mkdir -p "$CACHE"
-        TMPDIR=$WORK mmdebstrap --format=tar --variant=minbase --include=ca-certificates,python3,python3-pip,etcd-server \
+        TMPDIR=$WORK mmdebstrap --format=tar --variant=minbase --include="$packages" \
             bookworm "$kept.new" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$WORK/mmdebstrap.log" 2>&1 \
             || fail "mmdebstrap: $(tail -n 5 "$WORK/mmdebstrap.log")"
         mv "$kept.new" "$kept"

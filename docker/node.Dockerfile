@@ -50,12 +50,13 @@ RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,targ
     && python3 -m venv --without-pip /opt/kvstore \
     && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
         install --no-compile '.[node,cli]'
-COPY docker/first_start.py docker/health.py docker/runtime.py ./
+COPY docker/first_start.py docker/first_scrape.py docker/health.py docker/runtime.py ./
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
 # owner and mode of its directory from here; a bind mount must be given to this user by hand. Others may look
 # into /run/kvstore, or they would be told that there is no socket; the socket itself lets nobody else in.
-RUN install -m 0644 first_start.py health.py /opt/kvstore \
-    && install -d -o 10001 -g 10001 -m 0750 /runtime/data /runtime/secrets \
+# /prometheus and /grafana are first_scrape.py's.
+RUN install -m 0644 first_start.py first_scrape.py health.py /opt/kvstore \
+    && install -d -o 10001 -g 10001 -m 0750 /runtime/data /runtime/secrets /runtime/prometheus /runtime/grafana \
     && install -d -o 10001 -g 10001 -m 0755 /runtime/run/kvstore \
     && python3 runtime.py /opt/kvstore /runtime
 

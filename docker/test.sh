@@ -3,8 +3,8 @@
 # 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, from the host
 # with TLS and a token, and strangers kept out (docker/strangers.sh), a second container kept off the volume,
 # SIGTERM drains, other containers share the node's memory if they may, and leave nothing behind when they are
-# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (docker/cluster.sh); and an engine's image
-# with the agent (docker/agent.sh).
+# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (docker/cluster.sh); both with
+# docker/compose.monitoring.yaml beside them (docker/monitoring.sh); and an engine's image with the agent (docker/agent.sh).
 # `make docker-test` runs it; 3 minutes on two idle cores, 10 to 15 on busy ones. Leaves behind what apt-get installed, CACHE
 # and, in a Docker that was there, the images that it pulled and the build cache.
 #
@@ -42,6 +42,8 @@ fail() {
 . docker/strangers.sh
 # shellcheck source=docker/cluster.sh
 . docker/cluster.sh
+# shellcheck source=docker/monitoring.sh
+. docker/monitoring.sh
 # shellcheck source=docker/agent.sh
 . docker/agent.sh
 
@@ -57,9 +59,10 @@ clean_up() {
         "$DOCKER" ps --all --quiet --filter "label=$PROJECT" \
             | xargs --no-run-if-empty "$DOCKER" rm --force >/dev/null 2>&1 || true
         "$DOCKER" volume rm --force "$BY_HAND" >/dev/null 2>&1 || true
-        compose down --volumes --remove-orphans >/dev/null 2>&1 || true
+        compose --file docker/compose.monitoring.yaml down --volumes --remove-orphans >/dev/null 2>&1 || true
         cluster_stop
-        "$DOCKER" image rm --force "$IMAGE" "$IMAGE-agent" "$IMAGE-engine" "$IMAGE-base" >/dev/null 2>&1 || true
+        "$DOCKER" image rm --force "$IMAGE" "$IMAGE-agent" "$IMAGE-engine" "$IMAGE-prometheus" \
+            "$IMAGE-prometheus-base" "$IMAGE-base" >/dev/null 2>&1 || true
     fi
     daemon_stop
     # Never delete through a mount that a daemon may have left behind.
@@ -316,10 +319,14 @@ check_stop
 check_shared
 check_killed_client
 check_by_hand
+monitoring_images
+check_monitored_node
 check_cluster 1
+check_monitored_cluster
 KVSTORE_ETCD_IMAGE=$(daemon_image "${KVSTORE_ETCD_IMAGE:-quay.io/coreos/etcd:v3.5.21}" "$IMAGE-base")
 export KVSTORE_ETCD_IMAGE
 check_cluster 2 etcd
 check_agent
 step "passed: build, health, confinement, durable and flushed pages after SIGKILL," \
-    "$PUBLISHED second node refused, drain, memory shared between containers, three nodes of which one is killed, an engine's image with the agent"
+    "$PUBLISHED second node refused, drain, memory shared between containers, three nodes of which one is killed," \
+    "Prometheus$GRAFANA beside one node and three, an engine's image with the agent"

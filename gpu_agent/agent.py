@@ -35,10 +35,14 @@ from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
+from kvstore.log_rate import LogRate
 from kvstore.management import PREFIX_HASHES_MAX
 from kvstore.threads import begun
+from kvstore.tracing import NamesRequest
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+log.addFilter(NamesRequest())
 
 # Of one chunk that travels in place: each costs two round trips and the pipeline's start, about a
 # millisecond, and the node keeps its slots until it is done.
@@ -67,6 +71,7 @@ class Agent:
         self.config = config or agent_config()
         self._counts = AgentCounts()
         self._add = self._counts.add
+        self._saved, self._loaded = self._counts.saved, self._counts.loaded
         self._client = client
         self._pool = pool
         self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
@@ -354,15 +359,7 @@ class Agent:
         except KVStoreError as error:
             log.info("could not touch a chain of %d pages: %s", len(prefix_hashes), error)
 
-    # ---- counts and logs -------------------------------------------------------------------
-
-    def _saved(self, result: SaveResult) -> SaveResult:
-        self._add(pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped)
-        return result
-
-    def _loaded(self, result: LoadResult) -> LoadResult:
-        self._add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
-        return result
+    # ---- the caller's mistakes -------------------------------------------------------------
 
     def _job(
         self, prefix_hashes: Sequence[bytes], units: Units, pool: KVPool | None, timeout_s: float, fence: Fence

@@ -1,8 +1,16 @@
 """What a save or a load hands to the engine, and what becomes of it."""
 
 import concurrent.futures
+import logging
 import threading
 from dataclasses import dataclass, replace
+
+from kvstore.log_rate import LogRate
+from kvstore.tracing import NamesRequest
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+log.addFilter(NamesRequest())
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class AgentStats:
 
 
 class AgentCounts:
-    """Those of `AgentStats` as they grow. Thread-safe."""
+    """Those of `AgentStats` as they grow, and a line of the log for what did not end well. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,6 +78,19 @@ class AgentCounts:
         with self._lock:
             for name, count in counts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + count)
+
+    def saved(self, result: SaveResult) -> SaveResult:
+        self.add(pages_stored=result.stored, pages_existing=result.existing, pages_dropped=result.dropped)
+        if result.dropped:
+            count = result.stored + result.existing + result.dropped
+            log.info("%d of %d pages were not stored: %s", result.dropped, count, result.reason)
+        return result
+
+    def loaded(self, result: LoadResult) -> LoadResult:
+        self.add(pages_loaded=result.loaded, loads_failed=int(result.error is not None))
+        if result.error is not None:
+            log.info("a load ended after %d pages: %s", result.pages, result.error)
+        return result
 
     def now(self, **others: int) -> AgentStats:
         """A copy; `others` are counted elsewhere."""

@@ -12,18 +12,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from kvstore.tracing import NamesRequest
+from kvstore.tracing import request as for_request
+
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 MISS_S = 2.0  # how long a miss is believed when another request asks: it may have been an outage
 
 
 class _Verdict:
-    """`found`: None until the store answered, or was waited for long enough."""
+    """`found`: None until the store answered, or was waited for long enough. `asker`: the request that asks first;
+    `requests`: all that want to know, for the engine's thread only."""
 
-    __slots__ = ("asked", "found", "requests")
+    __slots__ = ("asked", "asker", "found", "requests")
 
-    def __init__(self, asked: float) -> None:
+    def __init__(self, asked: float, asker: str) -> None:
         self.asked = asked
+        self.asker = asker
         self.found: bool | None = None
         self.requests: set[str] = set()
 
@@ -57,12 +63,12 @@ class Verdicts:
         """None: ask again later. False at the latest when `timeout_s` is over."""
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._verdicts[key] = self._new[key] = _Verdict(self._clock())
+            verdict = self._verdicts[key] = self._new[key] = _Verdict(self._clock(), request)
         elif verdict.found is None and self._clock() - verdict.asked > self._timeout_s:
             verdict.found = False
         elif verdict.found is False and request not in verdict.requests and self._is_old(verdict):
             self._new[key] = verdict
-            verdict.found, verdict.asked = None, self._clock()
+            verdict.found, verdict.asked, verdict.asker = None, self._clock(), request
         verdict.requests.add(request)
         self._keys_of.setdefault(request, set()).add(key)
         return verdict.found
@@ -119,11 +125,15 @@ class Verdicts:
             waiting = {key: verdict for key, verdict in wanted.items() if verdict.found is None and verdict.requests}
             if not waiting:
                 continue
-            try:
-                answers = self._ask(list(waiting))
-            except Exception:  # the edge of a thread: whatever broke, the engine gets its answer
-                log.exception("a lookup of %d pages broke", len(waiting))
-                answers = (False,) * len(waiting)
+            with for_request(*dict.fromkeys(verdict.asker for verdict in waiting.values())):
+                answers = self._answers(list(waiting))
             for verdict, answer in zip(waiting.values(), answers, strict=True):
                 if verdict.found is None:  # nobody gave it up meanwhile
                     verdict.found = answer
+
+    def _answers(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        try:
+            return self._ask(keys)
+        except Exception:  # the edge of a thread: whatever broke, the engine gets its answer
+            log.exception("a lookup of %d pages broke", len(keys))
+            return (False,) * len(keys)

@@ -154,10 +154,11 @@ def hub_cache_dir() -> str:
 @dataclass(frozen=True)
 class Telemetry:
     """What OpenTelemetry's own variables say that concerns us; the rest its SDK reads itself. `exporters`: names, none:
-    its default."""
+    its default; `protocol`: of the exporter otlp, empty: not said."""
 
     exporters: tuple[str, ...]
     service: str
+    protocol: str = ""
 
 
 def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
@@ -170,7 +171,9 @@ def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
     if not said and not any(environ.get(name) for name in endpoints):
         return None
     names = tuple(name.strip() for name in said.split(",") if name.strip())
-    return Telemetry(names, environ.get("OTEL_SERVICE_NAME", ""))
+    protocols = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((environ[name].strip() for name in protocols if environ.get(name)), "")
+    return Telemetry(names, environ.get("OTEL_SERVICE_NAME", ""), protocol)
 
 
 def engine_variables(*names: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ configures neither has nothing imported.
 
 import importlib.metadata
 import logging
+import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -13,18 +14,22 @@ from typing import Any
 import kvstore.tracing as tracing
 from kvstore.config import Telemetry, telemetry
 from kvstore.errors import ConfigError
+from kvstore.log_rate import LogRate
 from kvstore.tracing import Trace
 
 log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 EXPORTERS = "opentelemetry_traces_exporter"  # group of entry points, by which OpenTelemetry finds them
-DEFAULT_EXPORTER = "otlp"
-FLUSH_MS = 3000
+OTLP = "otlp"  # the default, and no exporter by itself: of its protocols each has one
+PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+FLUSH_S = 3.0
 _provider: Any = None  # ours, if this process has one
 
 
 def set_up(service: str = "") -> None:
     """Before the first request of a process. `service`: of a process of ours, which gets a provider; of an engine's
-    what it has is used. Raises ConfigError for an exporter that is not there, in a process of ours."""
+    what it has is used. Raises ConfigError for an exporter that is not there or can not be used, in a process of ours.
+    Nothing is connected to here."""
     wanted = telemetry()
     if wanted is None or tracing.tracer is not None:
         return
@@ -33,9 +38,15 @@ def set_up(service: str = "") -> None:
     except ImportError:
         log.info("OTEL_* asks for traces, and there are none: pip install opentelemetry-sdk")
         return
+    except Exception:  # the edge to code that is not ours: an engine starts without traces, too
+        log.exception("OTEL_* asks for traces, and OpenTelemetry can not be used")
+        return
     if service:
         _provide(trace, service, wanted)
-    tracing.tracer = _Tracer(trace)
+    try:
+        tracing.tracer = _Tracer(trace)
+    except Exception:  # as above
+        log.exception("OTEL_* asks for traces, and its provider can not be used")
 
 
 def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
@@ -48,50 +59,91 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(f"OTEL_* asks for traces: pip install opentelemetry-sdk ({error})") from error
-    provider = TracerProvider(resource=Resource.create({"service.name": wanted.service or service}))
-    for name in wanted.exporters or (DEFAULT_EXPORTER,):
-        found = importlib.metadata.entry_points(group=EXPORTERS, name=name)
-        if not found:
-            raise ConfigError(
-                f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; for otlp "
-                "pip install opentelemetry-exporter-otlp-proto-http, or set it to none"
-            )
-        (point, *_) = found
-        provider.add_span_processor(BatchSpanProcessor(point.load()()))
+    points = [_point(name, wanted.protocol) for name in wanted.exporters or (OTLP,)]
+    try:  # its end is ours to wait for, and its own limit for that 30 s
+        resource = Resource.create({"service.name": wanted.service or service})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        for point in points:
+            provider.add_span_processor(BatchSpanProcessor(point.load()()))
+    except Exception as error:  # the edge to code that is not ours, with settings that it reads itself
+        raise ConfigError(f"OTEL_*: traces can not be set up: {type(error).__name__}: {error}") from error
     trace.set_tracer_provider(provider)
     global _provider
     _provider = provider
-    log.info("traces go to %s", ", ".join(wanted.exporters or (DEFAULT_EXPORTER,)))
+    log.info("traces go to %s", ", ".join(point.name for point in points))
+
+
+def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
+    """Of the exporter that is called so. Raises ConfigError."""
+    names = [name]
+    if name == OTLP:
+        if protocol and protocol not in PROTOCOLS:
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol} must be one of {', '.join(PROTOCOLS)}")
+        names = [PROTOCOLS[protocol]] if protocol else [*PROTOCOLS.values()]
+    for known in names:
+        for point in importlib.metadata.entry_points(group=EXPORTERS, name=known):
+            return point
+    raise ConfigError(
+        f"OTEL_TRACES_EXPORTER={name}: {' or '.join(names)} is not installed; for otlp "
+        "pip install opentelemetry-exporter-otlp-proto-http, or set it to none"
+    )
 
 
 def flush() -> None:
-    """At the end of a process: what is not sent yet is, if that takes no longer than FLUSH_MS."""
-    if _provider is not None:
-        _provider.force_flush(FLUSH_MS)
+    """At the end of a process: what is not sent yet is, if that takes no longer than FLUSH_S. The SDK's `force_flush`
+    takes a limit and does not keep it: with a collector that hangs it waits 10 s for each 512 spans."""
+    if _provider is None:
+        return
+    flushing = threading.Thread(target=_provider.force_flush, name="kvstore-flush", daemon=True)
+    try:
+        flushing.start()
+    except RuntimeError:  # no thread can be had
+        return
+    flushing.join(FLUSH_S)
+    if flushing.is_alive():
+        log.warning("the last spans could not be sent within %g s", FLUSH_S)
 
 
 class _Tracer:
     def __init__(self, trace: Any) -> None:
         self._api = trace
-        self._tracer = trace.get_tracer("kvstore")
+        self._tracer = _Careful(trace, trace.get_tracer("kvstore"))
 
     def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
         api = self._api
-        context = None
+        context, links = None, []
         if parent is not None:
-            remote = api.SpanContext(
-                int.from_bytes(parent.trace_id, "big"),
-                int.from_bytes(parent.span_id, "big"),
-                is_remote=True,
-                trace_flags=api.TraceFlags(parent.sampled),
-            )
-            context = api.set_span_in_context(api.NonRecordingSpan(remote))
-        started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes)
+            context = api.set_span_in_context(api.NonRecordingSpan(self._remote(parent)))
+            links = [api.Link(self._remote(other)) for other in parent.others]
+        started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes, links)
         return _Span(api, started, parent)
+
+    def _remote(self, trace: Trace) -> Any:
+        return self._api.SpanContext(
+            int.from_bytes(trace.trace_id, "big"),
+            int.from_bytes(trace.span_id, "big"),
+            is_remote=True,
+            trace_flags=self._api.TraceFlags(trace.sampled),
+        )
 
     def active(self) -> Trace | None:
         """Of the span that the engine is in, if it is in one."""
         return _trace(self._api.get_current_span())
+
+
+class _Careful:
+    """Of a provider whose sampler and processors are others' and may raise: what is traced is done all the same."""
+
+    def __init__(self, api: Any, tracer: Any) -> None:
+        self._api = api
+        self._tracer = tracer
+
+    def start_span(self, name: str, *others: Any) -> Any:
+        try:
+            return self._tracer.start_span(name, *others)
+        except Exception:  # the edge to code that is not ours
+            log.exception("the step %s is not recorded", name)
+            return self._api.INVALID_SPAN
 
 
 def _trace(span: Any) -> Trace | None:
@@ -107,7 +159,8 @@ class _Span(AbstractContextManager[Any]):
     def __init__(self, api: Any, started: Any, parent: Trace | None) -> None:
         self._api = api
         self._started = started
-        self._within = tracing.within(_trace(started) or parent)
+        trace = _trace(started)
+        self._within = tracing.within(trace._replace(others=parent.others) if trace and parent else trace or parent)
 
     def __enter__(self) -> Any:
         self._within.__enter__()
@@ -115,7 +168,10 @@ class _Span(AbstractContextManager[Any]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._within.__exit__(None, None, None)
-        if error is not None:
-            said = f"{type(error).__name__}: {error}"
-            self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
-        self._started.end()
+        try:
+            if error is not None:
+                said = f"{type(error).__name__}: {error}"
+                self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
+            self._started.end()
+        except Exception:  # the edge to code that is not ours
+            log.exception("a step is not recorded")

@@ -8,8 +8,10 @@ a context variable; `tracer` is None unless `kvstore.spans` has found OpenTeleme
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -19,21 +21,29 @@ Result = TypeVar("Result")
 
 TRACE_NBYTES, SPAN_NBYTES = 16, 8
 PACKED_NBYTES = TRACE_NBYTES + SPAN_NBYTES + 1
+REQUESTS_MAX = 8  # that one job is said to be for: a save may have blocks of hundreds
 HEADER = "traceparent"
 _FORM = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 1
 
 
 class Trace(NamedTuple):
-    """Of a request, as W3C Trace Context has it. `span_id`: of the step that asks; `sampled`: somebody records it."""
+    """Of a request, as W3C Trace Context has it. `span_id`: of the step that asks; `sampled`: somebody records it;
+    `others`: of a job that is done for several requests at once, the rest of them. No node hears of those."""
 
     trace_id: bytes
     span_id: bytes
     sampled: bool
+    others: tuple["Trace", ...] = ()
 
     @property
     def request_id(self) -> str:
         return self.trace_id.hex()
+
+    @property
+    def request_ids(self) -> str:
+        """For a line of a log."""
+        return ", ".join(trace.request_id for trace in (self, *self.others))
 
     def packed(self) -> bytes:
         """For a frame: trace id, span id, flags."""
@@ -45,9 +55,10 @@ class Trace(NamedTuple):
 
 
 def packed_now() -> bytes:
-    """Of the current trace; nothing without one."""
+    """For another process of the same engine: the current trace and its others, one after the other; nothing without
+    one."""
     trace = current()
-    return b"" if trace is None else trace.packed()
+    return b"" if trace is None else b"".join(one.packed() for one in (trace, *trace.others))
 
 
 def unpacked(packed: bytes) -> Trace | None:
@@ -55,6 +66,13 @@ def unpacked(packed: bytes) -> Trace | None:
     if len(packed) != PACKED_NBYTES:
         return None
     return _valid(packed[:TRACE_NBYTES], packed[TRACE_NBYTES:-1], packed[-1])
+
+
+def unpacked_all(packed: bytes) -> Trace | None:
+    """What `packed_now` made."""
+    found = [unpacked(packed[at : at + PACKED_NBYTES]) for at in range(0, len(packed), PACKED_NBYTES)]
+    first, *others = filter(None, found) if found else (None,)
+    return first and first._replace(others=tuple(others))
 
 
 def parsed(header: str) -> Trace | None:
@@ -97,16 +115,31 @@ def within(trace: Trace | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def request(name: str) -> contextlib.AbstractContextManager[None]:
-    """Around what is done for a request that an engine calls so. If the engine traces it, it is that trace; else its id
-    follows from the name, so that whoever has the one finds the other, and who records spans may record it."""
+def request(*names: str | None) -> Span:
+    """Around what is done for a request that an engine calls so, or for several. If the engine traces it, it is that
+    trace; else its id follows from the name, so that whoever has the one finds the other, and who records spans may
+    record it. Without a name, from an engine that tells none, what the call becomes has an id of its own."""
     if current() is not None:
         return NOTHING
-    return within((tracer.active() if tracer is not None else None) or named(name))
+    active = tracer.active() if tracer is not None else None
+    if active is not None:
+        return within(active)
+    traces = [named(name) for name in names[:REQUESTS_MAX] if name]
+    if traces:
+        return within(traces[0]._replace(others=tuple(traces[1:])) if traces[1:] else traces[0])
+    if tracer is not None:
+        return tracer.span("kvstore.request", None, "internal", {})
+    return within(Trace(os.urandom(TRACE_NBYTES), os.urandom(SPAN_NBYTES), True))
 
 
 def named(name: str) -> Trace:
-    digest = hashlib.sha256(b"kvstore-request\0" + name.encode()).digest()
+    """Whatever an engine says is a name."""
+    return _named(str(name))
+
+
+@functools.lru_cache(1024)  # a step of an engine names some of its requests again and again
+def _named(name: str) -> Trace:
+    digest = hashlib.sha256(b"kvstore-request\0" + name.encode(errors="backslashreplace")).digest()
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
 
 
@@ -142,5 +175,5 @@ class NamesRequest(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         trace = current()
         if trace is not None:
-            record.msg, record.args = f"{record.getMessage()} [request {trace.request_id}]", None
+            record.msg, record.args = f"{record.getMessage()} [request {trace.request_ids}]", None
         return True

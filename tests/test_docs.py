@@ -122,7 +122,7 @@ def test_every_variable_that_the_documents_name_is_read() -> None:
     known |= {"KVSTORE_AGENT_" + field.name.upper() for field in dataclasses.fields(AgentConfig)}
     known |= {"KVSTORE_NODE_" + field.name.upper() for field in dataclasses.fields(NodeConfig)}
     known = {name.replace("NBYTES", "BYTES") for name in known}
-    compose = (ROOT / "docker" / "compose.yaml").read_text()
+    compose = "".join(path.read_text() for path in (ROOT / "docker").glob("compose*.yaml"))
     known |= set(re.findall(r"\$\{(KVSTORE_\w+)", compose))
     for path in PAGES:
         named = set(re.findall(r"\bKVSTORE_[A-Z_]*[A-Z]\b", path.read_text()))

@@ -126,6 +126,8 @@ def name(path: pathlib.Path) -> str:
 def may_import(path: pathlib.Path, module: str) -> bool:
     top = module.partition(".")[0]
     if top in PACKAGES:
+        if f"{module}.".startswith("kvstore.cli.") and not name(path).startswith("kvstore/cli/"):
+            return False
         return top in ARROWS[name(path).partition("/")[0]]
     if top in sys.stdlib_module_names:
         return True
@@ -150,6 +152,7 @@ def test_the_rule_itself_refuses_what_it_should() -> None:
         ("kvstore/client.py", "torch"),
         ("kvstore/client.py", "grpc"),
         ("node/server.py", "gpu_agent.pool"),
+        ("node/server.py", "kvstore.cli.output"),
         ("node/server.py", "torch.cuda"),
         ("gpu_agent/agent.py", "node.config"),
         ("gpu_agent/agent.py", "transformers"),

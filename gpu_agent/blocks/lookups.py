@@ -18,7 +18,7 @@ from gpu_agent.blocks.askers import Answer, Asker, Question
 from gpu_agent.outage import Outage
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
-from kvstore.tracing import request
+from kvstore.tracing import carried, request
 
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
 OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
@@ -67,7 +67,7 @@ class Lookups:
         if wanted:
             with request(request_id):
                 done = self._asker.look_up(question, self._timeout_s)
-            done.add_done_callback(self._ended)
+                done.add_done_callback(carried(self._ended))  # it may end while another is asked about
         else:
             done.set_result(nothing)
         self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)
@@ -109,14 +109,16 @@ class Lookups:
         """No request gets an answer to what it asked so far."""
         self._pending.clear()
 
-    def touch(self, question: Question) -> None:
+    def touch(self, request_id: str, question: Question) -> None:
         """Counts these pages as used, heads last: a chain that is saved piece by piece, or that an engine
         keeps in its own cache, would otherwise lose its head first. Not done if there is no room."""
         with self._lock:
             if self._running >= PENDING_MAX // 2:
                 return
             self._running += 1
-        self._asker.touch(question, self._timeout_s).add_done_callback(self._ended)
+        with request(request_id):
+            done = self._asker.touch(question, self._timeout_s)
+        done.add_done_callback(self._ended)
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
         """Connects and registers in the background, so that the first request need not wait for it."""

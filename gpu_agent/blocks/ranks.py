@@ -123,19 +123,7 @@ class BlockRank:
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Starts saves, behind what the engine has enqueued so far."""
         for order in orders:
-            jobs, refused = [], False
-            for part in order.parts if self._writes else ():
-                agent = self._agents[part.group]
-                if agent is None:
-                    continue
-                try:
-                    job = agent.save(part.keys, part.blocks)
-                except InvalidRequest as error:
-                    log.error("blocks could not be stored: %s", error)
-                    refused = True
-                    continue
-                jobs.append(job)
-                self._outcomes.append((agent, job))
+            jobs, refused = self._start_saves(order) if self._writes else ([], False)
             self._saves[order.job] = self._storing[order.job] = _Save(jobs, refused)
             moved = partial(self._save_moved, order.job)
             for job in jobs:
@@ -212,6 +200,24 @@ class BlockRank:
     def _save_moved(self, number: int, _: object) -> None:
         """Called by any thread."""
         self._moved.put(number)
+
+    def _start_saves(self, order: SaveOrder) -> tuple[list[SaveJob], bool]:
+        """And whether one of them could not even begin."""
+        jobs, refused = [], False
+        with request(*order.requests):
+            for part in order.parts:
+                agent = self._agents[part.group]
+                if agent is None:
+                    continue
+                try:
+                    job = agent.save(part.keys, part.blocks)
+                except InvalidRequest as error:
+                    log.error("blocks could not be stored: %s", error)
+                    refused = True
+                    continue
+                jobs.append(job)
+                self._outcomes.append((agent, job))
+        return jobs, refused
 
     def _start_load(self, part: Part) -> LoadJob | None:
         agent = self._agents[part.group]

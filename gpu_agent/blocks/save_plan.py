@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from kvstore.tracing import REQUESTS_MAX
+
 Block: TypeAlias = tuple[int, bytes, int]  # group, key, block id
 
 
@@ -28,10 +30,12 @@ class Part(NamedTuple):
 
 
 class SaveOrder(NamedTuple):
-    """For every rank: store these blocks, and say when their memory has been read."""
+    """For every rank: store these blocks, and say when their memory has been read. `requests`: whose they are, as the
+    engine calls them, the first few."""
 
     job: int
     parts: list[Part]
+    requests: tuple[str, ...]
 
 
 @dataclass
@@ -71,6 +75,7 @@ class SavePlan:
         self._hold_s = hold_s
         self.scarce = scarce
         self._ready: list[Block] = []
+        self._owners: list[str] = []  # of each that is ready
         self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
         self._known: set[tuple[int, bytes]] = set()  # staged, ready or in a job: once is enough
@@ -108,7 +113,7 @@ class SavePlan:
         if self._steps:
             next(reversed(self._steps.values())).append(_Staged(owner, new))
         else:
-            self._make_ready(new)
+            self._make_ready(_Staged(owner, new))
 
     def ran(self, step: int, clean: bool) -> set[str]:
         """A step's result was seen. Returns the owners of what was dropped: they have to stage again.
@@ -121,7 +126,7 @@ class SavePlan:
             number, staged = self._steps.popitem(last=False)
             for some in staged:
                 if clean and number == step:
-                    self._make_ready(some.blocks)
+                    self._make_ready(some)
                 else:
                     dropped.add(some.owner)
                     self._release(some.blocks)
@@ -135,8 +140,10 @@ class SavePlan:
             return orders
         while self._ready:
             blocks, self._ready = self._ready[: self._order_blocks], self._ready[self._order_blocks :]
+            owners, self._owners = self._owners[: self._order_blocks], self._owners[self._order_blocks :]
             self._jobs[self._next_job] = _Job(blocks, self.ranks)
-            orders.append(SaveOrder(self._next_job, _parts(blocks)))
+            requests = tuple(dict.fromkeys(owners))[:REQUESTS_MAX]
+            orders.append(SaveOrder(self._next_job, _parts(blocks), requests))
             self._next_job += 1
         return orders
 
@@ -154,7 +161,7 @@ class SavePlan:
             for some in staged:
                 self._release(some.blocks)
             staged.clear()
-        ready, self._ready = self._ready, []
+        ready, self._ready, self._owners = self._ready, [], []
         self._release(ready)
 
     def check(self) -> list[str]:
@@ -166,12 +173,15 @@ class SavePlan:
             found.append(f"{self._pinned} blocks are pinned for {len(held)} saves, at most {self._blocks_max}")
         if {block[:2] for block in held} != self._known:
             found.append("the keys under way are not those of the pinned blocks")
+        if len(self._owners) != len(self._ready):
+            found.append(f"{len(self._ready)} blocks are ready, of {len(self._owners)} owners")
         return found
 
-    def _make_ready(self, blocks: Sequence[Block]) -> None:
+    def _make_ready(self, staged: _Staged) -> None:
         if not self._ready:
             self._ready_at = time.monotonic()
-        self._ready += blocks
+        self._ready += staged.blocks
+        self._owners += [staged.owner] * len(staged.blocks)
 
     def _release(self, blocks: Sequence[Block]) -> None:
         self._known.difference_update(block[:2] for block in blocks)

@@ -279,7 +279,7 @@ class BlockScheduler:
             full = self._full(state, request.num_computed_tokens, tables)
             self._drop(unsaved_count(tables, state.present, state.planned, full))
         if not state.barred:
-            self._lookups.touch(self._question(request))
+            self._lookups.touch(request.request_id, self._question(request))
 
     def reset(self) -> None:
         """Nothing stored so far is valid any more, nor what the requests at hand have computed. The new

@@ -31,8 +31,10 @@ from gpu_agent.options import Identity
 from kvstore.client import Client
 from kvstore.config import client_config, engine_arguments, engine_variables, load
 from kvstore.errors import InvalidRequest
+from kvstore.tracing import NamesRequest, request
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 HASH_NBYTES = 16
 
@@ -82,11 +84,12 @@ class PyLocalCacheService:
     def query(self, hash_128s: Sequence[int]) -> list[bool]:
         """Which pages can be read; all False if the store does not answer in time. They are held for long
         enough to be read."""
-        try:
-            return self._pages.present(_keys(hash_128s))
-        except Exception:
-            log.exception("a query failed")
-            return [False] * len(hash_128s)
+        with request():
+            try:
+                return self._pages.present(_keys(hash_128s))
+            except Exception:
+                log.exception("a query failed")
+                return [False] * len(hash_128s)
 
     def create(
         self,
@@ -99,18 +102,19 @@ class PyLocalCacheService:
         """Begins to store ("w") or to read ("r", from position `start_pos` on) pages of a prefix.
         `kv_page_indexer`: int32 CPU tensor, the row of each. A call that is wrong gets a failed task."""
         failed = WriteTask if mode == "w" else ReadTask
-        try:
-            rows = _rows(kv_page_indexer, len(hash_128s))
-            if mode == "w":
-                already, save = self._pages.save(_keys(hash_128s), rows)
-                return WriteTask(len(rows), save, already)
-            if mode == "r":
-                read = self._pages.load(_keys(hash_128s[start_pos:]), rows[start_pos:])
-                return ReadTask(len(rows) - start_pos, read)
-            raise InvalidRequest(f"mode is {mode!r}; it must be 'r' or 'w'")
-        except Exception:
-            log.exception("a task of mode %r failed at its start", mode)
-            return failed(max(1, len(hash_128s) - start_pos))
+        with request():
+            try:
+                rows = _rows(kv_page_indexer, len(hash_128s))
+                if mode == "w":
+                    already, save = self._pages.save(_keys(hash_128s), rows)
+                    return WriteTask(len(rows), save, already)
+                if mode == "r":
+                    read = self._pages.load(_keys(hash_128s[start_pos:]), rows[start_pos:])
+                    return ReadTask(len(rows) - start_pos, read)
+                raise InvalidRequest(f"mode is {mode!r}; it must be 'r' or 'w'")
+            except Exception:
+                log.exception("a task of mode %r failed at its start", mode)
+                return failed(max(1, len(hash_128s) - start_pos))
 
     def active_threads(self, mode: str) -> int:
         """Tasks of a mode that are not done."""

@@ -35,9 +35,11 @@ from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.management import answered
 from kvstore.results import PutOutcome
+from kvstore.tracing import NamesRequest
 from kvstore.wires.abreast import THREADS_MAX
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 STORE_TYPE = "kvstore"  # what /status calls us
 # LMCache frees a store's buffers 300 s after the call and a load's after 600 s, and its bench gives a lookup

@@ -43,9 +43,11 @@ from kvstore.config import check_settings, load, setting
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.log_rate import LogRate
+from kvstore.tracing import NamesRequest, request
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
+log.addFilter(NamesRequest())
 Result = TypeVar("Result")
 
 # The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, query and reads together, and 10 s for
@@ -224,12 +226,13 @@ class KVStoreHiCache(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         """All of them within one deadline."""
         end = time.monotonic() + timeout_s
-        return {
-            transfer.name: self._move(
-                transfer.name, transfer.keys or [], transfer.host_indices, move, end - time.monotonic()
-            )
-            for transfer in transfers
-        }
+        with request():
+            return {
+                transfer.name: self._move(
+                    transfer.name, transfer.keys or [], transfer.host_indices, move, end - time.monotonic()
+                )
+                for transfer in transfers
+            }
 
     def _move(
         self, name: Any, keys: list[str], indices: torch.Tensor, move: Callable[..., list[bool]], timeout_s: float
@@ -343,10 +346,11 @@ def _hashes(keys: Sequence[str]) -> list[bytes]:
 
 
 def _guarded(what: str, failed: Result, call: Callable[[], Result]) -> Result:
-    try:
-        return call()
-    except KVStoreError as error:
-        log.warning("%s failed: %s", what, error)
-    except Exception:  # the edge to the engine's threads
-        log.exception("%s failed", what)
-    return failed
+    with request():  # of which the engine tells no name
+        try:
+            return call()
+        except KVStoreError as error:
+            log.warning("%s failed: %s", what, error)
+        except Exception:  # the edge to the engine's threads
+            log.exception("%s failed", what)
+        return failed

@@ -37,8 +37,10 @@ from gpu_agent.transfer import Fence
 from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tracing import NamesRequest, carried, request
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 # A load that is refused fails its requests, so nothing is refused for its size.
 DEFAULTS = {"lookup_timeout_s": 0.1, "load_timeout_s": 5.0, "pending_nbytes_max": 1 << 40}
@@ -135,11 +137,12 @@ class KVStoreLinker(UnifiedCacheLinker):
         hashes, _ = _kv(transfers)
         if not hashes:
             return []
-        try:
-            there = self._agent.ask(hashes, self._config.hold_s) or ()
-        except KVStoreError as error:
-            log.warning("lookup failed: %s", error)
-            return []
+        with request(rid):
+            try:
+                there = self._agent.ask(hashes, self._config.hold_s) or ()
+            except KVStoreError as error:
+                log.warning("lookup failed: %s", error)
+                return []
         return list(range(1, [*there, False].index(False) + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -167,8 +170,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         tokens = sum(slots.numel() for _, slots in queued.values())
         timeout_s = self._agent.config.load_timeout_s + self._config.timeout_per_ki_token_s * tokens / 1024
         jobs = []
-        for hashes, slots in queued.values():
-            job = self._agent.load(hashes, slots, placed=batch.placed, timeout_s=timeout_s)
+        for rid, (hashes, slots) in queued.items():
+            with request(rid):
+                job = self._agent.load(hashes, slots, placed=batch.placed, timeout_s=timeout_s)
             job.done.add_done_callback(functools.partial(batch.loaded, len(hashes)))
             jobs.append(job)
         self._batches[index] = batch, jobs
@@ -194,7 +198,8 @@ class KVStoreLinker(UnifiedCacheLinker):
             self._pending.append(done)
             return True
         events = self.record_offload_ready() if self._entry.view.device.type == "cuda" else []
-        self._pending.append(self._offloads.submit(self._save, hashes, slots, events))
+        with request():  # which the engine does not name here
+            self._pending.append(self._offloads.submit(carried(self._save), hashes, slots, events))
         return True
 
     def _save(self, hashes: list[bytes], slots: torch.Tensor, events: list[Fence]) -> bool:

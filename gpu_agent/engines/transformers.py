@@ -24,12 +24,14 @@ from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace, prefix_hashes
+from kvstore.tracing import request
 
 PAGE_TOKENS = 64
 
 
 class TransformersAdapter:
-    """Saves and loads the KV of one causal language model; batch size 1, no padding.
+    """Saves and loads the KV of one causal language model; batch size 1, no padding. transformers has no names for
+    prompts: `kvstore.tracing.request(name)` around a call says which one it is for.
 
     `name` names the model to everyone who shares the store: never a local path. `revision` names
     its weights; without one a digest of all parameters is taken, so that other weights under the
@@ -65,13 +67,15 @@ class TransformersAdapter:
             raise InvalidRequest(f"the cache holds {held} tokens, fewer than the {len(ids)} to save")
         hashes = prefix_hashes(ids, self.namespace.layout.page_tokens)
         units = torch.arange(len(hashes) * self.namespace.layout.page_tokens)
-        return self._agent.save(hashes, units, self._pool(pairs))
+        with request():
+            return self._agent.save(hashes, units, self._pool(pairs))
 
     def lookup(self, tokens: Sequence[int] | torch.Tensor) -> int:
         """Leading tokens of a prompt whose KV is stored; 0 if the store can not be asked."""
         check_adapters(self._model)
         page_tokens = self.namespace.layout.page_tokens
-        return self._agent.lookup(prefix_hashes(_token_list(tokens), page_tokens)) * page_tokens
+        with request():
+            return self._agent.lookup(prefix_hashes(_token_list(tokens), page_tokens)) * page_tokens
 
     def load(self, tokens: Sequence[int] | torch.Tensor) -> tuple[DynamicCache, int]:
         """(fresh cache, number of leading `tokens` in it); an empty cache and 0 for a miss.
@@ -82,13 +86,14 @@ class TransformersAdapter:
         ids = _token_list(tokens)
         page_tokens = self.namespace.layout.page_tokens
         hashes = prefix_hashes(ids, page_tokens)
-        hashes = hashes[: self._agent.lookup(hashes)]
         cache = DynamicCache()
-        if not hashes:
-            return cache, 0
-        pairs = self._empty_pairs(len(hashes) * page_tokens)
-        units = torch.arange(len(hashes) * page_tokens)
-        loaded = self._agent.load(hashes, units, pool=self._pool(pairs)).done.result()
+        with request():
+            hashes = hashes[: self._agent.lookup(hashes)]
+            if not hashes:
+                return cache, 0
+            pairs = self._empty_pairs(len(hashes) * page_tokens)
+            units = torch.arange(len(hashes) * page_tokens)
+            loaded = self._agent.load(hashes, units, pool=self._pool(pairs)).done.result()
         count = min(loaded.pages * page_tokens, len(ids) - 1)
         for number, (keys, values) in enumerate(pairs if count else ()):
             # `update` copies; with no token it only sets the layer up, which then takes our tensors.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 
+import kvstore.tracing as tracing
 from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
 from gpu_agent.engines.transformers import namespace_of
@@ -79,7 +80,10 @@ class PagedAdapter:
         They are cached like those of a former request: transformers may evict them for a request that runs.
         """
         check_adapters(self._model)
-        ids = list(tokens)
+        with tracing.request():
+            return self._load(list(tokens))
+
+    def _load(self, ids: list[int]) -> int:
         hashes = prefix_hashes(ids[:-1], self._page_tokens)  # a model needs a token to compute its next from
         stored = self._agent.lookup(hashes)
         if not stored:
@@ -103,7 +107,10 @@ class PagedAdapter:
         """Stores the blocks of `tokens` that are in the cache: of a request that runs, or that ended and was
         not evicted. Pages that are not there count as dropped."""
         check_adapters(self._model)
-        ids = list(tokens)
+        with tracing.request():
+            return self._save(list(tokens))
+
+    def _save(self, ids: list[int]) -> SaveResult:
         hashes = prefix_hashes(ids, self._page_tokens)
         request_id = f"kvstore-save-{next(self._numbers)}"
         with self._held(request_id) as jobs:

@@ -44,8 +44,10 @@ from gpu_agent.pool import KVPool
 from gpu_agent.verdicts import Verdicts
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.tracing import NamesRequest, request
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 # Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our connector.
 _OWN = ("facts", "weights", "locality", "lora")
@@ -139,12 +141,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _submit(self, metadata: Any, start: Callable[[list[bytes], torch.Tensor], "_Future"]) -> None:
         job = _Job(metadata.is_promotion)
-        for keys, rows in _chains(metadata):
-            try:
-                job.add(keys, start(keys, rows))
-            except KVStoreError as error:  # a mistake of ours must not end the engine
-                log.error("a transfer of %d rows was refused: %s", len(keys), error)
-                job.add(keys, None)
+        with request(getattr(metadata.req_context, "req_id", None)):
+            for keys, rows in _chains(metadata):
+                try:
+                    job.add(keys, start(keys, rows))
+                except KVStoreError as error:  # a mistake of ours must not end the engine
+                    log.error("a transfer of %d rows was refused: %s", len(keys), error)
+                    job.add(keys, None)
         self._jobs[metadata.job_id] = job
 
     def get_finished_jobs(self) -> Iterable[Any]:

@@ -19,8 +19,10 @@ from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
+from kvstore.tracing import NamesRequest
 
 log = logging.getLogger(__name__)
+log.addFilter(NamesRequest())
 
 # Pages of a staging buffer (wires without shared memory) at most: of pools with small pages there may be many.
 STAGING_PAGES_MAX = 128
@@ -57,7 +59,6 @@ class HostPages:
         result = self.agent.save(hashes, numbers, timeout_s=timeout_s).done.result()
         if not result.dropped:
             return [True] * len(hashes)
-        log.info("%d of %d pages were not stored: %s", result.dropped, len(hashes), result.reason)
         return self.present(hashes, self.agent.config.lookup_timeout_s)
 
     def load(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:

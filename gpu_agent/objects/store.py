@@ -31,6 +31,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.results import PutOutcome
+from kvstore.tracing import request
 
 QUERY_WORKERS = 2
 QUERY_NBYTES = 64  # a key, for the limit on what a lane accepts
@@ -150,8 +151,9 @@ class ObjectStore:
             if batch.end(ended):
                 self._touch(parts)
 
-        for part in parts:
-            lane.submit(part.nbytes, partial(run, part), partial(failed, part)).add_done_callback(end)
+        with request():
+            for part in parts:
+                lane.submit(part.nbytes, partial(run, part), partial(failed, part)).add_done_callback(end)
         return batch.done
 
     def _guarded(self, work: Callable[[], object], deadline: Deadline) -> str:
@@ -180,7 +182,8 @@ class ObjectStore:
             self._add(query_failed=len(names) if error else 0)
             return ObjectResults(values, error)
 
-        return self._queries.submit(len(names) * QUERY_NBYTES, run, lambda reason: ObjectResults(values, reason))
+        with request():
+            return self._queries.submit(len(names) * QUERY_NBYTES, run, lambda reason: ObjectResults(values, reason))
 
     def _exists(self, names: list[ObjectName], values: list[bool], deadline: Deadline) -> None:
         def ask(namespace: Namespace, positions: list[int]) -> None:

@@ -18,7 +18,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.messages import parse_namespace
-from kvstore.tracing import unpacked, within
+from kvstore.tracing import unpacked_all, within
 from kvstore.wires.status import status_code
 
 _OVER_S = 0.001  # for a question that comes too late
@@ -67,7 +67,7 @@ class LookupHost:
         except IndexError as error:
             raise ProtocolError("a question about a namespace that was not named") from error
         left_s = max(_OVER_S, asked.until - time.monotonic())
-        with within(unpacked(asked.trace)):
+        with within(unpacked_all(asked.trace)):
             done = (self._asker.look_up if kind is Kind.ASK else self._asker.touch)(question, left_s)
         done.add_done_callback(partial(self._answer, asked.number))
 

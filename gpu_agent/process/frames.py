@@ -5,7 +5,7 @@
 
     SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by READY
     ADD       engine -> agents   JSON: one more agent, after a change of the epoch
-    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space; trace of its request
+    SAVE      engine -> agents   order, agent, mark, deadline; keys; block numbers per index space; whose it is
     LOAD      engine -> agents   likewise
     RETIRE    engine -> agents   agent: it ends what it has and takes no more
     ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
@@ -29,7 +29,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
-from kvstore.tracing import PACKED_NBYTES
+from kvstore.tracing import PACKED_NBYTES, REQUESTS_MAX
 
 HEADER = struct.Struct("<IB")
 # An order of 128k pages of 64-byte keys needs 9 MiB.
@@ -48,7 +48,7 @@ _NAMESPACE = struct.Struct("<H")
 _ANSWER = struct.Struct("<QIB")  # question, status, groups
 _COUNT = struct.Struct("<I")
 _INDEX_NBYTES = 8
-_TRACES = (0, PACKED_NBYTES)  # bytes of a trace: none, or one
+_TRACES = range(0, (REQUESTS_MAX + 1) * PACKED_NBYTES, PACKED_NBYTES)  # bytes of a trace: none, or of each request
 
 
 class Kind(enum.IntEnum):
@@ -79,7 +79,7 @@ class Order:
     until: float
     keys: Sequence[bytes]
     units: Mapping[str, bytes]
-    trace: bytes = b""  # of the request that it is for (`kvstore.tracing`), if there is one
+    trace: bytes = b""  # of the requests that it is for (`kvstore.tracing.packed_now`)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class _Reader:
     def trace(self) -> bytes:
         nbytes = self.take(1)[0]
         if nbytes not in _TRACES:
-            raise ProtocolError(f"a trace of {nbytes} bytes; it has {PACKED_NBYTES}")
+            raise ProtocolError(f"a trace of {nbytes} bytes; each has {PACKED_NBYTES}, at most {REQUESTS_MAX}")
         return self.take(nbytes)
 
     def text(self) -> str | None:

@@ -27,7 +27,7 @@ from kvstore.client import Client
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.messages import parse_namespace
-from kvstore.tracing import unpacked, within
+from kvstore.tracing import unpacked_all, within
 
 _OVER_S = 0.001  # for an order that comes too late: its agent says so
 
@@ -90,7 +90,7 @@ class AgentHost:
     def _save(self, order: frames.Order) -> None:
         try:
             agent, units, fence = self._agent(order), _units(order), self._marks.fence(order.mark)
-            with within(unpacked(order.trace)):
+            with within(unpacked_all(order.trace)):
                 job = agent.save(order.keys, units, timeout_s=_left_s(order), fence=fence)
         except InvalidRequest as error:
             self._channel.send(frames.saved_frame(Saved(order.number, 0, 0, len(order.keys), str(error))))
@@ -107,7 +107,7 @@ class AgentHost:
     def _load(self, order: frames.Order) -> None:
         try:
             agent, units, fence = self._agent(order), _units(order), self._marks.fence(order.mark)
-            with within(unpacked(order.trace)):
+            with within(unpacked_all(order.trace)):
                 job = agent.load(order.keys, units, timeout_s=_left_s(order), fence=fence)
         except InvalidRequest as error:
             self._channel.send(frames.loaded_frame(Loaded(order.number, 0, 0, str(error))))

@@ -3,7 +3,6 @@
 from itertools import chain
 
 from kvstore.cli.exits import ExitCode, Failure
-from kvstore.cli.hints import hints
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import COLUMNS, Statuses, answers, headline, members_json, rows, sums, troubled_first, troubles
 from kvstore.cli.nodes import namespace_json, show_namespaces
@@ -19,6 +18,7 @@ from kvstore.cli.selection import (
 )
 from kvstore.client import Client
 from kvstore.cluster.view import View
+from kvstore.doctor.hints import hints
 from kvstore.management import summed
 
 # One screen of 24 lines has so many rows of members and namespaces; `kvstore cluster` and `kvstore ls` show all.

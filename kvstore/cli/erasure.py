@@ -6,12 +6,12 @@ import typer
 
 from kvstore.cli.everywhere import away_json, without
 from kvstore.cli.exits import ExitCode
-from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, note, progress
 from kvstore.cli.pages import confirm
 from kvstore.client import Client
 from kvstore.cluster.spread import Away
+from kvstore.doctor.hints import page_count
 from kvstore.management import FORGET_TIMEOUT_S
 
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.cli.exits import ExitCode
-from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.nodes import namespace_json, page_columns
 from kvstore.cli.output import emit, human_ms, human_nbytes, note, plain, show, show_fitting
 from kvstore.cli.selection import ModelOption, NamespaceOption, check_hex, find_namespace, list_pages
 from kvstore.client import Client
+from kvstore.doctor.hints import page_count
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb

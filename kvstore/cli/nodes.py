@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.certificates import NEAR_END_S, date
-from kvstore.cli.hints import hints, page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, handing_line, sweep_line
 from kvstore.cli.output import console, emit, human_ms, human_nbytes, note, percent, plain, show, show_fitting
 from kvstore.cli.told import status_json, told_all
 from kvstore.client import Client
+from kvstore.doctor.hints import hints, page_count
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb

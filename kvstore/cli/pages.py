@@ -8,7 +8,6 @@ import typer
 from kvstore.cli.batches import all_keys, pieces
 from kvstore.cli.everywhere import away_json, without
 from kvstore.cli.exits import ExitCode, Failure
-from kvstore.cli.hints import page_count
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.listing import show_pages
 from kvstore.cli.output import emit, plain, progress
@@ -23,6 +22,7 @@ from kvstore.cli.selection import (
 )
 from kvstore.client import Client
 from kvstore.cluster.spread import Away
+from kvstore.doctor.hints import page_count
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb

@@ -1,5 +1,6 @@
 """`kvstore plan`: how much RAM and disk, from a trace."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from kvstore.cli.plan_words import percent, recommendation
 from kvstore.cli.sizes import option_nbytes, option_sizes
 from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest, read_trace, trace_size
-from kvstore.plan.pages import page_size, token_nbytes
+from kvstore.plan.pages import MOST, page_size, token_nbytes
 from kvstore.plan.plan import Plan, Rate, Row, Wishes, planned, surveyed
 from kvstore.plan.survey import EXACT, Sampling, sampling
 
@@ -86,10 +87,10 @@ def plan(
       kvstore plan trace.jsonl --ram 64GiB,256GiB --disk 2TiB --model-config config.json
       kvstore plan trace.jsonl --copies 2 --picture plan.html --json
     """
-    if limit is not None and limit < 1:
-        raise InvalidRequest(f"--limit {limit} must be at least 1")
-    if one_in is not None and not one_in >= 1:
-        raise InvalidRequest(f"--sample {one_in:g} must be at least 1: one page in so many")
+    if limit is not None and not 1 <= limit <= sys.maxsize:
+        raise InvalidRequest(f"--limit {limit} must be at least 1, at most {sys.maxsize}")
+    if one_in is not None and not 1 <= one_in <= MOST:
+        raise InvalidRequest(f"--sample {one_in:g} must be at least 1: one page in so many; at most {MOST:g}")
     check_pictures(picture or [])
     token = token_nbytes(model_config) if model_config else None
     nbytes = option_nbytes(page_bytes, "--page-bytes") if page_bytes is not None else None

@@ -59,11 +59,11 @@ def _of_ram(plan: Plan) -> str:
         )
     if gain < LITTLE and row.pages >= plan.nearly_all_pages:
         return f"More RAM than {size}, which gives {rate}, is of little use: twice as much adds {_points(gain)}."
-    disk = human_nbytes(plan.nearly_all_nbytes)
-    return (
-        f"RAM of {size} alone gives {rate}, and twice as much {_points(gain)} more. A disk is needed for the rest: "
-        f"one of {disk} adds {_points(NEARLY_ALL * plan.endless - row.hit_rate)}."
-    )
+    said = f"RAM of {size} alone gives {rate}, and twice as much {_points(gain)} more."
+    if row.pages >= plan.nearly_all_pages:
+        return f"{said} A disk adds at most {_points(plan.endless - row.hit_rate)}."
+    disk, more = human_nbytes(plan.nearly_all_nbytes), _points(NEARLY_ALL * plan.endless - row.hit_rate)
+    return f"{said} A disk is needed for the rest: one of {disk} adds {more}."
 
 
 def _of_disk(plan: Plan) -> Iterator[str]:
@@ -87,9 +87,10 @@ def _of_disk(plan: Plan) -> Iterator[str]:
 
 def _of_policy(rows: Sequence[Row]) -> str:
     """Where the most is lost."""
-    row = max(rows, key=lambda row: row.bound - row.hit_rate)
-    if row.hit_rate >= NEAR_BOUND * row.bound:
+    far = [row for row in rows if row.hit_rate < NEAR_BOUND * row.bound]
+    if not far:
         return "At all these sizes the store is within 5 % of what any policy could hit: only size helps."
+    row = max(far, key=lambda row: row.bound - row.hit_rate)
     size = f"RAM of {human_nbytes(row.ram_nbytes)}"
     if row.disk_nbytes:
         size += f" and disk of {human_nbytes(row.disk_nbytes)}"
@@ -101,7 +102,8 @@ def _of_policy(rows: Sequence[Row]) -> str:
 
 def _of_copies(plan: Plan) -> Iterator[str]:
     costs = {(cost.copies, cost.near_share): cost for cost in plan.copy_costs}
-    one, two = costs[1, 0.0], costs[2, 0.0]
+    share = plan.near_share if (1, plan.near_share) in costs else 0.0
+    one, two = costs[1, share], costs[2, share]
     yield (
         f"Two owners for each page (R=2) cost {_points(one.hit_rate - two.hit_rate)} at the largest size of the table, "
         f"or twice the bytes for the same: the knee is at {human_nbytes(two.nearly_all_nbytes)} then."

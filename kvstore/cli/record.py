@@ -51,10 +51,10 @@ def record(
         raise InvalidRequest(f"can not begin {output}: {error.strerror}") from error
     try:
         with file, tempfile.TemporaryFile() as spool:
-            recording, code, dropped = Recording(spool), ExitCode.OK, 0
+            recording, code = Recording(spool), ExitCode.OK
             try:
                 with run.client(direct=True) as client, progress("recording", seconds) as on_progress:
-                    dropped = _listen(client, recording, seconds, most, on_progress)
+                    _listen(client, recording, seconds, most, on_progress)
             except KeyboardInterrupt:
                 code = ExitCode.INTERRUPTED
             finally:  # a node that is lost takes nothing of what it has told
@@ -62,18 +62,20 @@ def record(
                 if not recording.nbytes:
                     output.unlink()
     except OSError as error:
+        if not output.stat().st_size:
+            output.unlink()  # it would be in the way of the next
         raise Failure(f"can not write {output}, or beside it: {error.strerror}", ExitCode.UNWRITTEN) from error
     if recording.nbytes >= most:
         note(f"--max-bytes {max_bytes} were reached before the time was over")
-    if dropped:
-        note(f"{dropped:,} requests found no room at the node and are not in the trace")
+    if recording.dropped:
+        note(f"{recording.dropped:,} requests found no room at the node and are not in the trace")
     if not recording.nbytes:
         raise Failure(
             f"nobody asked this node for a page in {seconds:g} s; {output} is not written", code or ExitCode.MISS
         )
     found = {"requests": recording.requests, "stored": recording.stores, "pages": len(recording.chains)}
     if run.as_json:
-        emit({**found, "dropped": dropped, "output": str(output)})
+        emit({**found, "dropped": recording.dropped, "output": str(output)})
     else:
         print(
             f"{recording.requests:,} requests and {recording.stores:,} other uses of {len(recording.chains):,} pages "
@@ -84,8 +86,8 @@ def record(
 
 def _listen(
     client: Client, recording: Recording, seconds: float, most: int, on_progress: Callable[[float], None]
-) -> int:
-    """Until it is over, full, or interrupted; how many requests the node dropped."""
+) -> None:
+    """Until it is over, full, or interrupted."""
     name = client.record(seconds).recording
     begin = asked = time.monotonic()
     reply = pb.RecordReply()
@@ -97,9 +99,8 @@ def _listen(
                     time.sleep(STEP_S)
                 asked = now
             reply = client.record(recording=name)
-            recording.add(reply.uses)
+            recording.add(reply)
     finally:
         while not reply.over:
             reply = client.record(recording=name, end=True)
-            recording.add(reply.uses)
-    return int(reply.dropped)
+            recording.add(reply)

@@ -12,8 +12,8 @@ import typer
 
 from kvstore.cli.completion import complete_model, complete_namespace
 from kvstore.cli.exits import ExitCode, Failure
-from kvstore.cli.hints import page_count
 from kvstore.client import Client
+from kvstore.doctor.hints import page_count
 from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
 from kvstore.pb import kvstore_pb2 as pb

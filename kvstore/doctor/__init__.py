@@ -9,5 +9,6 @@ in: a client's settings; out: groups of checks, whose findings `kvstore doctor` 
     member.py        what a node tells of itself; cluster.py: what members tell of each other
     wires.py         which wires to a node work from here
     pages.py         pages that are put, read back, compared and removed
+    hints.py         why nothing hits, by namespaces and their counters
     probe.py         checks in a process of their own; directory.py: one of a data directory
 """

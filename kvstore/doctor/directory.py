@@ -34,8 +34,13 @@ LOCAL = "put --data-dir on ext4 or xfs on a local disk"
 def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
     """`mounts`: the text of /proc/self/mounts."""
     where = path
-    while not where.exists() and where != where.parent:
-        where = where.parent
+    try:
+        while not where.exists() and where != where.parent:
+            where = where.parent
+    except PermissionError:
+        said = f"user {os.geteuid()} may not look into {where.parent}, or a folder above it"
+        yield fail("data directory", said, "run this as the node's user, or as root")
+        return
     yield permission(path, where)
     yield file_system(where.resolve(), mounts or Path("/proc/self/mounts").read_text())
     yield room(where)
@@ -46,7 +51,10 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
         return
     try:
         yield _direct_io(direct)
-        yield speed(fd)
+        if _free_nbytes(where) < ROOM_NBYTES:
+            yield skipped("speed", "not measured: that takes room, and a node there may need all that is left")
+        else:
+            yield speed(fd)
     finally:
         os.close(fd)
 
@@ -83,13 +91,18 @@ def file_system(where: Path, mounts: str) -> Finding:
 
 def room(where: Path) -> Finding:
     about = os.statvfs(where)
-    free, whole = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
+    free, whole = _free_nbytes(where), about.f_blocks * about.f_frsize
     said = f"{free / GIB:,.1f} of {whole / GIB:,.1f} GiB free: --disk-bytes up to {USABLE_SHARE * free / GIB:,.1f}GiB"
     if free < ROOM_NBYTES:
         return fail("room", said, "free some, or name another --data-dir: a disk that is full stops the disk tier")
     if about.f_files and about.f_favail < INODES_FEW:
         return warn("room", f"{said}, but only {about.f_favail:,} files", "free some inodes")
     return ok("room", said)
+
+
+def _free_nbytes(where: Path) -> int:
+    about = os.statvfs(where)
+    return about.f_bavail * about.f_frsize
 
 
 def speed(fd: int) -> Finding:

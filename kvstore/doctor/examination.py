@@ -113,7 +113,8 @@ class Examination:
         title = "what the node tells" if view is None else f"members of {view.cluster}"
         yield Group(title, [self._member_check(way, key if several else "") for key, way in ways.items()])
         there = {key: way for key, way in ways.items() if way.hello is not None}
-        self._wires = {key: Wires(way) for key, way in there.items()}
+        takes = [key for key, way in there.items() if _takes_pages(way, view, key)][:MEMBERS_MAX]
+        self._wires = {key: Wires(way, keep=key in takes) for key, way in there.items()}
         yield Group("wires", [_wires_check(wires, key if several else "") for key, wires in self._wires.items()])
         if view is not None:
             yield self._cluster(view, ways)
@@ -155,8 +156,9 @@ class Examination:
             return
         self._pages, limit_s = pages, PAGE_CALLS * self._config.timeout_s + GRACE_S
         checks = [Check("as a client", pages.of_client, limit_s)]
-        takes = [(key, wires) for key, wires in self._wires.items() if _takes_pages(wires.way, view, key)]
-        for key, wires in takes[:MEMBERS_MAX]:
+        for key, wires in self._wires.items():
+            if not wires.keep:
+                continue
             owner = key if view is not None else ""
             of = key if len(self._wires) > 1 or view is not None else ""
             checks.append(Check("round trip", partial(pages.of_node, wires, owner), limit_s, of))

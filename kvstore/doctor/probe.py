@@ -24,13 +24,19 @@ def tell(findings: Iterable[Finding]) -> None:
 def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
     """What `python -m module` finds. `remedy`: if it does not end, or ends badly."""
     command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            said, complained = process.communicate(timeout=limit_s)
-            hung = False
-        except subprocess.TimeoutExpired as late:
-            process.kill()
-            said, complained, hung = late.output or b"", late.stderr or b"", True
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said, complained = process.communicate(timeout=limit_s)
+        hung = False
+    except subprocess.TimeoutExpired as late:
+        said, complained, hung = late.output or b"", late.stderr or b"", True
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+    finally:
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
     yield from _parsed(said)
     if hung:
         yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)

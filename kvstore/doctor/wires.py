@@ -15,16 +15,20 @@ IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 
 
 class Wires:
-    """To a node that said hello. `clients`: of the wires that work, by name; to be closed."""
+    """To a node that said hello. `clients`: of the wires that work, by name; to be closed. `keep`: they stay open until
+    then, with some seven descriptors."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Way, keep: bool = True) -> None:
         self.way = way
+        self.keep = keep
         self.clients: dict[str, Client] = {}
 
     def findings(self) -> Iterator[Finding]:
         yield self._shm()
         yield self._bulk()
         yield self._grpc()
+        if not self.keep:
+            self.close()
 
     def close(self) -> None:
         for client in self.clients.values():

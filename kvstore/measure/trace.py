@@ -12,8 +12,8 @@ were stored or used by somebody who did not ask for them first.
 import hashlib
 import itertools
 import json
-import math
 import random
+import stat
 import struct
 from collections.abc import Iterator
 from itertools import islice
@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 from kvstore.errors import InvalidRequest
 
 LINE_NBYTES_MAX = 16 << 20  # a request of a million pages; more is not a trace but a mistake
+NUMBER_MAX = 1e15  # no time, length or size is larger; sums and products of such stay finite
 SYSTEM_PROMPT_PAGES = (4, 8, 16)
 CHATS = 64
 CHAT_PAGES_MAX = 48
@@ -100,6 +101,8 @@ def _requests(path: Path) -> Iterator[TraceRequest]:
 
 def _opened(path: Path) -> IO[bytes]:
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):
+            raise InvalidRequest(f"{path} is a pipe, and a trace is read several times: write it to a file first")
         return path.open("rb")
     except OSError as error:
         raise InvalidRequest(f"can not read trace {path}: {error.strerror}") from error
@@ -142,8 +145,8 @@ def _parse(line: bytes) -> TraceRequest:
 
 
 def _number(name: str, number: Any) -> float:
-    if type(number) not in (int, float) or not 0 <= number < math.inf:  # a bool is no number
-        raise ValueError(f"{name} is {number!r}, not a number >= 0")
+    if type(number) not in (int, float) or not 0 <= number <= NUMBER_MAX:  # a bool is no number
+        raise ValueError(f"{name} is {number!r}, not a number >= 0 and up to {NUMBER_MAX:g}")
     return number  # type: ignore[no-any-return]
 
 

@@ -18,6 +18,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest
 
 LOOKED_AT = 2000  # requests
+LEAST, MOST = 1e-9, 1e15  # of what is said: sums and products of such stay finite
+PAGE_NBYTES_MAX = 1 << 40
 TOKEN_NBYTES = 128 << 10  # of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
 _DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -29,6 +31,17 @@ class PageSize:
     tokens: float
     nbytes: int
     assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive("--tokens-per-page", self.tokens)
+        if not 1 <= self.nbytes <= PAGE_NBYTES_MAX:
+            raise InvalidRequest(f"--page-bytes {self.nbytes} must be in 1..{PAGE_NBYTES_MAX}")
+
+
+def check_positive(option: str, value: float) -> None:
+    """Raises InvalidRequest, which names the option."""
+    if not LEAST <= value <= MOST:
+        raise InvalidRequest(f"{option} {value:g} must be above 0: in {LEAST:g}..{MOST:g}")
 
 
 def page_size(
@@ -43,7 +56,8 @@ def page_size(
         raise InvalidRequest("the trace does not tell how many tokens a page has; say --tokens-per-page")
     if nbytes is None and token_nbytes is None:
         said = {request.page_nbytes for request in some} - {0}
-        nbytes = round(_said([(request.page_nbytes, len(request.hash_ids)) for request in some]))
+        if said:
+            nbytes = round(_said([(request.page_nbytes, len(request.hash_ids)) for request in some]))
         if len(said) > 1:
             assumed.append(f"the trace has pages of {len(said)} sizes; all are taken for pages of their mean")
         elif not said:
@@ -52,7 +66,10 @@ def page_size(
                 f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; else say --model-config "
                 "or --page-bytes"
             )
-    return PageSize(tokens, nbytes or max(1, math.ceil(tokens * (token_nbytes or 0))), tuple(assumed))
+    check_positive("--tokens-per-page", tokens)
+    if nbytes is None:
+        nbytes = math.ceil(tokens * (token_nbytes or 0))
+    return PageSize(tokens, nbytes, tuple(assumed))
 
 
 def _said(found: list[tuple[float, int]]) -> float:
@@ -83,11 +100,13 @@ def token_nbytes(config: Path) -> int:
     """KV bytes of a token, of all ranks together, by a model's config.json. Raises InvalidRequest."""
     try:
         found = json.loads(config.read_bytes())
-        model = found.get("text_config", found)
-        return _token_nbytes(model)
+        nbytes = _token_nbytes(found.get("text_config", found))
+        if not 1 <= nbytes <= PAGE_NBYTES_MAX:
+            raise ValueError(f"a token would take {nbytes} bytes")
+        return nbytes
     except OSError as error:
         raise InvalidRequest(f"can not read {config}: {error.strerror}") from error
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise InvalidRequest(
             f"{config} describes no model that is known here ({type(error).__name__}: {error}); say --page-bytes"
         ) from error

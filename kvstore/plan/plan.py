@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvstore.cluster.view import REPLICAS_MAX
 from kvstore.errors import InvalidRequest
 from kvstore.layout import slot_nbytes
 from kvstore.measure.trace import TraceRequest
-from kvstore.plan.pages import PageSize
+from kvstore.plan.pages import PageSize, check_positive
 from kvstore.plan.survey import EXACT, Estimate, Sampling, Survey
 
 NEARLY_ALL = 0.95  # of the hits that a store without end has: what is planned for
 ROWS_MAX = 10
 CURVE_POINTS = 96
 COPIES = (1, 2, 3)
-NEAR_SHARE_MAX = 0.5  # `--copies-share` of a node, unless it says otherwise
+NEAR_SHARE = 0.5  # `--copies-share` of a node, unless it says otherwise
+NEAR_SHARE_MAX = 0.99
+SIZE_NBYTES_MAX = 1 << 60
 _OCTAVES = range(10, 61)  # sizes that are looked at without being asked for: powers of two, and half as much again
 
 
@@ -43,16 +46,18 @@ class Wishes:
     disk_gb_per_s: float = 2.0
 
     def __post_init__(self) -> None:
-        _check("--tokens-per-page", self.page.tokens, self.page.tokens > 0, "above 0")
-        _check("--page-bytes", self.page.nbytes, self.page.nbytes > 0, "at least 1")
-        _check("--prefill-tokens-per-s", self.prefill_tokens_per_s, self.prefill_tokens_per_s > 0, "above 0")
-        _check("--copies", self.copies, self.copies >= 1, "at least 1")
-        _check("--near-share", self.near_share, 0 <= self.near_share < 1, "in 0..1, without 1")
-        _check("--window", self.window_s, self.window_s > 0, "above 0")
-        _check("--disk-gb-per-s", self.disk_gb_per_s, self.disk_gb_per_s > 0, "above 0")
-        for name, sizes in (("--ram", self.ram), ("--disk", self.disk)):
+        check_positive("--prefill-tokens-per-s", self.prefill_tokens_per_s)
+        _check("--copies", self.copies, 1 <= self.copies <= REPLICAS_MAX, f"in 1..{REPLICAS_MAX}")
+        _check("--near-share", self.near_share, 0 <= self.near_share <= NEAR_SHARE_MAX, f"in 0..{NEAR_SHARE_MAX}")
+        check_positive("--window", self.window_s)
+        check_positive("--disk-gb-per-s", self.disk_gb_per_s)
+        beside = f", {self.copies} times, beside a share of {self.near_share:g}" * (
+            self.copies > 1 or self.near_share > 0
+        )
+        for name, sizes, pages in (("--ram", self.ram, self.ram_pages), ("--disk", self.disk, self.pages)):
             for nbytes in sizes:
-                _check(name, nbytes, self.pages(nbytes) >= 1, f"at least a page of {self.page.nbytes} bytes")
+                _check(name, nbytes, nbytes <= SIZE_NBYTES_MAX, "at most 1 EiB")
+                _check(name, nbytes, pages(nbytes) >= 1, f"at least a page of {self.page.nbytes} bytes{beside}")
 
     def ram_pages(self, nbytes: int) -> int:
         """Distinct pages in so much RAM."""
@@ -118,8 +123,9 @@ class CopyCost:
 @dataclass(frozen=True)
 class Plan:
     """`endless`: the hit rate of a store that never forgets. `nearly_all_pages`: the least size with 95 % of its hits,
-    `wanted_pages`: with all. `ram_beside_disk_nbytes`: the least RAM beside a disk for nearly all with which the disk
-    reads no faster than `disk_gb_per_s`; None: the trace has no times. `ram_asked`: by the user, or chosen here."""
+    `wanted_pages`: with all; bytes are of RAM, with its copies of others' pages. `ram_beside_disk_nbytes`: the least
+    RAM beside a disk for nearly all with which the disk reads no faster than `disk_gb_per_s`; None: the trace has no
+    times. `ram_asked`: by the user, or chosen here."""
 
     requests: int
     pages_asked: int
@@ -151,15 +157,22 @@ class Plan:
 
 
 def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling = EXACT) -> Survey:
-    """One pass. Raises InvalidRequest if nothing is asked for."""
+    """One pass. Raises InvalidRequest if nothing is asked for, or too little."""
+    for name, asked in (("--ram", [*map(wishes.ram_pages, wishes.ram)]), ("--disk", [*map(wishes.pages, wishes.disk)])):
+        for pages in asked:
+            if pages < sample.pages_min:
+                raise InvalidRequest(
+                    f"{name} with room for {pages:,} pages is too small for a sample of one page in "
+                    f"{1 / sample.rate:g}, which tells of {sample.pages_min:,} and more: take a smaller "
+                    "--sample, or 1 for all pages"
+                )
     chosen = [place * 2**octave // 2 for octave in _OCTAVES for place in (2, 3)]
     sizes = {wishes.ram_pages(nbytes) for nbytes in (*chosen, *wishes.ram)}
     sizes |= {wishes.pages(nbytes) for nbytes in (*chosen, *wishes.disk)}
     survey = Survey(sorted(sizes - {0}), wishes.window_s * 1000, wishes.page.tokens, sample)
     for request in requests:
         survey.add(request)
-    if not survey.pages_asked:
-        raise InvalidRequest("the trace has no request that asks for a page")
+    survey.check()
     return survey
 
 
@@ -203,9 +216,9 @@ class _Planner:
             window_s=wishes.window_s,
             endless=self._endless / self._asked,
             nearly_all_pages=self._nearly_all,
-            nearly_all_nbytes=wishes.nbytes(self._nearly_all),
+            nearly_all_nbytes=wishes.ram_nbytes(self._nearly_all),
             wanted_pages=survey.pages_wanted,
-            wanted_nbytes=wishes.nbytes(survey.pages_wanted),
+            wanted_nbytes=wishes.ram_nbytes(survey.pages_wanted),
             ram_beside_disk_nbytes=self._ram_beside_disk(),
             ram_asked=bool(wishes.ram),
             rows=tuple(rows),
@@ -215,7 +228,8 @@ class _Planner:
 
     def _rams(self) -> tuple[int, ...]:
         """Powers of two, from where there is a twentieth of all hits to where there is no more to be had."""
-        sizes = [2**octave for octave in _OCTAVES if self._wishes.ram_pages(2**octave)]
+        least = self._survey.sample.pages_min
+        sizes = [2**octave for octave in _OCTAVES if self._wishes.ram_pages(2**octave) >= least]
         pages = [self._wishes.ram_pages(nbytes) for nbytes in sizes]
         last = bisect_left(pages, max(1, self._survey.pages_wanted))
         first = bisect_left(pages, max(1, self._survey.size_for(self._endless / 20)))
@@ -276,6 +290,8 @@ class _Planner:
         sizes = survey.sizes
         full = min(bisect_left(sizes, self._nearly_all), len(sizes) - 1)
         for place, size in enumerate(sizes[:full]):
+            if size < survey.sample.pages_min:
+                continue
             reads = {window: hits[full] - hits[place] for window, hits in self._hits.items()}
             if (self._rate(reads).peak or 0.0) <= wishes.disk_gb_per_s:
                 return wishes.ram_nbytes(size)
@@ -284,15 +300,19 @@ class _Planner:
     def _copy_costs(self, nbytes: int, is_ram: bool) -> Iterable[CopyCost]:
         """Of the largest size, which is RAM or disk. Only RAM has copies of others' pages."""
         slot = slot_nbytes(self._wishes.page.nbytes)
-        shares = sorted({0.0, self._wishes.near_share or NEAR_SHARE_MAX}) if is_ram else [0.0]
+        shares = sorted({0.0, self._wishes.near_share or NEAR_SHARE}) if is_ram else [0.0]
         for copies, share in itertools.product(sorted({*COPIES, self._wishes.copies}), shares):
             pages = int(nbytes * (1 - share)) // slot // copies
             needed = round(self._nearly_all * slot * copies / (1 - share))
             yield CopyCost(copies, share, self._share(self._survey.hits(pages)), needed)
 
     def _curve(self) -> Iterable[tuple[int, float]]:
-        wanted = max(2, self._survey.pages_wanted)
+        wanted, least = max(2, self._survey.pages_wanted), self._survey.sample.pages_min
         points: Sequence[int] = sorted(
             {round((2 * wanted) ** (step / CURVE_POINTS)) for step in range(CURVE_POINTS + 1)}
         )
-        return ((self._wishes.ram_nbytes(pages), self._share(self._survey.hits(pages))) for pages in points)
+        return (
+            (self._wishes.ram_nbytes(pages), self._share(self._survey.hits(pages)))
+            for pages in points
+            if pages >= least
+        )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest
 from kvstore.plan.curve import Curve
 from kvstore.plan.optimum import Intervals, Starts
@@ -21,6 +22,9 @@ from kvstore.plan.stack import ID_NBYTES, Stack
 from kvstore.plan.windows import Windows
 
 GROUPS = 8  # of a sample
+GROUP_PAGES_MIN = 10  # of fewer nothing can be said
+SCALED_MIN = 4  # pages of a store in a group
+WINDOWS_MAX = 100_000  # 1 GiB
 _MASK = (1 << 64) - 1
 
 
@@ -34,6 +38,12 @@ class Sampling:
     @property
     def rate(self) -> float:
         return self.groups / self.one_in
+
+    @property
+    def pages_min(self) -> int:
+        """Of a store that it can tell of: in a group a store has whole pages, and of one or two their place among the
+        others is all chance."""
+        return SCALED_MIN * self.one_in if self.one_in > 1 else 1
 
 
 EXACT = Sampling()
@@ -84,6 +94,11 @@ class Survey:
             self.asked[window] += pages
         else:
             self._stored[window] += pages
+        if len(self.asked) + len(self._stored) > WINDOWS_MAX:
+            raise InvalidRequest(
+                f"the trace has more than {WINDOWS_MAX:,} stretches of {self.window_ms / 1000:g} s: "
+                "take a longer --window"
+            )
         lacks = pages * self._page_tokens - request.input_length if request.input_length else 0.0
         if self.sample is EXACT:
             self._groups[0].add(window, array("Q", ids).tobytes(), asks, lacks)
@@ -104,6 +119,17 @@ class Survey:
                 short = lacks if chain[-1] == ids[-1] else 0.0
                 some.add(window, array("Q", chain).tobytes(), asks, short)
 
+    def check(self) -> None:
+        """When all requests are there. Raises InvalidRequest if nothing can be said of them."""
+        if not self.pages_asked:
+            raise InvalidRequest("the trace has no request that asks for a page")
+        least = min(group.stack.pages for group in self._groups)
+        if self.sample is not EXACT and least < GROUP_PAGES_MIN:
+            raise InvalidRequest(
+                f"a sample of one page in {1 / self.sample.rate:g} has {least} pages in one of its {len(self._groups)} "
+                "groups, too few to say anything: take a smaller --sample, or 1 for all pages"
+            )
+
     # ---- what was found ------------------------------------------------------------------
 
     @property
@@ -113,8 +139,9 @@ class Survey:
 
     @property
     def seconds(self) -> float:
-        """From the first to the last request; 0: the trace has no times."""
-        return max(0.0, (self.last_ms - self.first_ms) / 1000) if self.asked else 0.0
+        """From the first to the last request; 0: the trace has no times, which are in milliseconds."""
+        span_ms = self.last_ms - self.first_ms if self.asked else 0.0
+        return span_ms / 1000 if span_ms >= 1 else 0.0
 
     @property
     def pages(self) -> int:

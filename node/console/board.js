@@ -235,17 +235,18 @@ export class Board {
       const largest = [...now.namespaces].map((space) => ({ space, nbytes: space[key] * space.page_nbytes })).filter((part) => part.nbytes);
       largest.sort((one, other) => other.nbytes - one.nbytes);
       const shown = largest.slice(0, PARTS_MAX);
-      const whole = capacity || largest.reduce((sum, part) => sum + part.nbytes, 0);
+      const whole = capacity || used;
       const rest = Math.max(0, used - shown.reduce((sum, part) => sum + part.nbytes, 0));
       const parts = shown.map((part, at) => ({ share: part.nbytes / whole, style: STYLES[at] }));
       if (rest) parts.push({ share: rest / whole, style: "s6" });
       const keys = shown.map((part, at) => el("span", { class: STYLES[at] }, el("b", { text: `${part.space.model} (${part.space.tenant}) ${nbytes(part.nbytes)}` })));
-      if (rest) keys.push(el("span", { class: "s6" }, el("b", { text: `other, and what pages round up to ${nbytes(rest)}` })));
-      const said = capacity ? `${nbytes(used)} of ${nbytes(capacity)}, ${percent(used, capacity)}` : nbytes(whole);
+      if (rest) keys.push(el("span", { class: "s6" }, el("b", { text: `${capacity ? "other, and what pages round up to" : "other"} ${nbytes(rest)}` })));
+      const said = capacity ? `${nbytes(used)} of ${nbytes(capacity)}, ${percent(used, capacity)}` : nbytes(used);
       boxes.push(el("div", { class: "tier" }, el("h3", { text: `${name}: ${said}` }), bar(parts), el("div", { class: "keys" }, ...keys)));
     };
-    add("RAM", "page_count", now.ram?.capacity_nbytes, now.ram?.used_nbytes || 0);
-    if (now.disk || now.namespaces.some((space) => space.disk_page_count)) add("Disk", "disk_page_count", now.disk?.capacity_nbytes, now.disk?.used_nbytes || 0);
+    const there = now.page_nbytes; // which is all that a tenant is told of
+    add("RAM", "page_count", now.ram?.capacity_nbytes, now.ram ? now.ram.used_nbytes : there.ram);
+    if (now.disk || there.disk) add("Disk", "disk_page_count", now.disk?.capacity_nbytes, now.disk ? now.disk.used_nbytes : there.disk);
     put(place("fill"), ...boxes);
   }
 

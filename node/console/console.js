@@ -79,7 +79,7 @@ place("sign-out").addEventListener("click", () => {
 });
 
 let hiding = 0;
-document.addEventListener("visibilitychange", () => {
+function sleepUnseen() {
   clearTimeout(hiding);
   if (document.hidden) {
     hiding = setTimeout(() => {
@@ -88,7 +88,8 @@ document.addEventListener("visibilitychange", () => {
       tell("asleep while nobody looks", "");
     }, 1000 * HIDDEN_S);
   } else if (!wanted && place("token-form").hidden) watch();
-});
+}
+document.addEventListener("visibilitychange", sleepUnseen);
 
 // ---- what an administrator does ----------------------------------------------------------
 
@@ -163,3 +164,4 @@ for (const button of document.querySelectorAll("[data-act]")) {
 }
 
 watch();
+sleepUnseen(); // a tab may be opened behind others

@@ -10,6 +10,7 @@ All but the files ask who it is, as the metrics do: a bearer token, or a certifi
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,11 +79,11 @@ class Console:
         who = partial(gate.access.of_headers, authorization, asker.names)
         principal = gate.known("console", asker.peer, who)
         peer = gate.access.share(principal) or asker.peer
-        caller = Caller(peer, who=who, at=asker.peer, may_wait=False)
+        caller = Caller(peer, who=who, at=asker.peer, may_wait=False, wire="console")
         if request.path == PREFIX + "events":
             return Watch(peer, partial(self._first, principal, caller), partial(self._next, principal, caller))
         do, values = self._work[request.path], fields(request)
-        return Work(peer, lambda gone: do(values, Caller(peer, gone, may_wait=False, who=who, at=asker.peer)))
+        return Work(peer, lambda gone: do(values, replace(caller, gone=gone)), reads=request.path == PREFIX + "bytes")
 
     def _first(self, principal: Principal, caller: Caller) -> bytes:
         return event("now", self._snapshots.first(principal, caller))

@@ -5,16 +5,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from kvstore.errors import (
-    DeadlineExceeded,
-    Exhausted,
-    Forbidden,
-    InvalidRequest,
-    KVStoreError,
-    Unauthenticated,
-    Unavailable,
-    UnknownNamespace,
-)
+from kvstore.errors import InvalidRequest, KVStoreError
+from node.serve.http_status import http_status
 
 HEAD_NBYTES_MAX = 8 << 10
 BODY_NBYTES_MAX = 4 << 10
@@ -35,15 +27,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Connection": "close",
 }
-_STATUS: tuple[tuple[type[KVStoreError], str], ...] = (
-    (Unauthenticated, "401 Unauthorized"),
-    (Forbidden, "403 Forbidden"),
-    (UnknownNamespace, "404 Not Found"),
-    (InvalidRequest, "400 Bad Request"),
-    (Exhausted, "429 Too Many Requests"),
-    (Unavailable, "503 Service Unavailable"),
-    (DeadlineExceeded, "504 Gateway Timeout"),
-)
 
 
 class Request(NamedTuple):
@@ -56,10 +39,12 @@ class Request(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An answer that takes a moment, for a thread beside: `do` is told how to find out that nobody waits any more."""
+    """An answer that takes a moment, for a thread beside: `do` is told how to find out that nobody waits any more.
+    `reads`: from the disk, which may never answer; all else ends."""
 
     peer: str
     do: Callable[[Callable[[], bool]], bytes]
+    reads: bool = False
 
 
 class Watch(NamedTuple):
@@ -131,9 +116,7 @@ def json_reply(value: Any) -> bytes:
 
 
 def error_reply(error: KVStoreError) -> bytes:
-    found = (status for kind, status in _STATUS if isinstance(error, kind))
-    status = next(found, "500 Internal Server Error")
-    return reply("application/json", json.dumps({"error": str(error)}).encode(), status)
+    return reply("application/json", json.dumps({"error": str(error)}).encode(), http_status(error))
 
 
 def stream_head() -> bytes:

@@ -5,9 +5,9 @@ It looks from the node. What a client's host, its settings and its way to the no
 
 from collections.abc import Iterator, Sequence
 
-from kvstore.cli.hints import hints
 from kvstore.cluster.view import REGISTRIES
 from kvstore.doctor.finding import Finding, State, warn
+from kvstore.doctor.hints import hints
 from kvstore.doctor.member import state, told
 from kvstore.messages import namespace_value
 from kvstore.pb import kvstore_pb2 as pb

@@ -2,6 +2,7 @@
 // another site's page could use, and nothing is in an address, which logs keep.
 
 const KEPT = "kvstore-token";
+const SILENT_S = 20; // events come each two seconds
 
 export class Refusal extends Error {
   constructor(status, said) {
@@ -53,10 +54,36 @@ export async function bytes(place, offset, nbytes, most = 4 << 20) {
   return whole.buffer;
 }
 
-// Server-sent events, read by hand: EventSource can send no header. Ends, or throws, when the node does.
+// Server-sent events, read by hand: EventSource can send no header. Ends, or throws, when the node does; a node that
+// stands still, or can not be reached any more, hangs up nobody, and what it said last would look like now.
 export async function* events(signal) {
-  const answer = await post("events", {}, signal);
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  const stream = new AbortController();
+  const silence = { over: false, timer: 0 };
+  const heard = () => {
+    clearTimeout(silence.timer);
+    silence.timer = setTimeout(() => {
+      silence.over = true;
+      stream.abort();
+    }, 1000 * SILENT_S);
+  };
+  signal.addEventListener("abort", () => stream.abort());
+  try {
+    heard();
+    const answer = await post("events", {}, stream.signal);
+    for await (const text of messages(answer.body.pipeThrough(new TextDecoderStream()).getReader())) {
+      heard();
+      const fields = Object.fromEntries(text.split("\n").map((line) => [line.split(": ", 1)[0], line.slice(line.indexOf(": ") + 2)]));
+      yield { name: fields.event, values: JSON.parse(fields.data) };
+    }
+  } catch (error) {
+    throw silence.over ? new Refusal(0, `the node has said nothing for ${SILENT_S} s`) : error;
+  } finally {
+    clearTimeout(silence.timer);
+    stream.abort();
+  }
+}
+
+async function* messages(reader) {
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -64,9 +91,6 @@ export async function* events(signal) {
     text += value;
     const whole = text.split("\n\n");
     text = whole.pop();
-    for (const one of whole) {
-      const fields = Object.fromEntries(one.split("\n").map((line) => [line.split(": ", 1)[0], line.slice(line.indexOf(": ") + 2)]));
-      yield { name: fields.event, values: JSON.parse(fields.data) };
-    }
+    yield* whole;
   }
 }

@@ -63,7 +63,9 @@ class Pages:
             raise InvalidRequest(f"key: {DIGITS_MIN} hex digits at least")
         prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
         half = int(digits[-1], 16) if len(digits) % 2 else None
-        listed = pb.ListRequest(namespace=digest, key_prefix=prefix, limit=16 * FOUND_MAX)
+        # Pages come in the order of their keys: those before the half byte are passed over, those behind it are cut.
+        after = prefix + bytes([half << 4]) if half is not None else b""
+        listed = pb.ListRequest(namespace=digest, key_prefix=prefix, page_token=after, limit=16 * FOUND_MAX)
         pages = self._service.call("list", listed, caller).pages
         wanted = (page for page in pages if half is None or page.prefix_hash[len(prefix)] >> 4 == half)
         return list(islice(wanted, FOUND_MAX + 1))

@@ -1,4 +1,5 @@
-"""The connections of browsers: one thread that waits for nobody, and two beside it for what takes a moment.
+"""The connections of browsers: one thread that waits for nobody, two beside it for what takes a moment, and two for
+reads of the disk: when that hangs they hang with it, and all else is told and done as ever.
 
 The metrics' thread hands a connection over when its head asks for the console; from then on it is here. A watcher is
 told what is new each `EVERY_S`, made once for all who are told the same; who has not taken the event before gets none,
@@ -64,7 +65,9 @@ class ConsoleServer:
         self._places = Places(cap("console connections", CONSOLE_MAX, "close some pages"))
         self._watchers = Budget(cap("console watchers", WATCHERS_MAX, "close some pages"))
         self._calls = Budget(cap("console calls", CONSOLE_CALLS_MAX, "wait for those that run"))
+        self._reads = Budget(cap("console reads", CONSOLE_CALLS_MAX, "wait for those that run"))
         self._pool = ThreadPoolExecutor(THREADS, "console-work")
+        self._readers = ThreadPoolExecutor(THREADS, "console-read")
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -105,8 +108,11 @@ class ConsoleServer:
                 os.eventfd_write(self._wake, 1)
 
     def begun(self, do: Callable[[], Result]) -> "Future[Result] | None":
-        """In a thread beside; None: not now."""
-        future = begun(self._pool, do)
+        """In a thread beside, if that ends; None: not now."""
+        return self._begun(self._pool, do)
+
+    def _begun(self, pool: ThreadPoolExecutor, do: Callable[[], Result]) -> "Future[Result] | None":
+        future = begun(pool, do)
         if future is not None:
             self._running.add(future)
             future.add_done_callback(self._running.discard)
@@ -120,7 +126,8 @@ class ConsoleServer:
             self._thread.join()
         for visitor in [*self._visitors.values(), *self._new]:
             self._close(visitor)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._readers):
+            pool.shutdown(wait=False, cancel_futures=True)
         wait(list(self._running), STOP_S)
         with self._lock:
             self._closed = True
@@ -181,6 +188,10 @@ class ConsoleServer:
         visitor.sock.close()
         if visitor.place is not None:
             visitor.place.close()
+            visitor.place = None  # which knows it: together they would keep megabytes until a collection
+        self._stop_watch(visitor)
+
+    def _stop_watch(self, visitor: _Visitor) -> None:
         if visitor.watch is not None:
             self._watchers.give(visitor.watch.peer)
             visitor.watch = None
@@ -224,39 +235,37 @@ class ConsoleServer:
 
     def _take_up(self, visitor: _Visitor, request: Request) -> None:
         try:
-            answer = self._respond(request, visitor.asker)
-            if isinstance(answer, bytes):
-                self._send(visitor, answer)
-            elif isinstance(answer, Work):
-                self._begin_work(visitor, answer)
-            else:
-                self._begin_watch(visitor, answer)
+            _guarded(lambda: self._begin(visitor, self._respond(request, visitor.asker)))
         except Refused as refused:
             self._send(visitor, refused.answer)
         except KVStoreError as error:
             self._send(visitor, error_reply(error))
 
+    def _begin(self, visitor: _Visitor, answer: Answer) -> None:
+        if isinstance(answer, bytes):
+            self._send(visitor, answer)
+        elif isinstance(answer, Work):
+            self._begin_work(visitor, answer)
+        else:
+            self._begin_watch(visitor, answer)
+
     # ---- work ----------------------------------------------------------------------------
 
     def _begin_work(self, visitor: _Visitor, work: Work) -> None:
-        self._calls.take(work.peer)
+        calls, pool = (self._reads, self._readers) if work.reads else (self._calls, self._pool)
+        calls.take(work.peer)
 
         def do() -> bytes:
             try:
-                return work.do(visitor.gone)
+                return _guarded(lambda: work.do(visitor.gone))
             except KVStoreError as error:
                 return error_reply(error)
-            except Exception as error:
-                log.exception("console: a call failed")
-                return error_reply(
-                    KVStoreError(f"it failed inside the node ({type(error).__name__}); its log says more")
-                )
             finally:
-                self._calls.give(work.peer)
+                calls.give(work.peer)
 
-        visitor.work = self.begun(do)
+        visitor.work = self._begun(pool, do)
         if visitor.work is None:
-            self._calls.give(work.peer)
+            calls.give(work.peer)
             raise Exhausted("this node can start no more threads; raise its limit of processes")
         visitor.work.add_done_callback(lambda _: self._nudge())
         visitor.end = None  # the service bounds what it does
@@ -270,11 +279,17 @@ class ConsoleServer:
     # ---- watchers ------------------------------------------------------------------------
 
     def _begin_watch(self, visitor: _Visitor, watch: Watch) -> None:
-        first = watch.begin()
         self._watchers.take(watch.peer)
+        visitor.watch = watch  # which gives it back, whatever comes
+        # The kernel takes many events for one who takes none, or has gone without a word: it says so after this time.
+        visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_S))
+        try:
+            first = watch.begin()
+        except BaseException:
+            self._stop_watch(visitor)
+            raise
         if self._watchers.used == 1:
             self._next_s = time.monotonic() + EVERY_S
-        visitor.watch = watch
         assert visitor.place is not None
         visitor.place.busy()
         self._send(visitor, stream_head() + first)
@@ -284,12 +299,11 @@ class ConsoleServer:
             if visitor.watch is None or visitor.over or visitor.out.nbytes:
                 continue
             try:
-                self._send(visitor, visitor.watch.go_on())
+                self._send(visitor, _guarded(visitor.watch.go_on))
             except KVStoreError as error:
                 self._send(visitor, event("end", error_reply(error).partition(b"\r\n\r\n")[2].decode()))
                 visitor.end = time.monotonic() + CONSOLE_S_MAX
-                self._watchers.give(visitor.watch.peer)
-                visitor.watch = None
+                self._stop_watch(visitor)
                 visitor.over = not visitor.out.nbytes
 
     # ---- send ----------------------------------------------------------------------------
@@ -309,3 +323,14 @@ class ConsoleServer:
         else:
             visitor.end = None
             self._poll.modify(visitor.sock, select.POLLIN | select.POLLRDHUP)
+
+
+def _guarded(do: Callable[[], Result]) -> Result:
+    """What nobody expected is logged, and ends the one request."""
+    try:
+        return do()
+    except (KVStoreError, Refused):
+        raise
+    except Exception as error:
+        log.exception("console: a call failed")
+        raise KVStoreError(f"it failed inside the node ({type(error).__name__}); its log says more") from error

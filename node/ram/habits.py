@@ -108,9 +108,10 @@ class Habits:
         return Merits(merit, merit)
 
     def _begin(self, keys: Sequence[int], here_count: int) -> Merits:
-        """Nobody knows this chain: what is here of it is of others."""
+        """Nobody knows this chain: what is here of it is of others. All of it may be a piece of one: it stays what it
+        is."""
         if here_count == len(keys):
-            return Merits(SHARED, FIRST)
+            return Merits(GO, FIRST)
         merit = FIRST + _added(len(keys) - here_count)
         self._count_chain(merit, len(keys) - 1 - here_count)
         self._chains.remember(keys, max(here_count, len(keys) - 2), merit, self.tick)

@@ -12,6 +12,7 @@ from node.ram.counters import Counters
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
 from node.ram.tier import RamTier
+from node.ram.turn import in_pieces
 from node.ram.walk import walk
 
 Read = TypeVar("Read")
@@ -44,12 +45,16 @@ class Inventory:
         self._tier = tier
 
     def stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[PageInfo]:
+        """Each as it is when its turn comes."""
         tier = self._tier
-        with tier.lock:
+
+        def some(hashes: Sequence[bytes]) -> list[PageInfo]:
             now_ms = tier.clock_ms()  # not before: others use pages while this one waits for the lock
             index = tier.namespaces.find(digest)
             tier.eviction.order.expire_pins(now_ms)
-            return [self._info(index, prefix_hash, now_ms) for prefix_hash in prefix_hashes]
+            return [self._info(index, prefix_hash, now_ms) for prefix_hash in hashes]
+
+        return in_pieces(tier.lock, some, prefix_hashes)
 
     def _info(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int) -> PageInfo:
         page = self._tier.live(index, prefix_hash)

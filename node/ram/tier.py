@@ -25,7 +25,7 @@ from node.ram.namespace import NamespaceIndex, Namespaces
 from node.ram.page import Page, State
 from node.ram.parts import Parts
 from node.ram.reservation import Acquired, Reservation, Verdict
-from node.ram.turn import STEPS, Move, Work, in_turns
+from node.ram.turn import Move, Work, in_pieces, in_turns
 from node.ram.walk import remove_all
 from node.slots import SlotAllocator
 
@@ -88,22 +88,27 @@ class RamTier:
     def lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
         """Presence per key. Without `touch` nothing is kept alive by it; with it, it is a use and
         not a question, so hits and misses are not counted."""
-        visible = State.VISIBLE
+        if touch:  # the tail first, and others in between
+            tail = in_pieces(self.lock, lambda some: self._lookup(digest, some[::-1], touch)[::-1], prefix_hashes[::-1])
+            return tail[::-1]
         with self.lock:
-            index = self.namespaces.find(digest)
-            pages = list(map(index.pages.get, prefix_hashes))
-            present = [page is not None and page.state is visible and not page.expiry_s for page in pages]
-            if False in present:
-                self._look_closer(index, prefix_hashes, pages, present)
-            if touch:
-                self._order.use(index, prefix_hashes, pages, self.clock_ms())
-                self.below.touch(digest, prefix_hashes)
-            else:
-                index.account.pool.asked(digest, prefix_hashes, pages)
-                there = zip(prefix_hashes, present, pages, strict=True)
-                absent = [h for h, here, page in there if not here and page is None]
-                index.count_lookup(present, absent, self.ghosts)
-            return present
+            return self._lookup(digest, prefix_hashes, touch)
+
+    def _lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
+        index, visible = self.namespaces.find(digest), State.VISIBLE
+        pages = list(map(index.pages.get, prefix_hashes))
+        present = [page is not None and page.state is visible and not page.expiry_s for page in pages]
+        if False in present:
+            self._look_closer(index, prefix_hashes, pages, present)
+        if touch:
+            self._order.use(index, prefix_hashes, pages, self.clock_ms())
+            self.below.touch(digest, prefix_hashes)
+        else:
+            index.account.pool.asked(digest, prefix_hashes, pages)
+            there = zip(prefix_hashes, present, pages, strict=True)
+            absent = [h for h, here, page in there if not here and page is None]
+            index.count_lookup(present, absent, self.ghosts)
+        return present
 
     def lacking(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
         """Those that are in no tier, nor read into one. Not counted, and no use of the others."""
@@ -341,11 +346,7 @@ class RamTier:
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Forgets pages, pinned ones too. True for each that was visible."""
-        removed: list[bool] = []
-        for start in range(0, len(prefix_hashes), STEPS):
-            with self.lock:
-                removed += self.remove_some(self.namespaces.find(digest), prefix_hashes[start : start + STEPS])
-        return removed
+        return in_pieces(self.lock, lambda some: self.remove_some(self.namespaces.find(digest), some), prefix_hashes)
 
     def remove_some(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """The same for a few; the caller has the lock."""

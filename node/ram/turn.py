@@ -8,12 +8,13 @@ Whoever works may be asked for as much as he likes; a turn is short all the same
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 from node.ram.page import Page
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 
 STEPS = 256  # each a few microseconds: a page evicted, a page looked at and passed over
 
@@ -66,3 +67,14 @@ def in_turns(lock: threading.Lock, turn: Turn, work: Work[T], move: Callable[[Mo
         with lock:
             work.close()
         raise
+
+
+def in_pieces(lock: threading.Lock, work: Callable[[Sequence[Key]], Sequence[T]], keys: Sequence[Key]) -> list[T]:
+    """What `work` makes of each key, under the lock for so many at a time as a turn has steps."""
+    done: list[T] = []
+    for start in range(0, len(keys), STEPS):
+        if start:
+            time.sleep(0)  # as above
+        with lock:
+            done += work(keys[start : start + STEPS])
+    return done

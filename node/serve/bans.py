@@ -4,6 +4,7 @@ gRPC accepts by itself, and takes calls faster than Python answers them: who con
 again, fills its queue of calls, and then it turns away everybody's. Connections that are there stay as they are.
 """
 
+import contextlib
 import ctypes
 import ipaddress
 import logging
@@ -106,7 +107,8 @@ def _network(peer: str) -> Network | None:
 
 def _set(listener: socket.socket, program: list[bytes]) -> None:
     if not program:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        with contextlib.suppress(FileNotFoundError):  # it has none: the same socket may have been found twice
+            listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
         return
     code = ctypes.create_string_buffer(b"".join(program))
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM.pack(len(program), ctypes.addressof(code)))

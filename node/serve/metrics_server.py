@@ -16,14 +16,17 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
-from kvstore.errors import Forbidden, Unauthenticated
+from kvstore.errors import KVStoreError, Unauthenticated
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor
+from node.serve.http_status import http_status
 from node.serve.limits import SCRAPE_S_MAX, SCRAPES_MAX, Place, Places, cap, peer_of
 from node.tls import Certificates, shown_by
 
 log = logging.getLogger(__name__)
 
 _HEAD_NBYTES_MAX = 8 << 10
+_BACKLOG = 1024  # those for whom it has no room would try again after a second, a kubelet among them
+_ACCEPTED_MAX = 64  # before those are heard again who are there
 _AGE_FACTOR = 10
 _CACHED_MAX = 64
 HEALTH_PATH = "/health"
@@ -45,7 +48,7 @@ class Asker(NamedTuple):
     names: tuple[str, ...]
 
 
-# From the head of a request, and who sent it. Raises Unauthenticated or Forbidden.
+# From the head of a request, and who sent it. It and the body raise KVStoreError.
 Choose = Callable[[Mapping[str, str], Asker], Answer]
 # Takes a connection over, and what it has sent so far.
 Console = Callable[[socket.socket, Asker, bytes], None]
@@ -75,6 +78,7 @@ class _Scrape:
     def give_up_place(self) -> None:
         if self.place is not None:
             self.place.close()
+            self.place = None  # which knows this one: together they would keep a text until a collection
 
 
 class MetricsServer:
@@ -91,7 +95,7 @@ class MetricsServer:
     ) -> None:
         """`serving`: what /health tells. `certificates`: None: HTTP, and no HTTPS. `console`: None: there is none."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=SCRAPES_MAX)
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._choose = choose
@@ -131,9 +135,13 @@ class MetricsServer:
         wait_s = None if first is None else max(0.0, first - time.monotonic())
         for fd, _ in self._poll.poll(None if wait_s is None else wait_s * 1000 + 1):
             if fd == self._listener.fileno():
-                self._accept()
+                self._accept_all()
             elif fd in self._scrapes:
                 self._step(self._scrapes[fd], self._poll)
+        self._part()
+
+    def _part(self) -> None:
+        """From those who are over."""
         now = time.monotonic()
         for fd, scrape in list(self._scrapes.items()):
             if scrape.over or scrape.end <= now:
@@ -148,16 +156,26 @@ class MetricsServer:
         else:
             scrape.close()
 
-    def _accept(self) -> None:
+    def _accept_all(self) -> None:
+        """Who waits, as long as it is not too many."""
+        for _ in range(_ACCEPTED_MAX):
+            if not self._accept():
+                return
+            if len(self._scrapes) > SCRAPES_MAX:
+                self._part()
+
+    def _accept(self) -> bool:
+        """Whether there may be another one."""
         try:
             sock, address = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
                 self._serve_at_once()
-            return
+            return False
         self._admit(sock, address[0])
+        return True
 
     def _serve_at_once(self) -> None:
         """When there is no descriptor left this is what somebody wants to see: the one in reserve is used, for
@@ -183,6 +201,7 @@ class MetricsServer:
         scrape.place.idle()  # all of them may be asked to leave: the oldest does if too many come
         self._scrapes[scrape.sock.fileno()] = scrape
         self._poll.register(scrape.sock, select.POLLIN)
+        self._step(scrape, self._poll)  # what it has sent meanwhile is answered before the next one can take its place
 
     def _scrape(self, sock: socket.socket, peer: str) -> _Scrape:
         sock.setblocking(False)
@@ -236,10 +255,13 @@ class MetricsServer:
         headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
         try:
             text = self._text(self._choose(headers, asker))
-        except Unauthenticated as error:
-            return _http("401 Unauthorized", "text/plain", f"{error}\n".encode(), "WWW-Authenticate: Bearer\r\n")
-        except Forbidden as error:
-            return _http("403 Forbidden", "text/plain", f"{error}\n".encode())
+        except KVStoreError as error:
+            more = "WWW-Authenticate: Bearer\r\n" if isinstance(error, Unauthenticated) else ""
+            return _http(http_status(error), "text/plain", f"{error}\n".encode(), more)
+        except Exception as error:
+            log.exception("metrics: a scrape failed")
+            why = f"it failed inside the node ({type(error).__name__}); its log says more\n"
+            return _http("500 Internal Server Error", "text/plain", why.encode())
         return text[: text.index(b"\r\n\r\n") + 4] if method == "HEAD" else text
 
     def _text(self, answer: Answer) -> bytes:

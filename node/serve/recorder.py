@@ -44,6 +44,9 @@ class _Recording:
         self.pages = 0  # of those
         self.dropped = 0
 
+    def is_abandoned(self, now: float) -> bool:
+        return now > self.asked_s + ABANDONED_S
+
 
 class Recorder:
     """Thread-safe. `on`: look at it first. `find`: a namespace by its digest; raises UnknownNamespace."""
@@ -57,11 +60,12 @@ class Recorder:
 
     def note(self, namespace: bytes, prefix_hashes: Sequence[bytes], stored: bool) -> None:
         """Somebody asked for these pages of a chain; `stored`: or used or stored them without asking."""
-        now = self._clock_s()
         with self._lock:
-            recording = self._recording
-            if recording is None or now > recording.end_s or now > recording.asked_s + ABANDONED_S:
-                self.on = False
+            recording, now = self._recording, self._clock_s()
+            if recording is None or recording.is_abandoned(now):
+                self._recording, self.on = None, False  # with its key, and what waited
+            elif now > recording.end_s:
+                return
             elif recording.pages + len(prefix_hashes) + USE_PAGES > WAITING_PAGES_MAX:
                 recording.dropped += 1
             else:
@@ -73,11 +77,16 @@ class Recorder:
         if not request.recording:
             return self._begin(request.ms)
         with self._lock:
-            recording = self._recording
+            recording, now = self._recording, self._clock_s()
+            if recording is not None and recording.is_abandoned(now):  # what came meanwhile may not have been noted
+                recording = self._recording = None
+                self.on = False
             if recording is None or recording.name != request.recording:
                 raise InvalidRequest("this recording is over: it was ended, or nobody asked for it for a minute")
+            if request.end:
+                recording.end_s = min(recording.end_s, now)  # else it may come faster than it is fetched
             uses = self._take(recording)
-            over = not recording.waiting and (request.end or self._clock_s() > recording.end_s)
+            over = not recording.waiting and (request.end or now > recording.end_s)
             if over:
                 self._recording, self.on = None, False
         return pb.RecordReply(
@@ -94,7 +103,7 @@ class Recorder:
         now = self._clock_s()
         with self._lock:
             there = self._recording
-            if there is not None and now <= there.asked_s + ABANDONED_S:
+            if there is not None and not there.is_abandoned(now):
                 raise Exhausted("somebody records at this node already; one at a time")
             self._recording = _Recording(ms / 1000, now)
             self.on = True

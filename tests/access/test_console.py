@@ -83,6 +83,21 @@ def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
     assert "team-b" not in str(values)
 
 
+def test_the_bytes_of_all_its_namespaces_are_told_also_of_those_that_are_not(
+    stored: Node, people: People, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are listed were added up: a tenant of many was told that it had less."""
+    monkeypatch.setattr("node.console.snapshot.NAMESPACES_MAX", 3)
+    people.join("many", "team-many", "write")
+    taken_up(stored, lambda: "team-many" in {who.tenant for who in stored.access.identities.tokens.values()})
+    with client(stored, people.tokens["many"]) as there:
+        for number in range(5):
+            there.put(namespace("team-many", f"model-{number}"), [KEY], [b"c" * PAGE_NBYTES])
+    values = first(stored, people.tokens["many"])
+    assert (len(values["namespaces"]), values["namespace_count"]) == (3, 5)
+    assert values["page_nbytes"] == {"ram": 5 * PAGE_NBYTES, "disk": 0}
+
+
 def test_an_identity_of_some_models_is_not_told_of_others(stored: Node, people: People) -> None:
     for who in ("narrow", "modeller"):
         values = first(stored, people.tokens[who])

@@ -1,15 +1,20 @@
 """`kvstore plan`: its table, its words, its pictures; the figures themselves are held to account in tests/plan."""
 
 import json
+import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.cli import plan as module
+from kvstore.cli.plan_words import recommendation
 from kvstore.measure.trace import chatting
+from kvstore.plan.pages import PageSize
+from kvstore.plan.plan import Plan, Wishes, planned, surveyed
 from kvstore.plan.survey import Sampling
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -109,6 +114,18 @@ def test_without_matplotlib_it_says_what_to_install_before_it_reads(
         (("--window", "0"), "--window"),
         (("--tokens-per-page", "-1"), "--tokens-per-page"),
         (("--model-config", "/nowhere"), "can not read /nowhere"),
+        (("--page-bytes", "0"), "--page-bytes 0"),
+        (("--page-bytes", "1e300"), "--page-bytes 1000"),
+        (("--tokens-per-page", "inf"), "--tokens-per-page inf"),
+        (("--tokens-per-page", "nan"), "--tokens-per-page nan"),
+        (("--window", "inf"), "--window inf"),
+        (("--prefill-tokens-per-s", "inf"), "--prefill-tokens-per-s inf"),
+        (("--disk-gb-per-s", "inf"), "--disk-gb-per-s inf"),
+        (("--sample", "inf"), "--sample inf"),
+        (("--sample", "1e9"), "too few to say anything"),
+        (("--limit", "9" * 30), "--limit 9999"),
+        (("--copies", "9" * 400), "must be in 1..8"),
+        (("--ram", "1e300"), "at most 1 EiB"),
     ],
 )
 def test_what_can_not_be_is_refused_by_name(kvstore: Any, trace: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -123,6 +140,24 @@ def test_a_trace_that_is_none_is_refused(kvstore: Any, tmp_path: Path) -> None:
     path.write_text("{}\n")
     ran = kvstore("plan", str(path))
     assert (ran.code, "line 1: timestamp is missing" in ran.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["timestamp", "input_length", "page_nbytes", "page_tokens"])
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e308"])
+def test_numbers_without_measure_are_refused_with_their_line(
+    kvstore: Any, tmp_path: Path, name: str, number: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    numbers = {"timestamp": "0", "input_length": "1", "output_length": "1", name: number}
+    path.write_text("{" + ",".join(f'"{key}":{value}' for key, value in numbers.items()) + ',"hash_ids":[1]}\n')
+    ran = kvstore("plan", str(path))
+    assert (ran.code, f"line 1: {name} is " in ran.stderr) == (2, True)
+
+
+def test_a_pipe_is_refused_for_it_can_be_read_once_only(kvstore: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    ran = kvstore("plan", str(tmp_path / "pipe"))
+    assert (ran.code, "is a pipe" in ran.stderr) == (2, True)
 
 
 # ---- words -----------------------------------------------------------------------------------
@@ -148,6 +183,28 @@ def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(kvstore:
     slow = words(kvstore, trace, "--ram", "64MiB", "--disk", "8GiB", "--disk-gb-per-s", "0.000001")
     assert "more than the 1e-06 that disks are believed to do" in slow
     assert "All of it should be RAM" in slow
+
+
+def test_a_disk_smaller_than_the_ram_is_not_said_to_be_needed() -> None:
+    made = planned_of(ram=1000)
+    row = replace(made.rows[0], pages=made.nearly_all_pages + 1, hit_rate=0.30, hit_rate_doubled=0.33)
+    made = replace(made, endless=0.35, wanted_pages=row.pages + 9, ram_asked=True, rows=(row,))
+    assert "A disk adds at most 5.0 points." in " ".join(recommendation(made))
+
+
+def test_the_policy_is_as_good_as_any_only_where_it_is_at_all_sizes() -> None:
+    made = planned_of(ram=1000)
+    poor, good = (
+        replace(made.rows[0], ram_nbytes=n << 30, hit_rate=h, bound=b) for n, h, b in ((1, 0.02, 0.05), (2, 0.86, 0.90))
+    )
+    said = " ".join(recommendation(replace(made, rows=(poor, good))))
+    assert "With RAM of 1.0 GiB the store hits 2.0 %, and who knew the future 5.0 %" in said
+    assert "within 5 %" in " ".join(recommendation(replace(made, rows=(good,))))
+
+
+def planned_of(ram: int) -> Plan:
+    wishes = Wishes(PageSize(512.0, 4096), 1000.0, ram=(ram * 4096,))
+    return planned(surveyed(chatting(100), wishes), wishes)
 
 
 def test_it_says_that_a_trace_without_repetition_saves_nothing(kvstore: Any, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_a_full_disk_is_told_as_such(
     ran = kvstore("record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--seconds", "0.05")
     assert ran.code == 74
     assert "No space left" in ran.stderr
+    assert not (tmp_path / "trace.jsonl").exists(), "with nothing in it"
 
 
 def test_when_nobody_asks_there_is_no_file(kvstore: Any, small_node: NodeProcess, tmp_path: Path) -> None:
@@ -162,6 +163,21 @@ def test_it_ends_when_the_file_is_as_large_as_it_may_be(
     assert path.read_text().count("\n") == 60
 
 
+def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
+    kvstore: Any, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False) -> pb.RecordReply:
+        if recording and not end:
+            raise KeyboardInterrupt
+        use = pb.RecordedUse(pages=[1, 2], page_nbytes=8, page_tokens=0.5)
+        return pb.RecordReply(recording=b"some", uses=[use] * end, over=end, dropped=789)
+
+    monkeypatch.setattr(Client, "record", record)
+    ran = kvstore("record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--json")
+    assert (ran.code, ran.json["requests"], ran.json["dropped"]) == (130, 1, 789)
+    assert "789 requests found no room at the node and are not in the trace" in ran.stderr
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1"])
 def test_no_time_at_all_is_refused(kvstore: Any, tmp_path: Path, seconds: str) -> None:
     ran = kvstore("record", "-o", str(tmp_path / "trace.jsonl"), "--seconds", seconds)
@@ -176,11 +192,28 @@ def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_pa
     with (tmp_path / "spool").open("w+b") as spool:
         recording = Recording(spool)
         for stored, pages in ((True, [70, 80]), (False, [50, 60]), (True, [50, 60, 70, 80]), (False, [])):
-            recording.add([pb.RecordedUse(stored=stored, pages=pages, page_nbytes=8, page_tokens=0.5)])
+            recording.add(
+                pb.RecordReply(uses=[pb.RecordedUse(stored=stored, pages=pages, page_nbytes=8, page_tokens=0.5)])
+            )
         lines = [json.loads(line) for line in recording.lines()]
     assert [line["hash_ids"] for line in lines] == [[2, 3, 0, 1], [2, 3], [2, 3, 0, 1]]
     assert [line["input_length"] for line in lines] == [2, 1, 2]
     assert (recording.requests, recording.stores) == (1, 2)
+
+
+def test_it_is_the_trace_that_may_not_be_too_large_and_not_what_waits_to_be_one(tmp_path: Path) -> None:
+    """An engine that decodes stores a page at a time, and each comes with all before it."""
+    with (tmp_path / "spool").open("w+b") as spool:
+        recording = Recording(spool)
+        for page in range(400):
+            recording.add(
+                pb.RecordReply(
+                    uses=[pb.RecordedUse(stored=True, pages=[page + 7, page + 8], page_nbytes=8, page_tokens=0.5)]
+                )
+            )
+        waits, nbytes = spool.tell(), sum(map(len, recording.lines()))
+    assert nbytes > 5 * waits
+    assert 0.8 < recording.nbytes / nbytes < 1.25
 
 
 def test_keys_that_are_no_chains_do_not_go_in_circles() -> None:

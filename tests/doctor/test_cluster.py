@@ -1,6 +1,6 @@
 """Several members: one is dead, one has another view or list, one is near."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +8,10 @@ import pytest
 from examined import Examined
 
 from kvstore.cluster.view import Member, View
-from kvstore.doctor import cluster
-from kvstore.doctor.finding import State
-from kvstore.doctor.pages import MODEL
+from kvstore.doctor import cluster, examination
+from kvstore.doctor.finding import Finding, State
+from kvstore.doctor.pages import MODEL, Pages
+from kvstore.doctor.wires import Wires
 from node.server import Node
 
 Doctor = Callable[..., Examined]
@@ -62,6 +63,32 @@ def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(fleet: li
     for node in fleet:
         assert node.peers.couriers.wait_empty(20.0)
     assert left(fleet) == 0
+
+
+def test_of_members_that_no_page_is_put_at_nothing_stays_open(
+    fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hundred all descriptors would be taken, and the pages of the others could not be removed."""
+    closed: list[str] = []
+    closed_then: list[set[str]] = []
+    close, clean = Wires.close, Pages.clean
+
+    def closes(wires: Wires) -> None:
+        closed.append(wires.way.address)
+        close(wires)
+
+    def cleans(pages: Pages) -> Iterator[Finding]:
+        closed_then.append(set(closed))
+        return clean(pages)
+
+    monkeypatch.setattr(examination, "MEMBERS_MAX", 1)
+    monkeypatch.setattr(Wires, "close", closes)
+    monkeypatch.setattr(Pages, "clean", cleans)
+    found = doctor(fleet[0])
+    assert found.failed == set()
+    assert found.of("bulk", "n2", group="wires").state is State.OK
+    assert "by shared memory" in found.of("near node").found
+    assert closed_then[0] == {f"127.0.0.1:{node.grpc.port}" for node in fleet[1:]}
 
 
 def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:

@@ -1,11 +1,12 @@
 """Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or talks."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.doctor import directory
+from kvstore.doctor import directory, probe
 from kvstore.doctor.directory import file_system, findings
 from kvstore.doctor.finding import State
 from kvstore.doctor.probe import probed
@@ -93,6 +94,50 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert directory.room(tmp_path).state is State.FAIL
     Full.f_bavail, Full.f_favail = 1 << 29, 10
     assert directory.room(tmp_path).state is State.WARN
+
+
+def test_nothing_is_written_where_there_is_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node on that disk would find it full, and stop its disk tier."""
+    written: list[int] = []
+    monkeypatch.setattr(directory, "_free_nbytes", lambda where: directory.ROOM_NBYTES - 1)
+    monkeypatch.setattr(directory.os, "pwrite", lambda fd, page, at: written.append(len(page)))
+    found = {finding.name: finding for finding in findings(tmp_path)}
+    assert (found["room"].state, found["speed"].state, written) == (State.FAIL, State.SKIPPED, [])
+
+
+def test_a_folder_that_one_may_not_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", closed)
+    (found,) = findings(tmp_path / "data")
+    assert (found.state, "may not look into" in found.found, "node's user" in found.remedy) == (State.FAIL, True, True)
+
+
+def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits in the kernel for a disk."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Stuck(subprocess.Popen[bytes]):
+        def kill(self) -> None:
+            processes.append(self)
+
+    said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
+    name = module(tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setattr(probe.subprocess, "Popen", Stuck)
+    try:
+        for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
+            *before, last = probed("disk", name, [], limit_s, "mend the disk")
+            assert (last.found, last.remedy) == (f"hangs: no end in {limit_s:g} s", "mend the disk")
+            if before:
+                break
+        assert [finding.name for finding in before] == ["first"]
+    finally:
+        for process in processes:
+            super(Stuck, process).kill()
+            process.wait()
 
 
 def test_what_was_said_before_it_hung_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from gpu_agent.engines.lightllm import PyLocalCacheService, PyState, light_mem_path
 from gpu_agent.identity.lightllm import namespace_of
 from gpu_agent.options import Identity
-from kvstore import Namespace
+from kvstore import Namespace, tracing
 from kvstore.config import load
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.measure.node_process import NodeProcess
@@ -214,6 +214,27 @@ def test_the_pool_must_be_what_the_original_asks_for(
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
     with pytest.raises(InvalidRequest, match="host memory"):
         PyLocalCacheService(memory)
+
+
+def test_a_call_of_an_engine_that_names_no_request_has_an_id_of_its_own(
+    service: PyLocalCacheService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = []
+
+    def broken(*_: Any) -> None:
+        trace = tracing.current()
+        ids.append(trace.request_id if trace else "")
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(service.pages, "present", broken)
+    monkeypatch.setattr(service.pages, "save", broken)
+    assert service.query([1]) == [False]
+    assert service.create(hash_128s=[1], kv_page_indexer=rows(0), mode="w").ready()
+    assert all(len(bytes.fromhex(one)) == tracing.TRACE_NBYTES for one in ids)
+    assert len(set(ids)) == 2
+    said = ("a query failed", "a task of mode 'w' failed at its start")
+    assert caplog.messages == [f"{line} [request {one}]" for line, one in zip(said, ids, strict=True)]
+    assert tracing.current() is None
 
 
 def test_states_of_tasks(service: PyLocalCacheService) -> None:

@@ -1,5 +1,6 @@
 """Background lookups: polls never wait, deadlines hold, the store is asked once."""
 
+import concurrent.futures
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from kvstore import Client, ClientConfig, LookupResult, Namespace
 from kvstore.errors import Unavailable
 from kvstore.layout import opaque_layout
 from kvstore.measure.node_process import NodeProcess
+from kvstore.tracing import named
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
@@ -117,7 +119,7 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     assert 2.0 <= time.monotonic() - began < 9.0
     fake.error = Unavailable("hung")
     fake.gate.set()
-    lookups.touch([([namespace("a")], KEYS)])  # fails, so that the outage is known
+    lookups.touch("a request", [([namespace("a")], KEYS)])  # fails, so that the outage is known
     end = time.monotonic() + 10
     while not lookups._outage.error:
         assert time.monotonic() < end
@@ -136,7 +138,7 @@ def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeCl
     fake.touch_gate.clear()
     lookups = Lookups(ThreadAsker(fake), 9.0)  # type: ignore[arg-type]
     for _ in range(20):
-        lookups.touch([([namespace("a")], KEYS)])
+        lookups.touch("a request", [([namespace("a")], KEYS)])
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == ((True, True, True, False),)
     fake.touch_gate.set()
@@ -175,11 +177,30 @@ def test_an_outage_is_a_miss_and_is_logged_once(fake: FakeClient, caplog: pytest
     lookups.ask("t", [([namespace("a")], KEYS)])
     assert answered(lookups, "t")[0][0]
     lookups.close()
-    assert [record.message.split(",")[0] for record in caplog.records] == [
+    assert [record.message.split(" [")[0].split(",")[0] for record in caplog.records] == [
         "the store failed",
         "the store answers again",
     ]
     assert lookups.take_counts().lookups_failed == 5
+
+
+def test_an_outage_names_the_request_that_met_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that asks is heard when the next request is asked about."""
+    first: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    questions = [first, concurrent.futures.Future[Any]()]
+
+    class Late(ThreadAsker):
+        def __init__(self) -> None: ...
+
+        def look_up(self, question: Any, timeout_s: float) -> Any:
+            if question is not asked:
+                first.set_exception(Unavailable("nobody is there"))
+            return questions.pop(0)
+
+    lookups, asked = Lookups(Late(), 10.0), [([namespace("a")], KEYS)]
+    lookups.ask("one", asked)
+    lookups.ask("two", [([namespace("b")], KEYS)])
+    assert f"nobody is there [request {named('one').request_id}]" in caplog.text
 
 
 def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,7 +246,7 @@ def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
     client.put(name, KEYS[:2], [page, page])
     lookups = Lookups(ThreadAsker(client), 5.0)
     lookups.open([name])
-    lookups.touch([([name], KEYS)])
+    lookups.touch("a request", [([name], KEYS)])
     lookups.ask("r", [([name, name], KEYS)])
     assert answered(lookups, "r") == ((True, True, False, False),)
     lookups.close()

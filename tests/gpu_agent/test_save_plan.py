@@ -6,6 +6,7 @@ import pytest
 
 from gpu_agent.blocks import save_plan
 from gpu_agent.blocks.save_plan import Block, SavePlan
+from kvstore.tracing import REQUESTS_MAX
 
 
 class Pins:
@@ -45,6 +46,31 @@ def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
     plan.acknowledge(order.job)
     assert pins.held == []
     assert not plan.busy
+    assert plan.check() == []
+
+
+def test_an_order_says_whose_blocks_it_has() -> None:
+    plan = plan_of(Pins(), blocks_max=32, order_blocks=4)
+    plan.begin(1)
+    plan.stage("a", blocks(1, 2, 3))
+    plan.stage("b", [*blocks(3), *blocks(4, 5)])  # the first is under way for another
+    plan.ran(1, clean=True)
+    assert [(order.parts[0].blocks, order.requests) for order in plan.orders()] == [
+        ([1, 2, 3, 4], ("a", "b")),
+        ([5], ("b",)),
+    ]
+    assert plan.check() == []
+
+
+def test_of_many_an_order_says_the_first_few() -> None:
+    plan = plan_of(Pins(), blocks_max=32, order_blocks=32)
+    for i in range(20):
+        plan.stage(f"cmpl-{i}", blocks(i))
+    (order,) = plan.orders()
+    assert order.requests == tuple(f"cmpl-{i}" for i in range(REQUESTS_MAX))
+    plan.stage("dropped", blocks(30))
+    plan.forget()
+    assert plan.orders() == []
     assert plan.check() == []
 
 

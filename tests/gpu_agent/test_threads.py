@@ -60,7 +60,7 @@ def test_a_lookup_for_which_there_is_no_thread_is_a_miss(
         patch.setattr(threading.Thread, "start", _refuse)
         lookups.open([namespace])
         lookups.ask("r", [([namespace], keys)])
-        lookups.touch([([namespace], keys)])
+        lookups.touch("a request", [([namespace], keys)])
         assert lookups.answer("r") == ((False, False),)
     assert lookups.check() == []
     lookups.close()

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from asking import traces_of_calls
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from gpu_agent.engines.transformers import TransformersAdapter, namespace_of
 from gpu_agent.identity.transformers import weights_digest
-from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
+from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
 WAIT_S = 20.0
 TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
@@ -79,6 +80,21 @@ def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, m
     for ours, theirs in zip(restored.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys.view(torch.uint8), theirs.keys.view(torch.uint8))
         assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+
+
+def test_a_call_is_of_one_request_of_whoever_calls(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    adapter, cache, asked = make(model), DynamicCache(), traces_of_calls(monkeypatch)
+    forward(model, TOKENS, cache)
+    with tracing.request("mine"):
+        adapter.save(cache, TOKENS).done.result(WAIT_S)
+    assert asked
+    assert set(asked) == {tracing.named("mine")}
+    del asked[:]
+    assert adapter.load(TOKENS)[1] == 96
+    (own,) = set(asked)
+    assert own is not None
+    assert len(asked) > 1, "looked up, and loaded"
 
 
 @pytest.mark.parametrize("plane", ["k", "v"])

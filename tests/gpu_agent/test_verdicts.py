@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from gpu_agent.verdicts import MISS_S, Verdicts
+from kvstore.tracing import Trace, current, named
 
 TIMEOUT_S = 5.0
 
@@ -17,11 +18,13 @@ class Store:
     def __init__(self) -> None:
         self.present = {b"a", b"b"}
         self.asked: list[list[bytes]] = []
+        self.traces: list[Trace | None] = []
         self.open = threading.Event()
         self.open.set()
 
     def ask(self, keys: Sequence[bytes]) -> tuple[bool, ...]:
         self.asked.append(list(keys))
+        self.traces.append(current())
         assert self.open.wait(10)
         return tuple(key in self.present for key in keys)
 
@@ -69,6 +72,7 @@ def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: Verdic
     assert not settled(verdicts, b"x")
     assert settled(verdicts, b"b", "s")
     assert store.asked == [[b"a", b"x", b"b"]]
+    assert store.traces == [named("r")._replace(others=(named("s"),))], "it is for both requests"
 
 
 def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: Verdicts) -> None:

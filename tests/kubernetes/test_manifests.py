@@ -267,7 +267,7 @@ def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -
             assert command[:2] == ["/opt/kvstore/bin/python", "-c"]
             compile(command[2], "command", "exec")
     assert "python3 -m venv --without-pip /opt/kvstore" in DOCKERFILE
-    assert "install -m 0644 first_start.py health.py /opt/kvstore " in DOCKERFILE
+    assert "install -m 0644 first_start.py first_scrape.py health.py /opt/kvstore " in DOCKERFILE
 
 
 # ---- who finds whom ------------------------------------------------------------------------

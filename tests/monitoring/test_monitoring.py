@@ -2,7 +2,6 @@
 and shared memory, whose metrics are read here."""
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from authorities import pair
+from deployed import FOLDER, ROOT, dashboard, panels, read, rules
 from fleets import SMALL
 
 from kvstore import Client, ClientConfig, Forbidden, Namespace, opaque_layout
@@ -24,8 +24,6 @@ from node.serve.metrics import metrics_text
 from node.serve.metrics_server import Asker
 from node.server import Node
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "deploy" / "monitoring"
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
 TABLES = (ROOT / "docs" / "metrics.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -96,20 +94,6 @@ def labels(text: str) -> dict[str, set[str]]:
     return found
 
 
-def rules() -> list[dict[str, Any]]:
-    content = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
-    return [rule for group in content["groups"] for rule in group["rules"]]
-
-
-def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
-    return found
-
-
-def panels() -> list[dict[str, Any]]:
-    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
-
-
 def asked(expression: str) -> tuple[set[str], set[str]]:
     """(metrics, labels) of an expression."""
     plain = re.sub(r'"[^"]*"', '""', expression)
@@ -145,6 +129,7 @@ def test_an_alert_asks_for_what_a_node_tells(told: dict[str, set[str]], rule: di
 def test_alerts_are_of_the_job_that_the_document_scrapes() -> None:
     (job,) = re.findall(r"job_name: (\S+)", DOCUMENT)
     assert f'up{{job="{job}"}}' in (FOLDER / "alerts.yaml").read_text()
+    assert [some["job_name"] for some in read("prometheus.yaml")["scrape_configs"]] == [job]
 
 
 def test_each_alert_is_tried() -> None:

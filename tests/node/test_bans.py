@@ -54,6 +54,20 @@ def test_who_is_banned_can_not_connect_for_a_time_and_others_can(listener: socke
     assert connect(listener, "127.0.0.2")
 
 
+def test_a_listener_that_is_found_twice_is_freed_once(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A descriptor under which the directory of descriptors was read may be a listener's duplicate a moment later."""
+    now = [0.0]
+    bans = Bans(lambda: [listener.dup(), listener.dup()], lambda: now[0])
+    bans.ban("127.0.0.2")
+    now[0] = BAN_S
+    caplog.clear()
+    bans.look()
+    assert caplog.messages == []
+    assert connect(listener, "127.0.0.2")
+
+
 def test_of_ipv6_the_network_of_a_host_is_banned() -> None:
     try:
         listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -1,10 +1,12 @@
 """The console's server: what it gives to whom, and what it does with who is slow, silent, or comes from elsewhere."""
 
+import gc
 import http.client
 import socket
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +18,10 @@ from kvstore.config import split_address
 from node.console import server as console_server
 from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
 from node.console.files import NAMES
+from node.console.history import KEPT
 from node.console.server import ConsoleServer
 from node.peers.address import with_port
+from node.serve import metrics_server
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
 from node.server import Node
 
@@ -31,8 +35,8 @@ def server_of(node: Node) -> ConsoleServer:
 def nothing_is_left(node: Node) -> Iterator[None]:
     yield
     server = server_of(node)
-    wait_until(lambda: not (server._visitors or server._watchers.used or server._calls.used))
-    assert server._places.count == 0
+    budgets = (server._watchers, server._calls, server._reads)
+    wait_until(lambda: not (server._visitors or any(budget.used for budget in budgets) or server._places.count))
 
 
 def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
@@ -172,6 +176,46 @@ def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
     assert first(node)["state"] == "SERVING"
 
 
+def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took ten milliseconds of the interpreter each time, also for who was refused then."""
+    assert node.console is not None
+    history = node.console._snapshots._history
+    history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
+    asked, told_of = [], history.told
+    monkeypatch.setattr(history, "look", lambda: None)
+    monkeypatch.setattr(history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1])
+    hours = [first(node)["history"] for _ in range(5)]
+    assert all(hour == hours[0] for hour in hours)
+    assert hours[0]["count"] >= 1
+    assert asked.count(KEPT) == 1
+    watchers = server_of(node)._watchers
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
+    wait_until(lambda: not watchers.used)
+    with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
+        assert told(node, "/console/events", {})[0] == 429
+
+
+def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages stood still, and said that they were live; who came then had no answer at all."""
+
+    def broken(*_: Any) -> str:
+        raise ZeroDivisionError
+
+    assert node.console is not None
+    with watching(node) as events:
+        next(events)
+        monkeypatch.setattr(node.console._snapshots, "next", broken)
+        name, values = next(event for event in events if event[0] != "now")
+        assert (name, "ZeroDivisionError" in values["error"]) == ("end", True)
+    monkeypatch.setattr(node.console._snapshots, "first", broken)
+    assert told(node, "/console/events", {})[0] == 500
+    assert "console: a call failed" in caplog.text
+    monkeypatch.undo()
+    assert first(node)["state"] == "SERVING"
+
+
 def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps nobody: the others are told as ever."""
     monkeypatch.setattr(console_server, "STALL_S", 0.5)
@@ -189,6 +233,22 @@ def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: p
         next(events), next(events)
     wait_until(lambda: not server._watchers.used)
     slow.close()
+
+
+def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one who has gone without a word. The kernel has room for hours of events, and his place was taken."""
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    assert node.console is not None
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10)))
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
+        deaf.connect(("127.0.0.1", node.metrics.port))
+        deaf.sendall(b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n")
+        server = server_of(node)
+        wait_until(lambda: server._watchers.used == 1)
+        wait_until(lambda: not server._watchers.used)
 
 
 def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: Any) -> None:
@@ -230,6 +290,56 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     assert found == [200] * share
+
+
+def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask for them."""
+    met: list[weakref.ref[Any]] = []
+
+    def noted(kind: Any) -> Any:
+        def make(*arguments: Any) -> Any:
+            one = kind(*arguments)
+            met.append(weakref.ref(one))
+            return one
+
+        return make
+
+    monkeypatch.setattr(console_server, "_Visitor", noted(console_server._Visitor))
+    monkeypatch.setattr(metrics_server, "_Scrape", noted(metrics_server._Scrape))
+    gc.disable()
+    try:
+        assert [visit(node, path)[0] for path in ("/metrics", "/health", "/console/", "/console/x")] == [200] * 3 + [
+            404
+        ]
+        assert told(node, "/console/look-up", {})[0] == 400
+        first(node)
+        wait_until(lambda: not any(one() for one in met))
+    finally:
+        gc.enable()
+    assert len(met) == 6 + 4, "those of the console were met by both"
+
+
+def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages that somebody looked at on a disk that hung took both threads, until it answered."""
+    go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
+
+    def wait(*_: Any) -> bytes:
+        go.wait(60.0)
+        return json_reply({})
+
+    assert node.console is not None
+    monkeypatch.setitem(node.console._work, "/console/bytes", wait)
+    threads = [threading.Thread(target=lambda: visit(node, "/console/bytes", {})) for _ in range(share)]
+    for thread in threads:
+        thread.start()
+    server = server_of(node)
+    wait_until(lambda: server._reads.used == share)
+    assert told(node, "/console/look-up", {"namespace": "ab" * 16, "key": "abcd"})[0] == 404
+    assert told(node, "/console/act", {"act": "flush"})[0] == 400, "this node has no disk"
+    assert told(node, "/console/bytes", {})[0] == 429
+    go.set()
+    for thread in threads:
+        thread.join()
 
 
 def test_a_fault_is_answered_logged_and_ends_one_call_only(

@@ -63,6 +63,19 @@ def test_a_part_of_a_key_finds_those_that_begin_so(stored: Node) -> None:
     assert look_up(stored, (b"\1" * 32).hex())[1]["pages"] == []
 
 
+def test_half_a_byte_is_found_however_many_begin_like_the_other_half(stored: Node) -> None:
+    """Of the first that begin with the whole bytes all could be of other halves: the page was said not to be there."""
+    space = Namespace("halves", LAYOUT)
+    many = [bytes((0xAB, 0xCD, number // 2)) + bytes([number]) * 29 for number in range(20 * FOUND_MAX)]
+    wanted = [b"\xab\xcd\xf0" + b"y" * 29, b"\xab\xcd\xff" + b"y" * 29]
+    with _client(stored) as client:
+        client.put(space, [*many, *wanted], [PAGE] * (len(many) + len(wanted)))
+    found = look_up(stored, "abcdf", space.digest)[1]
+    assert [page["prefix_hash"] for page in found["pages"]] == [key.hex() for key in wanted]
+    assert [page["prefix_hash"][:5] for page in look_up(stored, "abcd0", space.digest)[1]["pages"]] == ["abcd0"] * 8
+    assert look_up(stored, "abcde", space.digest)[1]["pages"] == []
+
+
 @pytest.mark.parametrize("key", ["", "abc", "xyz1", "ab cd", "é" * 8, "a" * 129, None, 7, ["abcd"]])
 def test_what_is_no_key_is_refused(stored: Node, key: Any) -> None:
     status, values = told(stored, "/console/look-up", {"namespace": SPACE.digest.hex(), "key": key})
@@ -85,6 +98,8 @@ def read(node: Node, key: bytes, offset: Any, nbytes: Any) -> tuple[int, bytes]:
 def test_the_bytes_of_a_page_are_those_that_were_stored(stored: Node) -> None:
     assert read(stored, KEYS[0], 0, LAYOUT.page_nbytes) == (200, PAGE)
     assert read(stored, KEYS[0], 7, 30) == (200, PAGE[7:37])
+    assert stored.service.traffic.moved()["console", "out"] >= LAYOUT.page_nbytes + 30
+    assert {wire for wire, _ in stored.service.traffic.moved()} <= {"bulk", "shm", "grpc", "console"}
     assert stored.tier.held_count == 0
 
 

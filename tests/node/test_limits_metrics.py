@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import wait_until
 
-from kvstore import Client, ClientConfig, KVStoreError
+from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
 from kvstore.measure.node_process import NodeProcess
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
@@ -32,8 +33,7 @@ def dial() -> Iterator[Callable[[int], socket.socket]]:
     sockets: list[socket.socket] = []
 
     def to(port: int) -> socket.socket:
-        sockets.append(socket.create_connection(("127.0.0.1", port)))
-        sockets[-1].settimeout(20.0)
+        sockets.append(socket.create_connection(("127.0.0.1", port), 20.0))
         return sockets[-1]
 
     yield to
@@ -66,7 +66,7 @@ def test_silent_scrapes_take_no_threads_and_keep_nobody_out(node: Node, dial: An
     assert (status, content_type.partition(";")[0]) == (200, "text/plain")
     assert b"kvstore_serving 1.0" in text
     assert threading.active_count() <= before + 1
-    assert len(node.metrics._scrapes) <= SCRAPES_MAX // 2, "a peer's share: the others were hung up"
+    wait_until(lambda: len(node.metrics._scrapes) <= SCRAPES_MAX // 2)  # a peer's share: the others were hung up
 
 
 def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +124,51 @@ def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatc
     assert len(made) <= 1 + (time.monotonic() - began) / 1.0
 
 
-def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Idle(MetricsServer):
-        def _run(self) -> None:
-            """It is told what to do here."""
+class Idle(MetricsServer):
+    def _run(self) -> None:
+        """It is told what to do by its test."""
 
+
+def idle() -> Idle:
+    return Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"), lambda: True)
+
+
+def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Any) -> None:
+    """A kubelet's waited a second for each of its packets that met a full backlog, and was hung up, as the oldest of
+    its host, before what it had sent was read."""
+    server = idle()
+    silent = [dial(server.port) for _ in range(2 * SCRAPES_MAX)]
+    probe = dial(server.port)
+    probe.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+    silent += [dial(server.port) for _ in range(2 * SCRAPES_MAX)]
+    server._accept_all()
+    assert probe.recv(100).startswith(b"HTTP/1.0 200 ")
+    assert len(server._scrapes) <= SCRAPES_MAX + 1, "who had to leave has left"
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(Exhausted("not so often"), 429), (Unavailable("it stops"), 503), (ZeroDivisionError(), 500)]
+)
+def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
+    dial: Any, caplog: pytest.LogCaptureFixture, error: Exception, status: int
+) -> None:
+    """A tenant beyond its quota of requests left each of its scrapes without an answer, and all others, the probes
+    among them, waiting for a tenth of a second."""
+
+    def body() -> bytes:
+        raise error
+
+    server = MetricsServer("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, body), lambda: True)
+    found, _, text = scrape(server.port)
+    assert found == status
+    assert text.strip()
+    assert "serving failed" not in caplog.text
+    assert ("a scrape failed" in caplog.text) == (status == 500)
+    server.stop()
+
+
+def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     failures, accept = [OSError(errno.EMFILE, "no descriptor left")], socket.socket.accept
 
     def fail_once(listener: socket.socket) -> Any:
@@ -136,7 +176,7 @@ def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkey
             raise failures.pop()
         return accept(listener)
 
-    server = Idle("127.0.0.1", 0, lambda headers, asker: Answer("text/plain", 0, lambda: b"text"), lambda: True)
+    server = idle()
     waiting = dial(server.port)
     waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     monkeypatch.setattr(socket.socket, "accept", fail_once)

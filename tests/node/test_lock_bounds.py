@@ -130,6 +130,17 @@ def make_batch(sandbox: Any, count: int) -> Callable[[], int]:
     return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(count))))
 
 
+def make_touched(sandbox: Any, count: int) -> Callable[[], int]:
+    """A chain of so many pages is used."""
+    box, pages, keys = full(sandbox, count)
+    return lambda: longest(box, lambda: box.tier.lookup(pages.namespace.digest, keys, touch=True))
+
+
+def make_stat(sandbox: Any, count: int) -> Callable[[], int]:
+    box, pages, keys = full(sandbox, count)
+    return lambda: longest(box, lambda: Inventory(box.tier).stat(pages.namespace.digest, keys))
+
+
 def make_batch_over_pins(sandbox: Any, count: int) -> Callable[[], int]:
     """The same in a full tier, the pins of a third of whose pages have just ended."""
     box, pages, keys = full(sandbox, count)
@@ -185,6 +196,8 @@ def make_crowded(sandbox: Any, count: int) -> Callable[[], int]:
         make_unsaved,
         make_size_classes,
         make_batch,
+        make_touched,
+        make_stat,
         make_batch_over_pins,
         make_other_size,
         make_quotas_come,
@@ -195,6 +208,15 @@ def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make:
     few, many = make(sandbox, FEW)(), make(sandbox, MANY)()
     assert many < LONGEST
     assert many < 4 * few + 60_000, f"{few} bytecodes with {FEW} pages, {many} with {MANY}"
+
+
+def test_a_chain_of_several_turns_goes_from_its_tail(sandbox: Any) -> None:
+    box, pages, keys = full(sandbox, 1000)
+    chain = keys[100:900]
+    box.now_ms += 1
+    assert box.tier.lookup(pages.namespace.digest, [*chain, *pages.keys(10_000)], touch=True) == [True] * 800 + [False]
+    box.put(pages, pages.keys(*range(20_000, 20_000 + len(keys) - 10)))
+    assert [key for key in keys if box.tier.lookup(pages.namespace.digest, [key], touch=False) == [True]] == chain[:10]
 
 
 def placement(sandbox: Any, sizes: int, removed: bool) -> int:

@@ -1,6 +1,7 @@
 """Recording what a node is asked: bounded, one at a time, of no cost when it is off, and without what pages are."""
 
 import hashlib
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +79,6 @@ def test_it_ends_by_itself(recorder: Recorder, clock: Clock) -> None:
     recorder.note(SPACE.digest, KEYS[:1], stored=False)
     clock.now += 1.5
     recorder.note(SPACE.digest, KEYS[:2], stored=False)
-    assert not recorder.on, "by the first that comes too late"
     reply = fetch(recorder, name)
     assert ([len(use.pages) for use in reply.uses], reply.over) == ([1], True)
     with pytest.raises(InvalidRequest, match="over"):
@@ -97,6 +97,55 @@ def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(recorder: Recorde
     with pytest.raises(InvalidRequest, match="over"):
         fetch(recorder, first)
     assert fetch(recorder, second, end=True).over
+
+
+def test_who_was_away_for_too_long_is_told_so_and_not_given_a_trace_with_a_hole(
+    recorder: Recorder, clock: Clock
+) -> None:
+    name = begin(recorder, ms=10**6)
+    recorder.note(SPACE.digest, KEYS, stored=False)
+    clock.now += module.ABANDONED_S + 1
+    recorder.note(SPACE.digest, KEYS, stored=False)
+    with pytest.raises(InvalidRequest, match="nobody asked for it for a minute"):
+        fetch(recorder, name)
+    name = begin(recorder, ms=10**6)
+    clock.now += module.ABANDONED_S + 1
+    with pytest.raises(InvalidRequest, match="nobody asked for it for a minute"):
+        fetch(recorder, name)
+    assert not recorder.on
+
+
+@pytest.mark.parametrize("ms", [1000, 10**6])
+def test_of_one_that_was_left_alone_nothing_stays(recorder: Recorder, clock: Clock, ms: int) -> None:
+    """Neither its key nor some 50 MiB of what waits, also if its time was over before it was left."""
+    begin(recorder, ms)
+    gone = weakref.ref(kept := Kept(KEYS))
+    recorder.note(SPACE.digest, kept, stored=False)
+    del kept
+    clock.now += 2
+    recorder.note(SPACE.digest, KEYS, stored=False)
+    assert gone() is not None
+    clock.now += module.ABANDONED_S
+    recorder.note(SPACE.digest, KEYS, stored=False)
+    assert (gone(), recorder.on) == (None, False)
+
+
+class Kept(list[bytes]):
+    """Which can be referred to weakly."""
+
+
+def test_what_comes_after_the_end_was_asked_for_is_not_noted(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a node with much to do would never be done."""
+    monkeypatch.setattr(module, "REPLY_PAGES_MAX", 6 + module.USE_PAGES)
+    name = begin(recorder)
+    for _ in range(2):
+        recorder.note(SPACE.digest, KEYS, stored=False)
+    assert fetch(recorder, name, end=True).more
+    monkeypatch.setattr(recorder, "_clock_s", lambda: Clock.now + 0.001)
+    recorder.note(SPACE.digest, KEYS, stored=False)
+    assert fetch(recorder, name, end=True).over
 
 
 @pytest.mark.parametrize("ms", [0, module.RECORD_MS_MAX + 1])

@@ -75,6 +75,10 @@ def test_a_models_description_tells_the_bytes_of_a_token(tmp_path: Path, model: 
         ("{}", "num_attention_heads|num_hidden_layers"),
         (json.dumps({**LLAMA, "torch_dtype": "int3"}), "unknown dtype 'int3'"),
         (json.dumps({**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}), "sliding_attention"),
+        (json.dumps({**LLAMA, "num_attention_heads": 0}), "ZeroDivisionError"),
+        (json.dumps({**LLAMA, "num_hidden_layers": -3}), "would take -12288 bytes"),
+        (json.dumps({**LLAMA, "num_hidden_layers": 1e300}), "a token would take"),
+        ("[" * 100_000, "RecursionError"),
         (None, "can not read"),
     ],
 )

@@ -11,6 +11,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest
 from kvstore.plan.pages import PageSize
 from kvstore.plan.plan import NEARLY_ALL, Plan, Row, Wishes, planned, surveyed
+from kvstore.plan.survey import EXACT, sampling
 
 PAGE = PageSize(16.0, 4096)
 REQUESTS = trees(11, 400, fresh=0.1, deep=5)
@@ -70,7 +71,8 @@ def test_owners_and_near_copies_take_their_places() -> None:
     assert costs.keys() == {(copies, share) for copies in (1, 2, 3) for share in (0.0, 0.25)}
     for (copies, share), cost in costs.items():
         assert cost.hit_rate == lru_hits(CHAINS, int(80 * (1 - share)) // copies) / ASKED
-    assert costs[2, 0.0].nearly_all_nbytes == 2 * costs[1, 0.0].nearly_all_nbytes == made.nearly_all_nbytes
+    assert costs[2, 0.0].nearly_all_nbytes == 2 * costs[1, 0.0].nearly_all_nbytes
+    assert costs[2, 0.25].nearly_all_nbytes == made.nearly_all_nbytes
 
 
 def test_the_knee_is_the_least_size_with_nearly_all_hits() -> None:
@@ -117,16 +119,41 @@ def test_the_curve_rises_to_all_hits() -> None:
     [
         ({"copies": 0}, "--copies 0"),
         ({"near_share": 1.0}, "--near-share"),
+        ({"near_share": 0.9, "ram": (4096,)}, "--ram 4096 must be at least a page"),
         ({"near_share": -0.1}, "--near-share"),
         ({"ram": (4095,)}, "--ram 4095"),
         ({"disk": (0,)}, "--disk 0"),
-        ({"ram": (8 * 4096,), "copies": 9}, "--ram"),
+        ({"ram": (7 * 4096,), "copies": 8}, "--ram"),
+        ({"copies": 9}, "--copies 9 must be in 1..8"),
         ({"disk_gb_per_s": 0.0}, "--disk-gb-per-s"),
     ],
 )
 def test_wishes_that_can_not_be_are_refused_by_name(wishes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         plan(**wishes)
+
+
+def test_beyond_the_size_with_all_hits_no_ram_gains_any_whatever_part_of_it_has_copies() -> None:
+    made = plan(copies=2, near_share=0.5)
+    enough = plan(copies=2, near_share=0.5, ram=(made.wanted_nbytes,))
+    assert enough.rows[0].hit_rate == enough.rows[0].hit_rate_doubled == made.endless
+    knee = plan(copies=2, near_share=0.5, ram=(made.nearly_all_nbytes,))
+    assert knee.rows[0].pages == made.nearly_all_pages
+    assert knee.rows[0].hit_rate >= NEARLY_ALL * made.endless
+
+
+def test_a_sample_does_not_tell_of_stores_with_a_page_or_two_in_a_group() -> None:
+    """It would say 44 % ± 3 of one page, where 12 % are right."""
+    requests, sample = trees(0, 3000, fresh=0.05, deep=5), sampling(4.0)
+    small, large = Wishes(PAGE, 1000.0, ram=(127 * 4096,)), Wishes(PAGE, 1000.0, ram=(128 * 4096,))
+    assert sample.pages_min == 128
+    with pytest.raises(InvalidRequest, match="--ram with room for 127 pages is too small"):
+        surveyed(requests, small, sample)
+    exact, about = (planned(surveyed(requests, large, some), large) for some in (EXACT, sample))
+    assert abs(exact.rows[0].hit_rate - about.rows[0].hit_rate) < 4 * about.rows[0].hit_rate_error
+    assert min(nbytes for nbytes, _ in about.curve) >= 128 * 4096
+    chosen = Wishes(PAGE, 1000.0)
+    assert min(some.pages for some in planned(surveyed(requests, chosen, sample), chosen).rows) >= 128
 
 
 def test_a_trace_that_asks_for_nothing_is_refused() -> None:

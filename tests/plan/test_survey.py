@@ -6,7 +6,9 @@ from collections import Counter
 import pytest
 from brute_force import lru_hits, trees
 
+from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest, chatting
+from kvstore.plan import survey as module
 from kvstore.plan.survey import EXACT, Sampling, Survey, sampling
 
 PAGE_TOKENS = 16.0
@@ -93,6 +95,26 @@ def test_windows_of_a_sample_are_scaled_to_all_pages() -> None:
     assert wanted.keys() == found.keys()
     total = sum(hits[place] for hits in wanted.values())
     assert sum(hits[place] for hits in found.values()) == pytest.approx(total, rel=0.1)
+
+
+def test_a_sample_with_hardly_a_page_says_nothing() -> None:
+    """What is not in it is no miss: a store that never forgets would hit all."""
+    survey = surveyed(list(chatting(50)), sampling(1e9))
+    with pytest.raises(InvalidRequest, match="too few to say anything"):
+        survey.check()
+
+
+def test_a_window_so_short_that_a_trace_has_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WINDOWS_MAX", 20)
+    requests = trees(2, 120, fresh=0.2, deep=4)
+    assert surveyed(requests, window_ms=5000.0).pages_asked
+    with pytest.raises(InvalidRequest, match="longer --window"):
+        surveyed(requests, window_ms=1e-6)
+
+
+def test_requests_within_a_millisecond_have_no_times() -> None:
+    first, *_ = trees(2, 1, fresh=0.2, deep=4)
+    assert surveyed([first, first._replace(timestamp_ms=1e-320)]).seconds == 0
 
 
 def test_one_page_in_one_is_no_sample() -> None:

@@ -142,6 +142,34 @@ def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: Any) -> None:
     assert parent(steps(recorded, "kvstore.call")[-1]) == (of.trace_id, of.span_id)
 
 
+def test_a_step_for_several_requests_is_linked_with_all_of_them(recorded: Any, start: Any) -> None:
+    with client(start(), "bulk") as caller, request("a", "b", "c"), tracing.span("kvstore.save"):
+        caller.lookup(PAGES, KEYS)
+        now = tracing.current()
+        wait_until(lambda: steps(recorded, "kvstore.lookup"))
+    (save,), (served,) = steps(recorded, "kvstore.save"), steps(recorded, "kvstore.lookup")
+    assert [save.context.trace_id, *(link.context.trace_id for link in save.links)] == [
+        int.from_bytes(named(name).trace_id, "big") for name in "abc"
+    ]
+    assert now is not None
+    assert [other.trace_id for other in now.others] == [named(name).trace_id for name in "bc"]
+    assert served.context.trace_id == save.context.trace_id
+    assert not served.links, "of the others no node hears"
+
+
+def test_a_call_without_a_name_is_a_trace_that_begins_there(recorded: Any, start: Any) -> None:
+    with client(start(), "bulk") as caller:
+        for _ in range(2):
+            with request():
+                caller.lookup(PAGES, KEYS)
+                caller.lookup(PAGES, KEYS)
+        wait_until(lambda: len(steps(recorded, "kvstore.lookup")) == 4)
+    roots = steps(recorded, "kvstore.request")
+    assert [parent(root) for root in roots] == [None, None]
+    of = [span.context.trace_id for span in steps(recorded, "kvstore.lookup")]
+    assert sorted(of) == sorted(2 * [root.context.trace_id for root in roots])
+
+
 def test_a_step_that_fails_says_why(recorded: Any) -> None:
     with pytest.raises(KVStoreError), tracing.span("kvstore.test"):
         raise KVStoreError("no such page")

@@ -13,7 +13,19 @@ from kvstore import tracing
 from kvstore.config import Telemetry, telemetry
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.threads import begun
-from kvstore.tracing import NamesRequest, Trace, carried, current, named, packed_now, parsed, request, unpacked, within
+from kvstore.tracing import (
+    NamesRequest,
+    Trace,
+    carried,
+    current,
+    named,
+    packed_now,
+    parsed,
+    request,
+    unpacked,
+    unpacked_all,
+    within,
+)
 from kvstore.wires.connections import TRACED_NBYTES_MAX, request_header
 from node.log_lines import formatter
 
@@ -53,6 +65,41 @@ def test_an_engines_request_has_one_id_wherever_it_is_named() -> None:
             assert current() == named("cmpl-7"), "what is within a request is of it"
     assert current() is None
     assert named("cmpl-7") != named("cmpl-8")
+
+
+def test_what_is_done_for_several_requests_says_all_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("tests.tracing.several")
+    log.addFilter(NamesRequest())
+    with request("a", None, "b", "", "c"):
+        trace, packed = current(), packed_now()
+        log.warning("3 pages")
+    assert trace is not None
+    assert trace == named("a")._replace(others=(named("b"), named("c")))
+    assert caplog.messages == [f"3 pages [request {', '.join(named(name).request_id for name in 'abc')}]"]
+    assert unpacked_all(packed) == trace
+    assert trace.packed() == named("a").packed(), "a node hears of one"
+    with request(*map(str, range(100))):
+        trace = current()
+    assert trace is not None
+    assert len(trace.others) == tracing.REQUESTS_MAX - 1
+
+
+def test_without_a_name_each_call_has_an_id_of_its_own() -> None:
+    seen = set()
+    for names in ((), (None,), ("",)):
+        with request(*names):
+            trace = current()
+            assert trace is not None
+            with request():
+                assert current() == trace
+        assert parsed(trace.header()) == trace
+        seen.add(trace.trace_id)
+    assert len(seen) == 3
+    assert current() is None
+
+
+def test_any_name_is_a_name() -> None:
+    assert named("\ud800") != named("\ud801"), "no text of UTF-8, and no reason to end an engine"
 
 
 def test_threads_work_for_the_request_that_gave_them_work() -> None:
@@ -131,6 +178,18 @@ def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixtu
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, Telemetry((), "")),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318", "OTEL_SERVICE_NAME": "n"}, Telemetry((), "n")),
         ({"OTEL_TRACES_EXPORTER": "otlp, console"}, Telemetry(("otlp", "console"), "")),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            Telemetry(("otlp",), "", "grpc"),
+        ),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            },
+            Telemetry((), "", "http/protobuf"),
+        ),
     ],
 )
 def test_the_standard_variables_say_whether_anybody_asks(environ: dict[str, str], wanted: Telemetry | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asking import traces_of_calls
 from harness import PAGE, dsa, fill, hashes, indexer_transfer, mamba, mha, mla, page_bytes
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -58,6 +59,27 @@ def test_salted_keys_are_as_they_were() -> None:
     assert get_storage_hash_str(key, None, page_size=64) == [
         "3e7e3077150ea1a4187e89287d97a78e5ce582145022991a65a9e2513d73c541"
     ]
+
+
+# ---- whose call it is ------------------------------------------------------------------------
+
+
+def test_each_call_has_an_id_of_its_own(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine tells no request's."""
+    made = engine(mha())
+    backend, keys, asked = made.backend, made.hashes(TOKENS), traces_of_calls(monkeypatch)
+    seen = []
+    for call in (
+        lambda: backend.batch_set_v1(keys, SLOTS, None),
+        lambda: backend.batch_exists(keys),
+        lambda: backend.batch_get_v1(keys, SLOTS, None),
+    ):
+        del asked[:]
+        call()
+        (trace,) = set(asked)
+        assert trace is not None
+        seen.append(trace)
+    assert len(set(seen)) == 3
 
 
 # ---- v1 and generic -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+from asking import traces_of_calls
 from harness import PAGE, hashes
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -18,6 +19,7 @@ from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cac
 import gpu_agent.engines.sglang_linker as adapter
 import gpu_agent.engines.sglang_weights as weights
 from kvstore.errors import ConfigError
+from kvstore.tracing import named
 
 Make = Callable[..., Any]
 LAYERS, SLOTS = 4, 1024
@@ -117,6 +119,22 @@ def offloaded(linker: Any, slots: torch.Tensor = SOURCE, **more: Any) -> bool:
     while not linker.num_completed_offloads():
         threading.Event().wait(0.01)
     return bool(linker.pop_completed_offload())
+
+
+def test_calls_are_of_the_engines_request(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for an offload, of which the engine does not tell it."""
+    one, asked = linker(mha()), traces_of_calls(monkeypatch)
+    assert offloaded(one)
+    (own,) = set(asked)
+    assert own is not None
+    del asked[:]
+    assert one.lookup("rid-7", transfer()) == list(range(1, 11))
+    assert one.load("rid-7", transfer(TARGET))
+    index = one.start_layer_wise_loading()
+    assert one.finish_layer_wise_loading(index)
+    assert set(asked) == {named("rid-7")}
+    assert len(asked) > 1
+    assert own != named("rid-7")
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])

@@ -1,0 +1,84 @@
+"""By what Prometheus and Grafana of docker/compose.monitoring.yaml are let in: made once, in a folder for each.
+
+    python first_scrape.py /secrets /prometheus /grafana HOST:PORT...
+
+/prometheus/prometheus.token   of all tenants (*), role read; /secrets/identities then knows it as compose-prometheus
+/prometheus/ca.pem             a copy: whom Prometheus believes
+/prometheus/nodes.json         what it scrapes: each HOST:PORT whose HOST the nodes' certificate names
+/grafana/admin.password        of Grafana's user admin
+
+It runs before each start of Prometheus, after first_start.py. A token and a password that are there stay as they are,
+so one that was revoked stays so; the two other files are made anew. A HOST that the certificate does not name could
+not be scraped: it is left out, so that one list does for several compose files. The files are for their owner's group,
+which the two containers have beside their own.
+"""
+
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstore import identity_file
+from kvstore.cli.authority import hosts_of
+from kvstore.config import split_address
+from kvstore.errors import ConfigError
+from kvstore.identities import ALL
+from kvstore.whole_file import write_whole
+
+NAME = "compose-prometheus"
+MODE = 0o640
+PASSWORD_NBYTES = 18
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 4 or not all(arguments):
+        return _failed("say which folders and nodes: first_scrape.py /secrets /prometheus /grafana HOST:PORT...")
+    known, prometheus, grafana = map(Path, arguments[:3])
+    try:
+        there = _scraped(known / "node.pem", arguments[3:])
+        write_whole(prometheus / "ca.pem", (known / "ca.pem").read_bytes(), MODE)
+        write_whole(prometheus / "nodes.json", json.dumps([{"targets": there}]).encode(), MODE)
+        _introduce(known / "identities", prometheus / "prometheus.token")
+        if not (grafana / "admin.password").exists():
+            write_whole(grafana / "admin.password", secrets.token_urlsafe(PASSWORD_NBYTES).encode(), MODE)
+    except ConfigError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"{error.filename}: {error.strerror}")
+    print(f"Prometheus scrapes {', '.join(there)}; the password of Grafana's admin is in {grafana}/admin.password")
+    return 0
+
+
+def _scraped(certificate: Path, nodes: Sequence[str]) -> list[str]:
+    hosts = hosts_of(certificate)
+    for node in nodes:
+        if not node.endswith(f":{split_address(node)[1]}"):
+            raise ConfigError(f"{node} is not HOST:PORT; the port is that of the node's metrics, 7442 by default")
+    there = [node for node in nodes if split_address(node)[0] in hosts]
+    if not there:
+        raise ConfigError(
+            f"{certificate} names {', '.join(hosts)}, and none of {', '.join(nodes)}; in KVSTORE_SCRAPED say by which "
+            "of its names Prometheus reaches the nodes, as HOST:PORT with spaces between"
+        )
+    return there
+
+
+def _introduce(identities: Path, token_file: Path) -> None:
+    """The token comes last and says that it is known. A run that was killed before that has left an identity whose
+    token nobody has: it goes."""
+    if token_file.exists():
+        return
+    token = identity_file.new_token(ALL)
+    identity_file.revoke(identities, NAME)
+    identity_file.add(identities, identity_file.token_line(NAME, token, tenant=ALL, role="read"))
+    write_whole(token_file, f"{token}\n".encode(), MODE)
+
+
+def _failed(why: str) -> int:
+    print(f"first_scrape: {why}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""A Prometheus of the tests' own, as docker/compose.monitoring.yaml starts it: the same command, configuration and
+rules, in other folders, with a shorter interval."""
+
+import contextlib
+import json
+import math
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deployed import FOLDER, composed
+
+from kvstore.measure.fleet import HERE
+
+INTERVAL = ("15s", "2s")  # deployed, and here
+START_S = 60.0
+Labels = dict[str, str]
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class RealPrometheus:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def query(self, expression: str) -> list[tuple[Labels, float]]:
+        """Of a vector what is told now, but for what is no number."""
+        found = [(some["metric"], float(some["value"][1])) for some in self._ask("query", query=expression)["result"]]
+        return [(labels, value) for labels, value in found if not math.isnan(value)]
+
+    def values(self, label: str, metric: str) -> list[str]:
+        """Of a label, as Grafana's label_values(metric, label) asks for them."""
+        found: list[str] = self._ask(f"label/{label}/values", **{"match[]": metric})
+        return found
+
+    def rules(self) -> list[dict[str, Any]]:
+        return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
+
+    def _ask(self, path: str, **words: str) -> Any:
+        with OPENER.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(words)}", timeout=60) as answer:
+            return json.load(answer)["data"]
+
+
+@contextlib.contextmanager
+def started(program: str, folder: Path) -> Iterator[RealPrometheus]:
+    """`folder`: has `known`, which docker/first_scrape.py made."""
+    for name in ("prometheus.yaml", "alerts.yaml"):
+        (folder / name).write_text((FOLDER / name).read_text())
+    config = folder / "prometheus.yaml"
+    assert config.read_text().count(INTERVAL[0]) == 2
+    config.write_text(config.read_text().replace(*INTERVAL))
+    address = f"127.0.0.1:{HERE.port(0)}"
+    places = (("/etc/prometheus", str(folder)), ("=/prometheus", f"={folder}/data"), ("prometheus-web:9090", address))
+    command = [program, *composed()["prometheus"]["command"]]
+    for place in places:
+        command = [word.replace(*place) for word in command]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _await_ready(process, f"http://{address}", folder / "log")
+        yield RealPrometheus(f"http://{address}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), OPENER.open(f"{url}/-/ready", timeout=10):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"Prometheus did not start: {log.read_text()}")

@@ -1,0 +1,115 @@
+"""What `scrape` of docker/compose.monitoring.yaml makes: Prometheus is known by it, and stays revoked when it was."""
+
+import json
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from deployed import program
+
+from kvstore.identities import token_hash
+from kvstore.identity_file import add, new_token, read, revoke, token_line
+
+NODES = ("node:7442", "n1:7442", "n2:9000")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> SimpleNamespace:
+    folders = SimpleNamespace(**{name: tmp_path / name for name in ("secrets", "prometheus", "grafana")})
+    for folder in vars(folders).values():
+        folder.mkdir()
+    assert program("first_start").main([str(folders.secrets), "n1", "n2"]) == 0
+    return folders
+
+
+def run(folders: SimpleNamespace, *nodes: str) -> int:
+    status: int = program("first_scrape").main([*map(str, vars(folders).values()), *(nodes or NODES)])
+    return status
+
+
+def scraped(folders: SimpleNamespace) -> list[str]:
+    ((found),) = json.loads((folders.prometheus / "nodes.json").read_text())
+    targets: list[str] = found["targets"]
+    return targets
+
+
+def test_prometheus_is_known_as_a_reader_of_all_tenants(folders: SimpleNamespace) -> None:
+    assert run(folders) == 0
+    token = (folders.prometheus / "prometheus.token").read_text().strip()
+    found = read(folders.secrets / "identities")
+    assert found.problems == []
+    who = found.tokens[token_hash(token)]
+    assert (who.name, who.tenant, who.role.name) == ("compose-prometheus", "*", "READ")
+    assert (folders.prometheus / "ca.pem").read_bytes() == (folders.secrets / "ca.pem").read_bytes()
+    assert len((folders.grafana / "admin.password").read_text()) > 20
+
+
+def test_what_the_certificate_does_not_name_is_of_another_compose_file(folders: SimpleNamespace) -> None:
+    assert run(folders) == 0
+    assert scraped(folders) == ["n1:7442", "n2:9000"]
+    assert run(folders, "n1:7000") == 0
+    assert scraped(folders) == ["n1:7000"]
+
+
+def test_only_the_group_reads_it_and_each_container_what_is_its(folders: SimpleNamespace) -> None:
+    assert run(folders) == 0
+    for folder, names in {
+        "prometheus": ["ca.pem", "nodes.json", "prometheus.token"],
+        "grafana": ["admin.password"],
+    }.items():
+        there = sorted(getattr(folders, folder).iterdir())
+        assert [path.name for path in there] == names
+        assert {stat.S_IMODE(path.stat().st_mode) for path in there} == {0o640}
+
+
+def test_a_token_and_a_password_stay_as_they_are_and_one_that_was_revoked_stays_so(folders: SimpleNamespace) -> None:
+    assert run(folders) == 0
+    files = [
+        folders.prometheus / "prometheus.token",
+        folders.grafana / "admin.password",
+        folders.secrets / "identities",
+    ]
+    before = [path.read_bytes() for path in files]
+    assert run(folders) == 0
+    assert [path.read_bytes() for path in files] == before
+    assert revoke(folders.secrets / "identities", "compose-prometheus") == 1
+    assert run(folders) == 0
+    assert "compose-prometheus" not in {some.name for some in read(folders.secrets / "identities").tokens.values()}
+
+
+def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
+    """A run was killed before it could tell it, or the volume is gone."""
+    identities, lost = folders.secrets / "identities", new_token("*")
+    add(identities, token_line("compose-prometheus", lost, tenant="*", role="read"))
+    assert run(folders) == 0
+    token = (folders.prometheus / "prometheus.token").read_text().strip()
+    known = read(identities).tokens
+    assert token_hash(token) in known
+    assert token_hash(lost) not in known
+    assert {some.name for some in known.values()} == {"operator", "member", "engine", "compose-prometheus"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (["n7:7442", "n8:7442"], "none of n7:7442, n8:7442; in KVSTORE_SCRAPED"),
+        (["n1"], "n1 is not HOST:PORT"),
+        (["n1:x"], "host:port"),
+        ([""], "say which folders and nodes"),
+    ],
+)
+def test_what_can_not_be_scraped_is_said(
+    folders: SimpleNamespace, capsys: pytest.CaptureFixture[str], nodes: list[str], said: str
+) -> None:
+    assert run(folders, *nodes) == 2
+    assert said in capsys.readouterr().err
+    assert list(folders.prometheus.iterdir()) == []
+
+
+def test_without_a_certificate_it_says_what_is_missing(
+    folders: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folders.secrets / "node.pem").unlink()
+    assert run(folders) == 2
+    assert "node.pem: No such file" in capsys.readouterr().err

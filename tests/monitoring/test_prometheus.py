@@ -1,0 +1,157 @@
+"""A real Prometheus scrapes three members under traffic, and the dashboard's queries and the rules are asked of it."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deployed import dashboard, panels, program, rules
+from monitored import Monitored
+from real_prometheus import RealPrometheus, started
+from waiting import wait_until
+
+PROGRAM = os.environ.get("KVSTORE_PROMETHEUS", "")
+pytestmark = pytest.mark.skipif(not PROGRAM, reason="make test-monitoring")
+
+JOB = "kvstore"
+ANSWERS_S = 90.0
+WINDOWS = {"__interval": "15s", "__rate_interval": "1m", "__range": "5m"}  # what Grafana puts there
+QUIET = {
+    "Nodes that do not answer A": "all answer, until one is killed below",
+    "Members that others do not reach A": "likewise",
+    "Disks stopped A": "no disk fails",
+    "Waits now A": "what waits does so for milliseconds",
+    "Waits now B": "likewise",
+    "Waits to be written A": "likewise",
+    "Waits to be handed on A": "likewise",
+    "Pages in RAM that may not go B": "pages are held for as long as they are sent",
+    "Pages in RAM that may not go C": "no client dies",
+    "Pages that the disk did not take, or damaged A": "the disk is fast enough, or not",
+    "Pages that the disk did not take, or damaged B": "nothing damages pages",
+    "Pages handed on, fetched, dropped C": "all members are there, though one may have no room just then",
+    "Pages handed on, fetched, dropped D": "likewise",
+}
+"""Queries that answer with a number, which may be 0 here, and why. All others must tell of the traffic."""
+MAY_BE_PENDING = {
+    "KVStoreTenantAtQuota": "team-b asks for more pins than it has",
+    "KVStoreRefusesStrangers": "it flushes, which it may not",
+    "KVStoreDiskTooSlow": "what waits for the disk has 2 MiB",
+    "KVStoreReplicasDropped": "so has what waits for other members, and they are full",
+}
+
+
+def targets(chosen: dict[str, str]) -> dict[str, str]:
+    """Queries by their panel's title and their letter."""
+    found = [(panel["title"], target) for panel in panels() for target in panel["targets"]]
+    return {f"{title} {target['refId']}": substituted(target["expr"], chosen) for title, target in found}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    nodes = Monitored(tmp_path_factory.mktemp("nodes"))
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(nodes: Monitored, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealPrometheus]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    (folder / "known").mkdir()
+    (folder / "grafana").mkdir()
+    arguments = [str(nodes.known), str(folder / "known"), str(folder / "grafana"), *nodes.scraped, "elsewhere:7442"]
+    assert program("first_scrape").main(arguments) == 0
+    with started(PROGRAM, folder) as prometheus:
+        wait_until(lambda: prometheus.query(f'sum(up{{job="{JOB}"}})') == [({}, 3.0)])
+        yield prometheus
+
+
+@pytest.fixture(scope="module")
+def chosen(prometheus: RealPrometheus) -> dict[str, str]:
+    """What the dashboard's variables are, when each is chosen as it is at first."""
+    chosen = dict(WINDOWS)
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            ((metric, label),) = re.findall(r"^label_values\((.+), (\w+)\)$", variable["query"]["query"])
+            values = prometheus.values(label, substituted(metric, chosen))
+            assert values, variable
+            chosen[variable["name"]] = variable["allValue"] if variable["includeAll"] else values[0]
+    return chosen
+
+
+def substituted(expression: str, chosen: dict[str, str]) -> str:
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: chosen[found[1] or found[2]], expression)
+
+
+def answered(prometheus: RealPrometheus, name: str, expression: str) -> bool:
+    """There is a number, and unless the query may be quiet, a positive one."""
+    return any(value > 0 or name in QUIET for _, value in prometheus.query(expression))
+
+
+def test_each_panels_query_tells_of_the_traffic(
+    nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]
+) -> None:
+    asked = targets(chosen)
+    assert set(QUIET) <= set(asked)
+    nodes.fill()
+
+    silent, end = asked, time.monotonic() + ANSWERS_S
+    while silent and time.monotonic() < end:
+        nodes.traffic()
+        silent = {name: expression for name, expression in asked.items() if not answered(prometheus, name, expression)}
+    assert silent == {}
+
+
+def test_what_nothing_tells_is_seen_to_be_missing(prometheus: RealPrometheus) -> None:
+    for wrong in ('kvstore_ram_page{job="kvstore"}', 'kvstore_ram_pages{job="other"}', "vector(0) / 0"):
+        assert not answered(prometheus, next(iter(QUIET)), wrong)
+
+
+def test_panels_have_a_line_for_each_of_what_they_tell_apart(
+    nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]
+) -> None:
+    asked = targets(chosen)
+    expected = {
+        ("Hit rate by model A", "model"): {"llama"},
+        ("Requests a second A", "wire"): {"bulk", "grpc", "shm"},
+        ("Gets until their pages are in RAM A", "tier"): {"ram", "disk", "peer"},
+        ("RAM of tenants A", "tenant"): {"default", "team-b"},
+        ("View that members have A", "instance"): set(nodes.scraped),
+    }
+
+    def told() -> bool:
+        nodes.traffic()
+        found = {(name, label): prometheus.query(asked[name]) for name, label in expected}
+        return expected == {at: {labels[at[1]] for labels, _ in lines} for at, lines in found.items()}
+
+    wait_until(told)
+
+
+def test_all_rules_are_healthy_and_none_fires(prometheus: RealPrometheus) -> None:
+    def pending() -> set[str]:
+        """That of a scrape which a busy machine was late with goes by itself."""
+        return {rule["name"] for rule in prometheus.rules() if rule["state"] == "pending"}
+
+    wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
+    wait_until(lambda: pending() <= set(MAY_BE_PENDING))
+    found = prometheus.rules()
+    assert [rule["name"] for rule in found] == [rule["alert"] for rule in rules()]
+    assert [rule["name"] for rule in found if rule["state"] == "firing"] == []
+
+
+def test_a_node_that_is_killed_is_told(nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]) -> None:
+    nodes.nodes["n3"].kill()
+    asked = targets(chosen)
+    wait_until(lambda: prometheus.query(asked["Nodes that do not answer A"]) == [({}, 1.0)])
+
+    def state(name: str) -> Any:
+        return next(rule["state"] for rule in prometheus.rules() if rule["name"] == name)
+
+    wait_until(lambda: state("KVStoreNodeDown") == "pending")
+
+    def fails() -> bool:
+        nodes.look()
+        return ({"member": "n3"}, 2.0) in prometheus.query(asked["Members that others do not reach A"])
+
+    wait_until(fails)
