@@ -62,9 +62,10 @@ class Box:
     def replay(self, requests: Sequence[list[bytes]], rules: bool | None = None) -> float:
         """Prefix hit rate. `rules`: whether the habits rule whatever the duel says."""
         duel = self.tier.eviction.order.accounts.shared.duel
+        if rules is not None and duel is not None:
+            duel._rule = lambda learned: None  # type: ignore[method-assign]
+            duel.learned_rules = rules
         for keys in requests:
-            if rules is not None and duel is not None:
-                duel.learned_rules = rules
             self.request(keys)
         return self.hit / self.asked
 

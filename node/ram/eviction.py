@@ -10,7 +10,7 @@ exact LRU within one size, or what has proved better (`duel.py`), and LRU across
                    where they have their share
 
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
-than most cleverer policies (docs/decisions/0005, 0032). Pinned pages, and those of tenants whose turn it is not, that
+than most cleverer policies (docs/decisions/0005, 0033). Pinned pages, and those of tenants whose turn it is not, that
 lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
 """
 
