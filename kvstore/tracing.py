@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 
 TRACE_NBYTES, SPAN_NBYTES = 16, 8
 PACKED_NBYTES = TRACE_NBYTES + SPAN_NBYTES + 1
+KNOWN_MAX = 256  # letters of a name that is kept; whoever asks an engine may choose it
 REQUESTS_MAX = 8  # that one job is said to be for: a save may have blocks of hundreds
 HEADER = "traceparent"
 _FORM = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -134,13 +135,16 @@ def request(*names: str | None) -> Span:
 
 def named(name: str) -> Trace:
     """Whatever an engine says is a name."""
-    return _named(str(name))
+    name = str(name)
+    return _known(name) if len(name) <= KNOWN_MAX else _made(name)
 
 
-@functools.lru_cache(1024)  # a step of an engine names some of its requests again and again
-def _named(name: str) -> Trace:
+def _made(name: str) -> Trace:
     digest = hashlib.sha256(b"kvstore-request\0" + name.encode(errors="backslashreplace")).digest()
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
+
+
+_known = functools.lru_cache(1024)(_made)  # a step of an engine names some of its requests again and again
 
 
 def span(name: str, kind: str = "internal", **attributes: Any) -> Span:

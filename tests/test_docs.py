@@ -167,6 +167,15 @@ def test_enough_of_them_are_found() -> None:
     assert {line.values[0][0] for line in command_lines("kvstore")} >= set(COMMANDS.commands)
 
 
+def test_every_target_of_make_is_told_and_the_readme_names_those_that_need_more() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets, made = set(phony.split()), r"make\s+([a-z-]+)"
+    told = set(re.findall(f"`{made}", (ROOT / "docs" / "develop.md").read_text()))
+    assert targets - {"help"} <= told <= targets | {"help"}
+    named = set(re.findall(made, section((ROOT / "README.md").read_text(), "Develop")))
+    assert {target for target in targets if re.match("(test|gpu|docker|soak|demo)-", target)} <= named <= targets
+
+
 # ---- a program -------------------------------------------------------------------------------
 
 

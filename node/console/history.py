@@ -160,12 +160,18 @@ class History:
         forgotten, each = self._inventory.counted(_read)
         found = {ALL: _Sums()}
         found[ALL].counts = forgotten
+        room = TENANTS_MAX + 1 - len(self._before.keys() | {ALL})
         for index, counts, page_count in each:
             tenant, on_disk = index.value.tenant, self._disk_count(index.digest) if self._disk_count else 0
             held = counts, page_count * index.page_nbytes, on_disk * index.page_nbytes
             found[ALL].add(*held)
-            if tenant in found or len(found) <= TENANTS_MAX or tenant in self._before:
-                found.setdefault(tenant, _Sums()).add(*held)
+            if tenant not in found:
+                if tenant not in self._before:
+                    if room <= 0:
+                        continue
+                    room -= 1
+                found[tenant] = _Sums()
+            found[tenant].add(*held)
         return found
 
     def _times(self) -> dict[str, float]:

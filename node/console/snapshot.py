@@ -99,7 +99,7 @@ class Snapshots:
                 "ram": sum(info.page_nbytes * info.page_count for info in status.namespaces),
                 "disk": sum(info.page_nbytes * info.disk_page_count for info in status.namespaces),
             },
-            "tenants": [plain(use) for use in status.tenants[:TENANTS_MAX]],
+            "tenants": [plain(use) for use in sorted(status.tenants, key=_size)[:TENANTS_MAX]],
             "tenant_count": len(status.tenants),
             "hot": self._hot(status),
             "findings": self._findings(principal, status),
@@ -143,6 +143,11 @@ def _of_node(status: pb.NodeStatusReply) -> dict[str, Any]:
     if "ram" in parts:
         del parts["ram"]["size_classes"]
     return told | parts
+
+
+def _size(use: pb.TenantUse) -> int:
+    """Those with most bytes first."""
+    return -(use.ram_nbytes + use.disk_nbytes)
 
 
 def _namespaces(status: pb.NodeStatusReply) -> list[dict[str, Any]]:

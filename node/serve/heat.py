@@ -6,6 +6,7 @@ takes the place of the least counted one and that one's count (space-saving): a 
 and what is found more often than one in `size` of the lookups is always there. Counts are halved now and then.
 """
 
+import math
 import random
 import threading
 import time
@@ -82,7 +83,7 @@ class Heat:
         self._halved_s += times * HALVED_S
         for key, entry in list(self._entries.items()):
             entry.count, entry.error, entry.pages = (
-                value / 2**times for value in (entry.count, entry.error, entry.pages)
+                math.ldexp(value, -times) for value in (entry.count, entry.error, entry.pages)
             )
             if entry.count < 0.1:
                 del self._entries[key]

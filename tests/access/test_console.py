@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from people import PAGE_NBYTES, People, client, namespace, taken_up
 from visits import first, told, visit, watching
+from waiting import wait_until
 
 from node.console.files import NAMES
 from node.console.history import History
@@ -137,6 +138,9 @@ def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None
         taken_up(stored, lambda: all(p.name != "leaver" for p in stored.access.identities.tokens.values()))
         *_, (name, values) = list(events)
     assert (name, list(values)) == ("end", ["error"])
+    assert stored.console is not None
+    watchers = stored.console.server._watchers
+    wait_until(lambda: not watchers.used)
 
 
 def test_a_name_with_a_domain_is_as_good_as_any_where_a_token_is_asked_for(stored: Node, people: People) -> None:

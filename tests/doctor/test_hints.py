@@ -55,6 +55,20 @@ def test_r15_the_writer_that_differs_least_is_named() -> None:
     assert far.digest.hex()[:12] not in hint
 
 
+def test_another_model_and_itself_are_no_neighbours() -> None:
+    other = dataclasses.replace(WRITER, model="qwen")
+    reader = (WRITER, info(page_count=3, pages_asked=5, miss_evicted=5))
+    (hint,) = hints([(other, info(page_count=9)), reader])
+    assert "of the same model" not in hint
+    assert "evicted" in hint
+
+
+def test_as_many_differences_as_are_shown_are_not_cut() -> None:
+    reader = dataclasses.replace(WRITER, tenant="b", revision="r", tp_size=4, salt="s")
+    (hint,) = hints([(WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))])
+    assert "more" not in hint
+
+
 def test_many_differences_are_cut_and_counted() -> None:
     reader = Namespace("llama", layout("float16", 32, 4, 3), tenant="b", revision="r", tp_size=4)
     (hint,) = hints([(WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))])

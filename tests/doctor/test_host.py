@@ -1,7 +1,9 @@
 """What is said of a host, from files as a kernel has them."""
 
 import resource
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +95,21 @@ def test_shared_memory_that_is_limited_or_can_not_be_had(root: Path, monkeypatch
     assert of(root).shared_memory().state is State.FAIL
 
 
+@pytest.mark.parametrize(("status", "nobody"), [(0x40, True), (0x2040, True), (0x2001, False), (0x20, False)])
+def test_a_clock_that_nobody_sets_is_what_the_kernel_says(
+    monkeypatch: pytest.MonkeyPatch, status: int, nobody: bool
+) -> None:
+    """`struct timex` of 64-bit Linux: modes, four longs, and at byte 40 the status."""
+
+    def adjtimex(state: Any) -> int:
+        assert state.raw[:4] == bytes(4), "modes: nothing is set"
+        struct.pack_into("@Iqqqqi", state, 0, 0, -1, -1, -1, -1, status)
+        return 5
+
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=adjtimex))
+    assert unsynchronised() is nobody
+
+
 def test_locked_memory_matters_with_a_gpu_only(root: Path) -> None:
     limits(root, locked=str(8 << 20), locked_hard=str(8 << 20))
     assert of(root).locked_memory().state is State.OK
@@ -105,6 +122,9 @@ def test_huge_pages_matter_where_a_node_runs(root: Path) -> None:
     assert of(root).huge_pages().state is State.OK
     found = of(root, serves=True).huge_pages()
     assert (found.state, f"echo advise > /{SHMEM_ENABLED}" in found.remedy) == (State.WARN, True)
+    assert of(root, has_gpu=True).huge_pages().state is State.WARN
+    write(root, SHMEM_ENABLED, "always within_size advise never [deny] force\n")
+    assert of(root, serves=True).huge_pages().state is State.WARN
     (root / SHMEM_ENABLED).unlink()
     assert of(root, serves=True).huge_pages().state is State.SKIPPED
 

@@ -43,7 +43,7 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_one_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(directory.os, "access", lambda path, mode: not mode & directory.os.W_OK)
     found = directory.permission(tmp_path, tmp_path)
     assert (found.state, "chown" in found.remedy) == (State.FAIL, True)
 
@@ -52,7 +52,9 @@ MOUNTS = """\
 /dev/vda1 / ext4 rw 0 0
 tmpfs /tmp tmpfs rw 0 0
 server:/x /mnt/far\\040away nfs4 rw 0 0
+/dev/sdb /data ext3 rw 0 0
 /dev/nvme0n1 /data xfs rw 0 0
+some /mnt/some fuse.sshfs rw 0 0
 """
 
 
@@ -63,6 +65,7 @@ server:/x /mnt/far\\040away nfs4 rw 0 0
         ("/data/pages", State.OK, "xfs on /dev/nvme0n1"),
         ("/database", State.OK, "ext4"),
         ("/tmp", State.WARN, "tmpfs"),
+        ("/mnt/some", State.WARN, "fuse.sshfs"),
         ("/mnt/far away/pages", State.WARN, "nfs4 on server:/x"),
     ],
 )
@@ -94,6 +97,38 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert directory.room(tmp_path).state is State.FAIL
     Full.f_bavail, Full.f_favail = 1 << 29, 10
     assert directory.room(tmp_path).state is State.WARN
+    Full.f_files = 0  # a file system that does not count them
+    found = directory.room(tmp_path)
+    assert (found.state, found.found.rpartition(" ")[2]) == (State.OK, "1,945.6GiB"), "of 2,048, a twentieth for rows"
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "write_s", "state"), [(0.001, 0.001, State.OK), (0.06, 0.001, State.WARN), (0.001, 0.02, State.WARN)]
+)
+def test_a_slow_disk_by_a_clock_that_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync_s: float, write_s: float, state: State
+) -> None:
+    now, pwrite, preadv = [0.0], directory.os.pwrite, directory.os.preadv
+
+    def written(*given: Any) -> int:
+        now[0] += write_s
+        return pwrite(*given)
+
+    def synced(fd: int) -> None:
+        now[0] += sync_s
+
+    def read(*given: Any) -> int:
+        now[0] += 0.001
+        return preadv(*given)
+
+    monkeypatch.setattr(directory.os, "preadv", read)
+    monkeypatch.setattr(directory.os, "pwrite", written)
+    monkeypatch.setattr(directory.os, "fdatasync", synced)
+    monkeypatch.setattr(directory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(directory, "WRITTEN_NBYTES", 4 << 20)
+    with open(tmp_path / "file", "w+b") as file:
+        found = directory.speed(file.fileno())
+    assert found.state is state
 
 
 def test_nothing_is_written_where_there_is_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

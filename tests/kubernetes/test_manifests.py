@@ -2,12 +2,15 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from manifests import DOCUMENT, EXAMPLES, FOLDER, OVERLAYS, ROOT, Overlay, Workload, overlay, read, secrets_told
+from waiting import wait_until
 
 from gpu_agent.config import AgentConfig
 from gpu_agent.options import Identity
@@ -268,6 +271,31 @@ def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -
             compile(command[2], "command", "exec")
     assert "python3 -m venv --without-pip /opt/kvstore" in DOCKERFILE
     assert "install -m 0644 first_start.py first_scrape.py health.py /opt/kvstore " in DOCKERFILE
+
+
+def test_the_pod_of_huge_pages_ends_when_it_is_told() -> None:
+    """As the first process of its container, which the kernel spares signals that it does not take: as one that ignores
+    them is spared."""
+    (manifest,) = read(FOLDER / "huge-pages" / "daemonset.yaml")
+    *_, program = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
+    begin = (
+        "import os, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", begin, sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+
+        def has_ended() -> bool:
+            process.terminate()
+            return process.poll() is not None
+
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            wait_until(has_ended)
+        finally:
+            process.kill()
+    assert process.returncode == 0
 
 
 # ---- who finds whom ------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from fleets import SMALL
 from fleets import etcd as etcd
 from fleets import fleet as fleet
+from visits import nothing_is_left_at_the_console as nothing_is_left_at_the_console
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb

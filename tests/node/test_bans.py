@@ -2,6 +2,7 @@
 
 import ipaddress
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -81,6 +82,50 @@ def test_of_ipv6_the_network_of_a_host_is_banned() -> None:
         bans.ban("::/64")
         assert not connect(listener, "::1", "::1", REFUSED_S)
         assert connect(listener, "127.0.0.2")
+
+
+def passes(program: list[bytes], source: str) -> bool:
+    """What the kernel makes of it, for a packet from there."""
+    address = ipaddress.ip_address(source)
+    header = bytes([address.version << 4]) + bytes(11 if address.version == 4 else 7) + address.packed
+    value = at = 0
+    while True:
+        operation, if_so, if_not, operand = struct.unpack("=HBBI", program[at])
+        at += 1
+        offset = operand - 0xFFF00000 & 0xFFFFFFFF
+        if operation == 0x30:
+            value = header[offset]
+        elif operation == 0x20:
+            (value,) = struct.unpack_from(">I", header, offset)
+        elif operation == 0x54:
+            value &= operand
+        elif operation == 0x05:
+            at += operand
+        elif operation == 0x15:
+            at += if_so if value == operand else if_not
+        else:
+            assert operation == 0x06
+            return operand != 0
+
+
+def test_a_filter_drops_those_networks_and_no_others() -> None:
+    four = [f"10.0.{n}.7" for n in range(20)]
+    six = [f"2001:db8:{high:x}:{low:x}" for high in (1, 2) for low in range(10)]
+    program = filter_of(map(ipaddress.ip_network, [*four, *(f"{some}::/64" for some in six)]))
+    assert not any(passes(program, some) for some in four)
+    assert not any(passes(program, f"{some}::{host}") for some in six for host in ("", "1", "c:d"))
+    others = ["10.0.0.8", "10.1.0.7", "0.0.0.7", "2001:db8:1:a::1", "2001:db8:3:1::1", "2002:db8:1:1::1", "::1"]
+    assert all(passes(program, some) for some in others)
+
+
+def test_who_goes_on_is_banned_no_longer_for_it() -> None:
+    now = [0.0]
+    bans = Bans(list, lambda: now[0])
+    bans.ban("10.0.0.1")
+    now[0] = BAN_S / 2
+    bans.ban("10.0.0.1")
+    bans.ban("unix:")
+    assert bans._ends == {"10.0.0.1": BAN_S}
 
 
 def test_as_many_as_may_be_banned_are_one_filter() -> None:

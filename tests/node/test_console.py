@@ -4,39 +4,24 @@ import gc
 import http.client
 import socket
 import threading
-import time
 import urllib.request
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from visits import OWN, connection, first, told, visit, watching
+from visits import connection, first, server_of, told, visit
 from waiting import wait_until
 
 from kvstore.config import split_address
 from node.console import server as console_server
 from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
 from node.console.files import NAMES
-from node.console.history import KEPT
-from node.console.server import ConsoleServer
 from node.peers.address import with_port
 from node.serve import metrics_server
-from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX, WATCHERS_MAX
+from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX
 from node.server import Node
 
-
-def server_of(node: Node) -> ConsoleServer:
-    assert node.console is not None
-    return node.console.server
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(node: Node) -> Iterator[None]:
-    yield
-    server = server_of(node)
-    budgets = (server._watchers, server._calls, server._reads)
-    wait_until(lambda: not (server._visitors or any(budget.used for budget in budgets) or server._places.count))
+pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
 
 
 def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
@@ -137,118 +122,6 @@ def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(n
 
 
 # ---- watchers --------------------------------------------------------------------------------
-
-
-def test_a_watcher_is_told_at_once_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    with watching(node) as events:
-        name, values = next(events)
-        assert (name, values["state"], values["who"]["role"]) == ("now", "SERVING", "admin")
-        name, later = next(events)
-        assert name == "now"
-        assert later["uptime_ms"] > values["uptime_ms"]
-        assert "who" not in later
-
-
-def test_all_who_are_told_the_same_are_told_of_one_status(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    call = node.service.call
-    monkeypatch.setattr(node.service, "call", lambda op, *rest: (asked.append(op), call(op, *rest))[1])
-    with watching(node) as one, watching(node) as other:
-        next(one), next(other)
-        before, began = len(asked), time.monotonic()
-        for _ in range(2):
-            assert next(one)[1] == next(other)[1]
-        assert len(asked) - before <= 1 + (time.monotonic() - began) / 1.8
-    assert set(asked) == {"node_status"}
-
-
-def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
-    share = -(-WATCHERS_MAX // 2)
-    streams = [watching(node) for _ in range(share)]
-    for stream in streams:
-        next(stream.__enter__())
-    status, values = told(node, "/console/events", {})
-    assert status == 429
-    assert "console watchers" in values["error"]
-    for stream in streams:
-        stream.__exit__(None, None, None)
-    wait_until(lambda: not server_of(node)._watchers.used)
-    assert first(node)["state"] == "SERVING"
-
-
-def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took ten milliseconds of the interpreter each time, also for who was refused then."""
-    assert node.console is not None
-    history = node.console._snapshots._history
-    history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
-    asked, told_of = [], history.told
-    monkeypatch.setattr(history, "look", lambda: None)
-    monkeypatch.setattr(history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1])
-    hours = [first(node)["history"] for _ in range(5)]
-    assert all(hour == hours[0] for hour in hours)
-    assert hours[0]["count"] >= 1
-    assert asked.count(KEPT) == 1
-    watchers = server_of(node)._watchers
-    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
-    wait_until(lambda: not watchers.used)
-    with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
-        assert told(node, "/console/events", {})[0] == 429
-
-
-def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Pages stood still, and said that they were live; who came then had no answer at all."""
-
-    def broken(*_: Any) -> str:
-        raise ZeroDivisionError
-
-    assert node.console is not None
-    with watching(node) as events:
-        next(events)
-        monkeypatch.setattr(node.console._snapshots, "next", broken)
-        name, values = next(event for event in events if event[0] != "now")
-        assert (name, "ZeroDivisionError" in values["error"]) == ("end", True)
-    monkeypatch.setattr(node.console._snapshots, "first", broken)
-    assert told(node, "/console/events", {})[0] == 500
-    assert "console: a call failed" in caplog.text
-    monkeypatch.undo()
-    assert first(node)["state"] == "SERVING"
-
-
-def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And keeps nobody: the others are told as ever."""
-    monkeypatch.setattr(console_server, "STALL_S", 0.5)
-    assert node.console is not None
-    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"big":"%s"}' % ("x" * (32 << 20)))
-    slow = connection(node)
-    slow.connect()
-    slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-    slow.request("POST", "/console/events", b"{}", OWN)
-    server = server_of(node)
-    wait_until(lambda: server._watchers.used == 1)
-    monkeypatch.undo()
-    monkeypatch.setattr(console_server, "STALL_S", 0.5)
-    with watching(node) as events:
-        next(events), next(events)
-    wait_until(lambda: not server._watchers.used)
-    slow.close()
-
-
-def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As is one who has gone without a word. The kernel has room for hours of events, and his place was taken."""
-    monkeypatch.setattr(console_server, "STALL_S", 0.5)
-    assert node.console is not None
-    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10)))
-    with socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
-        deaf.connect(("127.0.0.1", node.metrics.port))
-        deaf.sendall(b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n")
-        server = server_of(node)
-        wait_until(lambda: server._watchers.used == 1)
-        wait_until(lambda: not server._watchers.used)
 
 
 def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: Any) -> None:

@@ -27,6 +27,7 @@ class Spaces:
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, Counters] = {}
+        self.forgotten = Counters()
 
     def of(self, tenant: str) -> Counters:
         return self.by_tenant.setdefault(tenant, Counters())
@@ -36,7 +37,7 @@ class Spaces:
         for tenant, counters in self.by_tenant.items():
             index = SimpleNamespace(value=SimpleNamespace(tenant=tenant), digest=tenant.encode(), page_nbytes=100)
             each.append((index, read(counters), 3))
-        return read(Counters()), each
+        return read(self.forgotten), each
 
 
 def of(tenant: str, *models: str) -> Principal:
@@ -100,16 +101,23 @@ def test_it_keeps_an_hour_and_no_more(made: Any) -> None:
     assert len(told["times"]) == len(told["got"]) == KEPT
     assert told["got"] == [float(number) for number in range(10, KEPT + 10)]
     assert history.told(OPERATOR, 1)["got"] == [float(KEPT + 9)]
+    assert len(history.told(OPERATOR, 10 * KEPT)["got"]) == KEPT
 
 
 def test_counts_that_go_away_are_no_negative_rates(made: Any) -> None:
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 100
     pass_by(EVERY_S)
-    spaces.by_tenant.clear()
+    pass_by(EVERY_S)
+    assert history.told(of("team-a"))["asked"] == [0.0]
+    spaces.forgotten.add(spaces.by_tenant.pop("team-a"))
+    spaces.forgotten.pages_asked += 10
+    pass_by(EVERY_S)
+    assert history.told(OPERATOR)["asked"][-1] == 10 / EVERY_S, "what was forgotten still counts"
+    assert history.told(of("team-a")) is None, "nothing of it is here any more"
+    spaces.forgotten = Counters()
     pass_by(EVERY_S)
     assert history.told(OPERATOR)["asked"][-1] == 0.0
-    assert history.told(of("team-a")) is None, "nothing of it is here any more"
 
 
 def test_tenants_are_bounded(made: Any) -> None:
@@ -120,6 +128,11 @@ def test_tenants_are_bounded(made: Any) -> None:
     pass_by(EVERY_S)
     assert len(history._rings) == TENANTS_MAX + 1
     assert history.told(OPERATOR)["asked"][0] == pytest.approx((TENANTS_MAX + 20) / EVERY_S, rel=1e-3), "all count"
+    spaces.by_tenant = dict(reversed(spaces.by_tenant.items()))
+    pass_by(EVERY_S)
+    pass_by(EVERY_S)
+    assert len(history._rings) == TENANTS_MAX + 1, "in whatever order they are told"
+    assert len(history.told(of("team-0"))["asked"]) == 3, "the first that came"
 
 
 def test_latency_is_told_where_somebody_measures_it() -> None:

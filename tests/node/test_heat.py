@@ -56,6 +56,35 @@ def test_what_was_hot_cools_down() -> None:
     assert heat.hottest() == []
 
 
+def test_pages_of_a_prefix_stay_as_many_while_it_cools() -> None:
+    now = [0.0]
+    heat = Heat(every=1, clock=lambda: now[0])
+    for _ in range(64):
+        heat.asked(SPACE, [head(1), head(2), head(3), head(4)], [True, True, False, True])
+    assert heat.hottest()[0].pages == 2.0, "a leading run: what is behind a gap was not found"
+    now[0] += HALVED_S
+    assert heat.hottest()[0].pages == 2.0
+
+
+def test_a_node_that_nobody_asked_for_weeks_answers_the_next_lookup() -> None:
+    now = [0.0]
+    heat = Heat(every=1, clock=lambda: now[0])
+    heat.asked(SPACE, [head(1)], [True])
+    now[0] += 5000 * HALVED_S
+    heat.asked(SPACE, [head(2)], [True])
+    assert [hot.head for hot in heat.hottest()] == [head(2)[:HEAD_NBYTES]]
+
+
+def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others() -> None:
+    heat = Heat(every=1, size=2)
+    for number in (1, 1, 1, 1, 1, 2, 2, 2, 3):
+        heat.asked(SPACE, [head(number)], [True])
+    first, second = heat.hottest()
+    assert (first.head, first.lookups, first.error) == (head(1)[:HEAD_NBYTES], 5, 0)
+    assert (second.head, second.lookups, second.error) == (head(3)[:HEAD_NBYTES], 4, 3)
+    assert second.pages == 1.0, "of its own lookups"
+
+
 def test_it_keeps_no_whole_key() -> None:
     heat = Heat(every=1)
     heat.asked(SPACE, [b"h" * 32], [True])

@@ -169,6 +169,41 @@ def test_what_waits_is_bounded_and_what_finds_no_room_is_counted(
     assert first.dropped == second.dropped == 3
 
 
+def test_what_was_fetched_makes_room_and_what_still_waits_is_told_before_the_end(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WAITING_PAGES_MAX", 2 * (6 + module.USE_PAGES))
+    monkeypatch.setattr(module, "REPLY_PAGES_MAX", 6 + module.USE_PAGES)
+    name = begin(recorder)
+    for _ in range(5):
+        recorder.note(SPACE.digest, KEYS, stored=False)
+        recorder.note(SPACE.digest, KEYS, stored=False)
+        first, second = fetch(recorder, name, end=True), fetch(recorder, name)
+        assert [len(first.uses), len(second.uses)] == [1, 1]
+        assert (first.more, first.over, second.more, second.dropped) == (True, False, False, 0)
+    assert fetch(recorder, name, end=True).over
+
+
+def test_one_that_is_asked_for_now_and_then_goes_on(recorder: Recorder, clock: Clock) -> None:
+    name = begin(recorder, ms=10**7)
+    for _ in range(3):
+        clock.now += 0.6 * module.ABANDONED_S
+        recorder.note(SPACE.digest, KEYS[:1], stored=False)
+        assert len(fetch(recorder, name).uses) == 1
+
+
+def test_the_same_prefix_of_two_namespaces_is_two_pages_and_each_rank_has_its_share_of_the_tokens(clock: Clock) -> None:
+    spaces = [SPACE, Namespace("other", opaque_layout(300, page_tokens=64), tp_size=2, pp_size=2, cp_size=4)]
+    found: Any = {space.digest: SimpleNamespace(value=space, page_nbytes=300) for space in spaces}
+    recorder = Recorder(found.__getitem__, clock)
+    name = begin(recorder)
+    for space in spaces:
+        recorder.note(space.digest, KEYS, stored=False)
+    one, other = fetch(recorder, name).uses
+    assert not set(one.pages) & set(other.pages)
+    assert [one.page_tokens, other.page_tokens] == [16.0, 4.0]
+
+
 def test_the_largest_reply_fits_a_message(recorder: Recorder) -> None:
     name = begin(recorder)
     while not recorder._recording or recorder._recording.pages < module.REPLY_PAGES_MAX:

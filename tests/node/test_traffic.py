@@ -43,6 +43,28 @@ def test_a_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     assert list(BOUNDS_S) == sorted(BOUNDS_S)
 
 
+def test_an_edge_counts_as_a_histogram_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same code once more, which is what a request costs."""
+    now, traffic, wanted = [0], Traffic(), Histogram()
+    monkeypatch.setattr("node.serve.traffic.monotonic_ns", lambda: now[0])
+    for ns in (0, 49_999, 50_000, 50_001, 250_000, 250_001, 7_000_000, 10_000_000_001):
+        now[0] = 10**12 + ns
+        traffic.edge("bulk").answered("get", 10**12)
+        wanted.add(ns)
+    found = traffic.requests()["get", "bulk"]
+    assert (found.counts, found.sum_ns) == (wanted.counts, wanted.sum_ns)
+
+
+def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
+    traffic = Traffic()
+    for nbytes in (3, 4):
+        traffic.took("bulk", nbytes)
+        traffic.edge("bulk").failed("get", InvalidRequest("no"))
+    traffic.edge("bulk").answered("get", 0)
+    assert traffic.moved() == {("bulk", "in"): 7}
+    assert traffic.errors() == {("get", "bulk", "invalid_argument"): 2, ("get", "bulk", "internal"): 0}
+
+
 def test_no_time_is_lost_between_threads() -> None:
     """They change as often as the interpreter lets them."""
     traffic, interval = Traffic(), sys.getswitchinterval()

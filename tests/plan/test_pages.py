@@ -39,6 +39,16 @@ def test_what_is_said_counts_and_nothing_is_assumed_then() -> None:
     assert page_size(requests(64, True), None, 4096, None).nbytes == 4096
 
 
+def test_a_page_has_whole_tokens_though_no_request_fills_its_last_one() -> None:
+    found = page_size([TraceRequest(0, 30, 1, (1, 2)), TraceRequest(0, 47, 1, (1, 2, 3))], None, None, None)
+    assert found.tokens == 16
+
+
+def test_the_mean_of_pages_is_by_pages_and_not_by_requests() -> None:
+    sizes = [TraceRequest(0, 0, 0, (1,), 1000, 16.0), TraceRequest(0, 0, 0, (1, 2, 3), 2000, 16.0)]
+    assert page_size(sizes, None, None, None).nbytes == 1750
+
+
 def test_a_recorded_trace_says_it_itself() -> None:
     recorded = [request._replace(page_nbytes=4096, page_tokens=16.0) for request in requests(64, True)]
     assert page_size(recorded, None, None, None) == page_size([], 16.0, 4096, None)
@@ -56,6 +66,7 @@ def test_a_trace_without_lengths_asks_for_them() -> None:
     [
         (LLAMA, 131_072),
         ({**LLAMA, "torch_dtype": "float32"}, 262_144),
+        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, 65_536),
         ({**LLAMA, "num_key_value_heads": None, "head_dim": 64}, 262_144),
         ({"text_config": LLAMA, "vision_config": {}}, 131_072),
         ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}, 70_272),

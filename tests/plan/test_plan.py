@@ -8,9 +8,10 @@ import pytest
 from brute_force import lru_hits, trees
 
 from kvstore.errors import InvalidRequest
+from kvstore.layout import slot_nbytes
 from kvstore.measure.trace import TraceRequest
 from kvstore.plan.pages import PageSize
-from kvstore.plan.plan import NEARLY_ALL, Plan, Row, Wishes, planned, surveyed
+from kvstore.plan.plan import NEARLY_ALL, ROWS_MAX, Plan, Rate, Row, Wishes, planned, surveyed
 from kvstore.plan.survey import EXACT, sampling
 
 PAGE = PageSize(16.0, 4096)
@@ -29,8 +30,9 @@ def row(made: Plan, ram: int, disk: int = 0) -> Row:
 
 
 def test_ram_and_disk_are_one_stack_and_the_larger_one_decides() -> None:
-    made = plan(ram=(40 * 4096, 200 * 4096), disk=(100 * 4096,))
-    for ram, disk in ((40, 0), (200, 0), (40, 100), (200, 100)):
+    made = plan(ram=(10 * 4096, 40 * 4096), disk=(30 * 4096,))
+    assert lru_hits(CHAINS, 10) < lru_hits(CHAINS, 20) < lru_hits(CHAINS, 30) < lru_hits(CHAINS, 40)
+    for ram, disk in ((10, 0), (40, 0), (10, 30), (40, 30)):
         found = row(made, ram * 4096, disk * 4096)
         assert found.pages == max(ram, disk)
         assert found.hit_rate == lru_hits(CHAINS, max(ram, disk)) / ASKED
@@ -41,19 +43,44 @@ def test_ram_and_disk_are_one_stack_and_the_larger_one_decides() -> None:
 
 
 def test_rates_are_bytes_of_a_second_on_average_and_in_the_worst_window() -> None:
-    made = plan(ram=(40 * 4096,), disk=(100 * 4096,))
-    found, seconds = row(made, 40 * 4096, 100 * 4096), made.seconds
-    hits, in_ram = lru_hits(CHAINS, 100), lru_hits(CHAINS, 40)
+    made = plan(ram=(10 * 4096,), disk=(30 * 4096,))
+    found, seconds = row(made, 10 * 4096, 30 * 4096), made.seconds
+    hits, in_ram = lru_hits(CHAINS, 30), lru_hits(CHAINS, 10)
     assert found.gets.mean == pytest.approx(hits * 4096 / seconds / 1e9)
     assert found.puts.mean == pytest.approx((ASKED - hits) * 4096 / seconds / 1e9)
     assert found.disk_reads.mean == pytest.approx((hits - in_ram) * 4096 / seconds / 1e9)
     assert found.disk_writes == found.puts
     per_window = [
-        lru_hits([r.hash_ids for r in REQUESTS if r.timestamp_ms < end], 100) for end in range(0, 110_000, 10_000)
+        lru_hits([r.hash_ids for r in REQUESTS if r.timestamp_ms < end], 30) for end in range(0, 110_000, 10_000)
     ]
     worst = max(after - before for before, after in itertools.pairwise(per_window))
     assert found.gets.peak == pytest.approx(worst * 4096 / 10 / 1e9)
-    assert row(made, 40 * 4096).disk_reads.peak == 0
+    assert row(made, 10 * 4096).disk_reads == row(made, 10 * 4096).disk_writes == Rate(0.0, 0.0)
+
+
+def test_a_window_that_is_longer_than_the_trace_is_the_trace() -> None:
+    wanted = Wishes(PAGE, 1000.0, ram=(10 * 4096,), window_s=1e6)
+    found = planned(surveyed(REQUESTS, wanted), wanted).rows[0]
+    assert found.gets.peak == pytest.approx(found.gets.mean)
+
+
+def test_what_is_stored_anew_is_put_whether_somebody_asked_for_it_or_not() -> None:
+    stored = [request._replace(stored=bool(number % 2)) for number, request in enumerate(REQUESTS)]
+    made = plan(stored, ram=(10 * 4096,))
+    found = made.rows[0]
+    hits = lru_hits(CHAINS, 10)
+    assert found.puts.mean == pytest.approx((ASKED - hits) * 4096 / made.seconds / 1e9)
+    assert found.hit_rate * made.pages_asked < hits
+
+
+def test_a_page_takes_the_slot_that_it_has_in_a_node() -> None:
+    page, slot = PageSize(16.0, 5000), slot_nbytes(5000)
+    assert slot > 5000
+    wanted = Wishes(page, 1000.0, ram=(30 * slot,), copies=2)
+    made = planned(surveyed(REQUESTS, wanted), wanted)
+    assert made.rows[0].pages == 15
+    assert made.nearly_all_nbytes == 2 * slot * made.nearly_all_pages
+    assert made.rows[0].gets.mean == pytest.approx(lru_hits(CHAINS, 15) * 5000 / made.seconds / 1e9)
 
 
 def test_a_trace_without_times_has_no_rates() -> None:
@@ -73,6 +100,16 @@ def test_owners_and_near_copies_take_their_places() -> None:
         assert cost.hit_rate == lru_hits(CHAINS, int(80 * (1 - share)) // copies) / ASKED
     assert costs[2, 0.0].nearly_all_nbytes == 2 * costs[1, 0.0].nearly_all_nbytes
     assert costs[2, 0.25].nearly_all_nbytes == made.nearly_all_nbytes
+    assert costs[1, 0.25].nearly_all_nbytes == round(made.nearly_all_pages * 4096 / 0.75)
+    assert {cost.near_share for cost in plan(ram=(4096,), disk=(80 * 4096,)).copy_costs} == {0.0}, "of RAM only"
+
+
+def test_of_ram_with_copies_of_others_less_is_for_distinct_pages() -> None:
+    made, near = plan(disk_gb_per_s=2e-5), plan(disk_gb_per_s=2e-5, near_share=0.5)
+    assert made.ram_beside_disk_nbytes is not None
+    assert near.ram_beside_disk_nbytes is not None
+    assert near.ram_beside_disk_nbytes == pytest.approx(2 * made.ram_beside_disk_nbytes, rel=0.05)
+    assert [nbytes for nbytes, _ in near.curve] == [2 * nbytes for nbytes, _ in made.curve]
 
 
 def test_the_knee_is_the_least_size_with_nearly_all_hits() -> None:
@@ -89,6 +126,12 @@ def test_sizes_that_nobody_asked_for_reach_from_few_hits_to_all() -> None:
     assert sizes == sorted(sizes)
     assert made.rows[-1].pages >= made.wanted_pages > made.rows[-2].pages
     assert made.rows[-1].hit_rate == made.endless
+    large = plan([TraceRequest(n * 100.0, 0, 0, tuple(range(n % 40 * 9, n % 40 * 9 + 9))) for n in range(400)])
+    assert [row.hit_rate for row in large.rows] == [0.0] * (len(large.rows) - 1) + [large.endless]
+    assert len(large.rows) == 2, "from the one that is too small on"
+    long = TraceRequest(100_000, 0, 0, tuple(range(10**6, 10**6 + (1 << 13))))
+    assert [row.pages for row in plan([long, long]).rows] == [256, 512, 1024, 2048, 4096, 8192]
+    assert len(plan([*REQUESTS, long, long]).rows) == ROWS_MAX, "the largest of more"
     assert all(math.log2(size).is_integer() for size in sizes)
     assert not made.ram_asked
 
@@ -111,6 +154,7 @@ def test_the_curve_rises_to_all_hits() -> None:
     rates = [rate for _, rate in made.curve]
     assert rates == sorted(rates)
     assert rates[-1] == made.endless
+    assert made.curve[-1][0] >= 2 * made.wanted_nbytes
     assert all(rate == lru_hits(CHAINS, nbytes // 4096) / ASKED for nbytes, rate in made.curve[::16])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 from brute_force import Chain, lru_hits, most_hits, trees
 
-from kvstore.plan.curve import Curve
+from kvstore.plan.curve import GROW, Curve
 from kvstore.plan.optimum import Intervals
 from kvstore.plan.stack import Reuse, Stack
 
@@ -66,6 +66,14 @@ def test_empty_requests_and_long_chains() -> None:
     curve = curve_of(chains)
     for pages in (0, 1, 299, 300, 301, 599, 600, 601, 700):
         assert curve.hits(pages) == lru_hits(chains, pages), pages
+
+
+@pytest.mark.parametrize("pages", [GROW - 1, GROW, GROW + 1, 3 * GROW])
+def test_a_curve_grows_with_what_is_added(pages: int) -> None:
+    curve = Curve()
+    for distance in (0, pages - 1):
+        curve.add(Reuse(distance, 1, 0))
+    assert [curve.hits(size) for size in (0, 1, pages - 1, pages, pages + 1)] == [0, 1, 1, 2, 2]
 
 
 def test_the_size_for_so_many_hits_is_the_least_one() -> None:

@@ -1,10 +1,11 @@
 """All that is found in one pass: tokens, windows of time, what is only stored; and samples, beside what is exact."""
 
 import itertools
+import statistics
 from collections import Counter
 
 import pytest
-from brute_force import lru_hits, trees
+from brute_force import lru_hits, most_hits, trees
 
 from kvstore.errors import InvalidRequest
 from kvstore.measure.trace import TraceRequest, chatting
@@ -12,6 +13,7 @@ from kvstore.plan import survey as module
 from kvstore.plan.survey import EXACT, Sampling, Survey, sampling
 
 PAGE_TOKENS = 16.0
+EIGHTH = Sampling(8, 64)
 SIZES = [1, 4, 9, 20, 64, 200, 1000]
 
 
@@ -115,6 +117,49 @@ def test_a_window_so_short_that_a_trace_has_too_many_is_refused(monkeypatch: pyt
 def test_requests_within_a_millisecond_have_no_times() -> None:
     first, *_ = trees(2, 1, fresh=0.2, deep=4)
     assert surveyed([first, first._replace(timestamp_ms=1e-320)]).seconds == 0
+
+
+def test_a_sample_says_the_same_of_its_windows_as_of_all_its_time() -> None:
+    sampled = surveyed(list(chatting(600, at_a_time=40)), sampling(3.0))
+    for place, pages in enumerate(SIZES):
+        in_windows = sum(hits[place] for hits in sampled.by_window().values())
+        assert in_windows == pytest.approx(sampled.hits(pages).value, abs=1e-6)
+
+
+def test_of_a_sample_only_last_pages_are_short() -> None:
+    """Each request is asked twice, and lacks all of its last page but a token."""
+    whole = [request._replace(input_length=0) for request in chatting(1500, at_a_time=40) for _ in range(2)]
+    short = [request._replace(input_length=16 * len(request.hash_ids) - 15) for request in whole]
+    pages = 10**6
+    lacking = [surveyed(whole, some).tokens(pages) - surveyed(short, some).tokens(pages) for some in (EXACT, EIGHTH)]
+    assert lacking[0] == 15 * 1500
+    assert lacking[1] == pytest.approx(lacking[0], rel=0.2)
+
+
+def test_the_error_of_a_sample_is_as_large_as_samples_differ() -> None:
+    """Of other pages, by other ids: the deviation of the estimates, and what each of them says that it is."""
+    requests, values, errors = list(chatting(800, at_a_time=60)), [], []
+    for shift in range(24):
+        moved = [r._replace(hash_ids=tuple(i + shift * 10**6 for i in r.hash_ids)) for r in requests]
+        estimate = surveyed(moved, EIGHTH).hits(300)
+        values.append(estimate.value)
+        errors.append(estimate.error)
+    assert statistics.fmean(errors) == pytest.approx(statistics.stdev(values), rel=0.5)
+
+
+def test_the_bound_of_a_sample_lies_on_a_line_between_sizes_that_its_groups_can_have() -> None:
+    sampled = surveyed(list(chatting(1500, at_a_time=60)), EIGHTH)
+    one_in = EIGHTH.one_in
+    low, half, high = (sampled.most_hits(3 * one_in + part).value for part in (0, one_in // 2, one_in))
+    assert low < half < high
+    assert half == pytest.approx((low + high) / 2, rel=1e-9)
+
+
+def test_the_bound_is_that_of_all_that_one_could_keep() -> None:
+    for seed in range(8):
+        requests = trees(seed, 9, fresh=0.3, deep=2)
+        for pages in (1, 2, 3):
+            assert surveyed(requests).most_hits(pages).value == most_hits([r.hash_ids for r in requests], pages)
 
 
 def test_one_page_in_one_is_no_sample() -> None:

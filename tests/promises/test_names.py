@@ -53,6 +53,8 @@ def test_the_comparison_itself(change: dict[str, Any], said: list[str]) -> None:
         ({"low": None, "high": None}, {"low": None, "high": 5}, False),
         ({"choices": {"a": True}}, {"choices": {"a": True, "b": True}}, True),
         ({"choices": {"a": True}}, {"choices": {}}, False),
+        ({"choices": {}}, {"choices": {"a": True}}, False),
+        ({"choices": {}}, {"choices": {}}, True),
         ({"1": "uint32 code"}, {"1": "uint64 code"}, False),
     ],
 )

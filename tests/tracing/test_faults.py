@@ -93,5 +93,13 @@ def test_whatever_an_engine_calls_a_request(name: Any) -> None:
         now = current()
     assert now is not None
     if name:
-        assert now == named(name)
+        assert now == named(str(name))
     assert current() is None
+
+
+def test_names_that_are_long_are_not_kept() -> None:
+    name = "cmpl-" * 1000
+    before = sys.getrefcount(name)
+    with request(name):
+        assert current() == named(name)
+    assert sys.getrefcount(name) == before

@@ -37,7 +37,9 @@ def test_a_trace_is_written_as_the_standard_has_it() -> None:
     assert TRACE.header() == header
     assert parsed(header) == TRACE
     assert unpacked(TRACE.packed()) == TRACE
-    assert parsed(header[:-1] + "0") == TRACE._replace(sampled=False)
+    silent = TRACE._replace(sampled=False)
+    assert parsed(header[:-1] + "0") == parsed(header[:-2] + "fe") == silent, "the other flags are not ours"
+    assert (silent.header(), unpacked(silent.packed())) == (header[:-1] + "0", silent), "nobody begins to record it"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import traces_of_calls
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 
 from gpu_agent.blocks import scheduler
 from kvstore.client import Client
 from kvstore.measure.node_process import NodeProcess
+from kvstore.tracing import named
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -37,6 +39,21 @@ def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:
     assert engine.cached == {"r": 48}
     assert next(step for step in engine.steps if step) == {"r": 12}
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
+
+
+def test_what_is_asked_for_a_request_has_its_id(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = traces_of_calls(monkeypatch)
+    writer, reader = make(), make()
+    del asked[:]  # namespaces are opened for nobody
+    writer.generate(P, name="cmpl-1")
+    writer.close()
+    saved = set(asked)
+    del asked[:]
+    reader.generate(P, name="cmpl-2")
+    assert reader.cached == {"cmpl-2": 48}
+    assert named("cmpl-1") in saved
+    assert named("cmpl-2") in asked
+    assert saved | set(asked) <= {named("cmpl-1"), named("cmpl-2"), None}, "None: connecting"
 
 
 def test_a_load_waits_in_a_step_of_its_own_and_others_go_on(make: Engines) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import traces_of_calls
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
+from kvstore.tracing import named
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM imports warns
@@ -85,6 +87,14 @@ def test_another_engine_restores_what_was_stored(start: Start, wire: str) -> Non
     assert second.serve("longer", prompt(60) + prompt(30, 11)) == 48
     assert second.serve("other", prompt(60, 13)) == 0
     assert second.slowest_s < STEP_S_MAX
+
+
+def test_what_is_asked_for_a_request_has_its_id(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = traces_of_calls(monkeypatch)
+    first, second = start(), start()
+    first.serve("cmpl-1", prompt(60))
+    assert second.serve("cmpl-2", prompt(60)) == 48
+    assert set(asked) == {named("cmpl-1"), named("cmpl-2")}
 
 
 def test_only_what_is_missing_here_is_loaded(start: Start) -> None:

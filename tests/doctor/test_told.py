@@ -1,0 +1,108 @@
+"""What a node and members tell, and what is made of it: pure, one thing wrong at a time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore import ClientConfig
+from kvstore.cluster.view import Member, View
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.doctor import cluster, member
+from kvstore.doctor.finding import Finding, State, fail, ok
+from kvstore.pb import kvstore_pb2 as pb
+
+MEMBERS = (Member("n0", "10.0.0.1:7440"), Member("n1", "10.0.0.2:7440"))
+VIEW = View("fleet", 1, MEMBERS, 2)
+
+
+# ---- members ---------------------------------------------------------------------------------
+
+
+def of_members(*views: View | None, peers: pb.PeersStatus | None = None) -> dict[str, Finding]:
+    """By name; None: one that is in no cluster."""
+    ways: dict[str, Any] = {}
+    for number, view in enumerate(views):
+        hello = pb.HelloReply() if view is None else pb.HelloReply(view=view.message)
+        status = pb.NodeStatusReply() if peers is None else pb.NodeStatusReply(peers=peers)
+        ways[f"n{number}"] = SimpleNamespace(hello=hello, status=status, ask_again=lambda: None)
+    return {finding.name: finding for finding in cluster.findings(VIEW, ways)}
+
+
+@pytest.fixture(autouse=True)
+def nobody_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SETTLE_S", 0.0)
+
+
+def test_members_that_agree_are_well_and_as_many_as_there_are_copies_are_enough() -> None:
+    found = of_members(VIEW, VIEW, peers=pb.PeersStatus(registry="static"))
+    assert {finding.state for finding in found.values()} == {State.OK}
+    assert found.keys() == {"members", "view", "registry"}
+
+
+def test_more_copies_than_members() -> None:
+    three = View("fleet", 1, MEMBERS, 3)
+    ways: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
+    (found,) = (finding for finding in cluster.findings(three, ways) if finding.name == "replicas")
+    assert (found.state, "3 are wanted of 2 members" in found.found) == (State.WARN, True)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (None, "n1 is in no cluster"),
+        (View("fleet", 2, MEMBERS, 2), "n0 has 1, n1 has 2"),
+        (View("fleet", 1, MEMBERS[:1], 2), "n0 and n1 have lists"),
+        (View("fleet", 1, MEMBERS, 1), "--replicas"),
+        (View("swarm", 1, MEMBERS, 2), "the cluster's name"),
+    ],
+)
+def test_members_that_differ(other: View | None, said: str) -> None:
+    found = of_members(VIEW, other)["view"]
+    assert (found.state, said in found.found) == (State.FAIL, True), found
+
+
+def test_what_a_registry_says_is_told_to_few() -> None:
+    assert of_members(VIEW, VIEW)["registry"].state is State.SKIPPED
+    found = of_members(VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"]))
+    assert found["registry"].state is State.WARN
+    assert "n0 can not ask its registry: no etcd answers" in found["registry"].found
+    assert "n7: another key" in found["registry"].found
+
+
+@pytest.mark.parametrize(
+    ("wire", "said"), [("auto", "n1, by shared memory"), ("shm", "n1, by shared memory"), ("bulk", "none by wire bulk")]
+)
+def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
+    found = cluster.near(VIEW, ClientConfig(wire=wire), {"n0": False, "n1": True})
+    assert (found.state, found.found.startswith(said)) == (State.OK, True)
+
+
+# ---- a node ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hello", "state"),
+    [
+        (pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION), State.OK),
+        (pb.HelloReply(version="0.0.9", protocol_version=PROTOCOL_VERSION), State.WARN),
+        (pb.HelloReply(version=kvstore.__version__, protocol_version=PROTOCOL_VERSION - 1), State.WARN),
+    ],
+)
+def test_versions(hello: pb.HelloReply, state: State) -> None:
+    assert member.version(hello).state is state
+
+
+def test_one_that_is_being_stopped_and_one_that_strangers_reach() -> None:
+    assert member.state(pb.NodeStatusReply(state="SERVING")).state is State.OK
+    assert member.state(pb.NodeStatusReply(state="DRAINING")).state is State.WARN
+    names = {finding.name: finding for finding in member.told(pb.NodeStatusReply(insecure="anybody may write"))}
+    assert (names["strangers"].state, names["strangers"].found) == (State.WARN, "anybody may write")
+    assert "strangers" not in {finding.name for finding in member.told(pb.NodeStatusReply())}
+
+
+def test_of_a_way_what_is_not_well_is_told_else_one_line() -> None:
+    tcp, bad = ok("TCP", "in 1 ms"), fail("gRPC", "hangs", "look")
+    assert [finding.name for finding in member.reached([tcp])] == ["reached"]
+    assert [finding.name for finding in member.reached([tcp, bad])] == ["gRPC"]

@@ -1,0 +1,100 @@
+"""What watchers are told: to each his own, made seldom, and of bounded size."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.identities import ALL, Principal, Role
+from kvstore.pb import kvstore_pb2 as pb
+from node.console import snapshot
+from node.console.snapshot import COST_FACTOR, EVERY_S, FINDINGS_S, SAMPLES, SCOPES_MAX, Snapshots
+
+OPERATOR = Principal("operator", ALL, Role.ADMIN)
+TEAMS = [Principal("one", f"team-{number}", Role.READ) for number in range(2 * SCOPES_MAX)]
+NOBODY: Any = None  # the service below asks nobody who calls
+
+
+class Asked:
+    """A service whose status says what drains it: the tenant. Each takes `took_s` of a clock that is ours."""
+
+    def __init__(self) -> None:
+        self.now_s, self.took_s, self.count = 100.0, 0.0, 0
+        self.who = OPERATOR
+        self.gate = SimpleNamespace(access=SimpleNamespace(open=False))
+
+    def call(self, op: str, request: Any, caller: Any) -> pb.NodeStatusReply:
+        self.count += 1
+        self.now_s += self.took_s
+        status = pb.NodeStatusReply(state="DRAINING", uptime_ms=self.count)
+        status.tenants.add(tenant=self.who.tenant)
+        status.peers.apart.append(f"of {self.who.tenant}")
+        return status
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    service = Asked()
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=lambda: service.now_s, time=lambda: 0.0))
+    return service
+
+
+@pytest.fixture
+def told(asked: Asked) -> Any:
+    history = SimpleNamespace(told=lambda principal, most=360: {"most": most})
+    heat, slow = SimpleNamespace(hottest=list), SimpleNamespace(newest=list)
+    members = SimpleNamespace(told=lambda status: {"cluster": "fleet"})
+    parts: list[Any] = [asked, history, heat, members, slow]
+    snapshots = Snapshots(*parts)
+
+    def tell(who: Principal) -> dict[str, Any]:
+        asked.who = who
+        values: dict[str, Any] = json.loads(snapshots.next(who, NOBODY))
+        return values
+
+    tell.__dict__["kept"] = (snapshots._made, snapshots._found)
+    return tell
+
+
+def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_should_know(told: Any) -> None:
+    operator, one, other = told(OPERATOR), told(TEAMS[0]), told(TEAMS[1])
+    assert (operator["cluster"], operator["slow"]) == ({"cluster": "fleet"}, [])
+    assert "DRAINING" in str(operator["findings"])
+    for values, team in ((one, "team-0"), (other, "team-1")):
+        assert values["cluster"] is None
+        assert "slow" not in values
+        assert [use["tenant"] for use in values["tenants"]] == [team]
+        assert f"of {team}" in str(values["findings"])
+    assert one["samples"] == {"most": SAMPLES}
+
+
+def test_a_status_is_made_as_seldom_as_it_takes_long(told: Any, asked: Asked) -> None:
+    told(OPERATOR)
+    asked.now_s += EVERY_S - 0.1
+    told(OPERATOR)
+    assert asked.count == 1, "who comes a little later is told the same"
+    asked.now_s, asked.took_s = asked.now_s + 0.2, 1.0
+    began_s = asked.now_s
+    told(OPERATOR)
+    asked.now_s = began_s + COST_FACTOR - 0.5
+    told(OPERATOR)
+    assert asked.count == 2
+    asked.now_s = began_s + COST_FACTOR + 0.5
+    told(OPERATOR)
+    assert asked.count == 3
+
+
+def test_namespaces_are_compared_seldom(told: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, findings = [], snapshot.findings
+    monkeypatch.setattr(snapshot, "findings", lambda status: (made.append(asked.now_s), findings(status))[1])
+    for _ in range(int(3 * FINDINGS_S)):
+        told(OPERATOR)
+        asked.now_s += 1.0
+    assert 2 <= len(made) <= 4
+
+
+def test_what_is_kept_is_bounded(told: Any) -> None:
+    for who in TEAMS:
+        told(who)
+        assert all(len(kept) <= SCOPES_MAX for kept in told.kept)

@@ -1,0 +1,191 @@
+"""Those who watch the console: what they are told, how often, and what becomes of who does not listen."""
+
+import socket
+import time
+from typing import Any
+
+import pytest
+from visits import OWN, connection, first, server_of, told, visit, watching
+from waiting import wait_until
+
+from node.console import server as console_server
+from node.console.history import KEPT
+from node.console.snapshot import HOT_MAX
+from node.serve.heat import Hot
+from node.serve.limits import CONSOLE_MAX, WATCHERS_MAX
+from node.server import Node
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
+
+
+def test_a_watcher_is_told_at_once_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(node) as events:
+        name, values = next(events)
+        assert (name, values["state"], values["who"]["role"]) == ("now", "SERVING", "admin")
+        name, later = next(events)
+        assert name == "now"
+        assert later["uptime_ms"] > values["uptime_ms"]
+        assert "who" not in later
+
+
+def test_all_who_are_told_the_same_are_told_of_one_status(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    call = node.service.call
+    monkeypatch.setattr(node.service, "call", lambda op, *rest: (asked.append(op), call(op, *rest))[1])
+    with watching(node) as one, watching(node) as other:
+        next(one), next(other)
+        before, began = len(asked), time.monotonic()
+        for _ in range(2):
+            assert next(one)[1] == next(other)[1]
+        assert len(asked) - before <= 1 + (time.monotonic() - began) / 1.8
+    assert set(asked) == {"node_status"}
+
+
+def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = node.service.call
+
+    def told_more(op: str, *rest: Any) -> Any:
+        status = call(op, *rest)
+        for number in range(80):
+            status.tenants.add(tenant=f"t{number}", ram_nbytes=number, disk_nbytes=number % 2 * 1000)
+            space = status.namespaces.add(digest=number.to_bytes(16, "big"), page_nbytes=2)
+            space.page_count, space.disk_page_count = number, number % 2 * 1000
+        return status
+
+    heat = [Hot(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0) for number in range(80)]
+    monkeypatch.setattr(node.service, "call", told_more)
+    monkeypatch.setattr(node.service.heat, "hottest", lambda: heat)
+    with watching(node) as events:
+        values = next(values for _, values in events if values["tenant_count"] == 80)
+    largest = [*range(79, 0, -2), *range(78, 58, -2)]
+    assert [use["tenant"] for use in values["tenants"]] == [f"t{number}" for number in largest]
+    assert [int(space["digest"], 16) for space in values["namespaces"]] == largest
+    assert [hot["lookups"] for hot in values["hot"]] == list(range(80, 80 - HOT_MAX, -1))
+
+
+def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
+    share = -(-WATCHERS_MAX // 2)
+    streams = [watching(node) for _ in range(share)]
+    for stream in streams:
+        next(stream.__enter__())
+    status, values = told(node, "/console/events", {})
+    assert status == 429
+    assert "console watchers" in values["error"]
+    for stream in streams:
+        stream.__exit__(None, None, None)
+    wait_until(lambda: not server_of(node)._watchers.used)
+    assert first(node)["state"] == "SERVING"
+
+
+def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took ten milliseconds of the interpreter each time, also for who was refused then."""
+    assert node.console is not None
+    history = node.console._snapshots._history
+    history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
+    asked, told_of = [], history.told
+    monkeypatch.setattr(history, "look", lambda: None)
+    monkeypatch.setattr(history, "told", lambda who, most=KEPT: (asked.append(most), told_of(who, most))[1])
+    hours = [first(node)["history"] for _ in range(5)]
+    assert all(hour == hours[0] for hour in hours)
+    assert hours[0]["count"] >= 1
+    assert asked.count(KEPT) == 1
+    watchers = server_of(node)._watchers
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
+    wait_until(lambda: not watchers.used)
+    with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
+        assert told(node, "/console/events", {})[0] == 429
+
+
+def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages stood still, and said that they were live; who came then had no answer at all."""
+
+    def broken(*_: Any) -> str:
+        raise ZeroDivisionError
+
+    assert node.console is not None
+    with watching(node) as events:
+        next(events)
+        monkeypatch.setattr(node.console._snapshots, "next", broken)
+        name, values = next(event for event in events if event[0] != "now")
+        assert (name, "ZeroDivisionError" in values["error"]) == ("end", True)
+    monkeypatch.setattr(node.console._snapshots, "first", broken)
+    assert told(node, "/console/events", {})[0] == 500
+    assert "console: a call failed" in caplog.text
+    monkeypatch.undo()
+    assert first(node)["state"] == "SERVING"
+
+
+def test_who_takes_an_event_slowly_is_told_all_of_it_before_the_next(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node.console is not None
+    large = '{"big":"%s"}' % ("x" * (32 << 20))
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: large)
+    monkeypatch.setattr(console_server, "EVERY_S", 0.02)
+    slow, server = connection(node), server_of(node)
+    slow.request("POST", "/console/events", b"{}", OWN)
+    wait_until(lambda: server._watchers.used == 1)
+    turns = server._next_s
+    wait_until(lambda: server._next_s > turns + 0.1)  # some events are due meanwhile
+    reply = slow.getresponse()
+    assert reply.readline() == b"event: now\n"
+    assert reply.readline() == f"data: {large}\n".encode()
+    assert [reply.readline() for _ in range(2)] == [b"\n", b"event: now\n"]
+    reply.close()
+    slow.close()
+
+
+def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
+    server, silent = server_of(node), list[socket.socket]()
+
+    def is_full() -> bool:
+        silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
+        silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
+        return server._places.count == CONSOLE_MAX // 2
+
+    with watching(node) as events:
+        next(events)
+        wait_until(is_full)
+        assert visit(node, "/console/")[0] == 200
+        assert [next(events)[0] for _ in range(2)] == ["now", "now"]
+        for sock in silent:
+            sock.close()
+
+
+def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps nobody: the others are told as ever."""
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    assert node.console is not None
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"big":"%s"}' % ("x" * (32 << 20)))
+    slow = connection(node)
+    slow.connect()
+    slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+    slow.request("POST", "/console/events", b"{}", OWN)
+    server = server_of(node)
+    wait_until(lambda: server._watchers.used == 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    with watching(node) as events:
+        next(events), next(events)
+    wait_until(lambda: not server._watchers.used)
+    slow.close()
+
+
+def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one who has gone without a word. The kernel has room for hours of events, and his place was taken."""
+    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    assert node.console is not None
+    monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10)))
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
+        deaf.connect(("127.0.0.1", node.metrics.port))
+        deaf.sendall(b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n")
+        server = server_of(node)
+        wait_until(lambda: server._watchers.used == 1)
+        wait_until(lambda: not server._watchers.used)
