@@ -1,7 +1,7 @@
 """Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who have no quota,
-exact LRU within one size, and across sizes by whole blocks.
+exact LRU within one size, or what has proved better (`duel.py`), and LRU across sizes by whole blocks.
 
-    same size      the oldest page that nobody holds goes; exactly as many as are needed
+    same size      the page that is next and that nobody holds goes; exactly as many as are needed
     other sizes    if the oldest page of another slot size is older than ours, or none of ours may be
                    evicted, the coldest of the places where that size's oldest pages lie is cleared
                    and serves our size from now on
@@ -10,8 +10,8 @@ exact LRU within one size, and across sizes by whole blocks.
                    where they have their share
 
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
-than any cleverer policy (docs/decisions/0005). Pinned pages, and those of tenants whose turn it is not, that lie in a
-place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
+than most cleverer policies (docs/decisions/0005, 0033). Pinned pages, and those of tenants whose turn it is not, that
+lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,12 +38,16 @@ class Eviction:
     order's `withdraw`; `hold(page)` keeps it where it is."""
 
     def __init__(
-        self, slots: SlotAllocator, forget: Callable[[Page, str, Page | None], None], hold: Callable[[Page], None]
+        self,
+        slots: SlotAllocator,
+        forget: Callable[[Page, str, Page | None], None],
+        hold: Callable[[Page], None],
+        learns: bool = False,
     ) -> None:
         self._slots = slots
         self._forget = forget
         self.turn = Turn()
-        self.order = UseOrder(slots, self.turn)
+        self.order = UseOrder(slots, self.turn, learns)
         self._accounts = self.order.accounts
         self._clearing = Clearing(slots, self.turn, forget, hold, self._make_place)
         self.watchers = self._clearing.watchers
@@ -110,10 +114,10 @@ class Eviction:
             self._slots.hand_over(offset, successor).used_sum += successor.used_ms - page.used_ms
 
     def _succeed_oldest(self, page: Page, size: int, pool: Pool) -> bool:
-        ours = pool.oldest(size)
+        ours = pool.next_to_go(size)
         if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
             return False
-        if self._slots.block_of(ours.offset).closed or pool.older_sizes(rank_ms(ours), but=size, count=1):
+        if self._slots.block_of(ours.offset).closed or pool.is_younger(size):
             return False
         self.turn.left -= 1
         self._forget(ours, "evicted", page)
@@ -150,7 +154,7 @@ class Eviction:
             for area in self._areas(other, size, pool):
                 if (yield from self._clearing.clear(area, pool)):
                     return True
-        ours = yield from self._oldest(size, pool)
+        ours = yield from self._next_to_go(size, pool)
         if ours is None:
             return False
         self.turn.left -= 1
@@ -161,9 +165,10 @@ class Eviction:
         """A tenant at its quota gives up its oldest page, of whatever size; none for one that can never be had."""
         if account.too_small_for(size):
             return False
-        ours = yield from self._oldest(size, account.pool)
-        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)):
-            if (older := (yield from self._oldest(other, account.pool))) is not None:
+        oldest = yield from self._oldest(size, account.pool)
+        ours = yield from self._next_to_go(size, account.pool)
+        for other in (yield from self._older_sizes(rank_ms(oldest) if oldest else None, size, account.pool)):
+            if (older := (yield from self._next_to_go(other, account.pool))) is not None:
                 ours = older
                 break
         if ours is None:
@@ -195,6 +200,11 @@ class Eviction:
     def _oldest(self, size: int, pool: Pool) -> Work[Page | None]:
         """Of this size, however many are held."""
         while (page := pool.oldest(size)) is None and self.turn.over:
+            yield None
+        return page
+
+    def _next_to_go(self, size: int, pool: Pool) -> Work[Page | None]:
+        while (page := pool.next_to_go(size)) is None and self.turn.over:
             yield None
         return page
 

@@ -4,11 +4,12 @@ A visible page is in the pool of its tenant, a pinned one in none. Not thread-sa
 takes longer the more pages, sizes, holds or pins there are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvstore.keys import short
 from node.ram.accounts import Accounts
-from node.ram.page import Page, State
+from node.ram.duel import Duel, DuelCounters
+from node.ram.page import Page, Space, State
 from node.ram.pins import Pins
 from node.ram.pool import Pool
 from node.ram.turn import Turn
@@ -18,11 +19,13 @@ PINS_ENDED = 256  # at a time
 
 
 class UseOrder:
-    """`turn` is that of whoever has the lock."""
+    """`turn` is that of whoever has the lock. `learns`: what is worth least goes first, where that has proved better
+    than the oldest (`duel.py`)."""
 
-    def __init__(self, slots: SlotAllocator, turn: Turn) -> None:
+    def __init__(self, slots: SlotAllocator, turn: Turn, learns: bool = False) -> None:
         self._slots = slots
-        self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn))
+        self.duels = DuelCounters()
+        self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn, Duel(self.duels) if learns else None))
         self.pins = Pins(slots)
 
     # ---- a page's life -------------------------------------------------------------------
@@ -31,19 +34,36 @@ class UseOrder:
         """A page became visible, or is not pinned any more: from now on it may be evicted, as the newest."""
         page.namespace.account.pool.admit(page)
 
-    def touch(self, chain: Iterable[Page | None], now_ms: int) -> None:
-        """Visible pages are used now, one after the other."""
+    def use(
+        self, space: Space, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None], now_ms: int, new: bool = False
+    ) -> tuple[int, int]:
+        """A chain is used, of which these pages are here: tail first, so that its head is the newest page and the last
+        to go. `new`: the others are coming; the merit of these, and of the last of the chain."""
+        pool: Pool = space.account.pool
+        size = space.slot_nbytes
+        merits = pool.chain_used(space.digest, prefix_hashes, pages, new)
+        self.touch(pages[-1:], now_ms)
+        self.touch(reversed(pages[:-1]), now_ms, merits.here)
+        lacking = pages.count(None) if pool.duel is not None else 0
+        return pool.merits(merits.new, size, lacking > 0 and self._slots.free_count(size) < lacking)
+
+    def touch(self, chain: Iterable[Page | None], now_ms: int, merit: int = 0) -> None:
+        """Visible pages are used now, one after the other, in a chain of this merit."""
         block_of, visible = self._slots.block_of, State.VISIBLE
+        tick = -1
         for page in chain:
             if page is None or page.state is not visible:
                 continue
             block_of(page.offset).used_sum += now_ms - page.used_ms
             page.used_ms = now_ms
             if page.order is not None:
+                if tick < 0:
+                    tick = page.order.pool.next_tick()
                 if page.newer is not None:
-                    page.order.move_newest(page)
+                    page.order.move_newest(page, tick, merit)
                 else:  # it was held when it was the oldest
-                    page.order.pool.used(page)
+                    page.order.pool.used(page, tick, merit)
+                merit = page.merit
 
     def withdraw(self, page: Page) -> None:
         """A page is not visible any more: it is in no pool and has no pin."""
@@ -78,6 +98,9 @@ class UseOrder:
         else:
             pool.admit(page)
 
+    def pools(self) -> list[Pool]:
+        return list(dict.fromkeys((self.accounts.shared, *(account.pool for account in self.accounts.all()))))
+
     # ---- pins ----------------------------------------------------------------------------
 
     def pin(self, page: Page, expiry_ms: int) -> None:
@@ -106,9 +129,7 @@ class UseOrder:
         wrong = []
         found: dict[str, dict[int, int]] = {}
         pinned: dict[str, int] = {}
-        for pool in {
-            id(pool): pool for pool in (self.accounts.shared, *(a.pool for a in self.accounts.all()))
-        }.values():
+        for pool in self.pools():
             wrong += pool.check()
         for block in self._slots.blocks():
             for page in block.owners:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kvstore.keys import Namespace
 from node.ram.accounts import Account
 from node.ram.counters import Counters
+from node.ram.habits import FIRST
 
 
 class Space(Protocol):
@@ -31,7 +32,9 @@ class Waiting(Protocol):
 
     def admit(self, page: Page) -> None: ...
 
-    def used(self, page: Page) -> None: ...
+    def next_tick(self) -> int: ...
+
+    def used(self, page: Page, tick: int, merit: int) -> None: ...
 
     def withdraw(self, page: Page) -> None: ...
 
@@ -45,7 +48,7 @@ class Order(Protocol):
 
     pool: Waiting
 
-    def move_newest(self, page: Page) -> None: ...
+    def move_newest(self, page: Page, tick: int, merit: int) -> None: ...
 
 
 class State(enum.IntEnum):
@@ -76,6 +79,7 @@ class Page:
         "holds",
         "is_copy",
         "leaves",
+        "merit",
         "namespace",
         "newer",
         "offset",
@@ -84,6 +88,7 @@ class Page:
         "prefix_hash",
         "state",
         "stored_ms",
+        "tick",
         "used_ms",
     )
 
@@ -98,6 +103,8 @@ class Page:
         self.holds = 0
         self.is_copy = False  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
+        self.merit = FIRST  # only where the node learns (`node.ram.habits`) there are others
+        self.tick = 0  # when it was used, by the clock of its pool
         self.order: Order | None = None  # among those that may go
         self.older: Page | None = None
         self.newer: Page | None = None

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from node.ram.habits import FIRST
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
 
@@ -23,12 +24,14 @@ class Reservation:
 
     namespace: NamespaceIndex
     prefix_hashes: list[bytes]
+    merits: tuple[int, int] = (FIRST, FIRST)  # of new pages, and of the last one of the chain
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     chain: list[Page] = field(default_factory=list)
 
     def write(self, page: Page) -> None:
         """The next key is that of a new page."""
+        page.merit = self.merits[len(self.verdicts) + 1 == len(self.prefix_hashes)]
         self.verdicts.append(Verdict.WRITE)
         self.pages.append(page)
         self.chain.append(page)

@@ -43,6 +43,7 @@ class RamTier:
         copy: Callable[[int, int, int], None],
         clock_ms: Callable[[], int],
         clock_s: Callable[[], int] = lambda: int(time.time()),
+        learns: bool = False,
     ) -> None:
         self.slots = slots
         self.below: Below = Nothing()
@@ -52,7 +53,7 @@ class RamTier:
         self.lock = threading.Lock()
         self._copy = copy
         self.ghosts = Ghosts()
-        self.eviction = Eviction(slots, self._forget, self.hold_page)
+        self.eviction = Eviction(slots, self._forget, self.hold_page, learns)
         self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
@@ -100,9 +101,10 @@ class RamTier:
         if False in present:
             self._look_closer(index, prefix_hashes, pages, present)
         if touch:
-            self._touch_chain(pages)
+            self._order.use(index, prefix_hashes, pages, self.clock_ms())
             self.below.touch(digest, prefix_hashes)
         else:
+            index.account.pool.asked(digest, prefix_hashes, pages)
             there = zip(prefix_hashes, present, pages, strict=True)
             absent = [h for h, here, page in there if not here and page is None]
             index.count_lookup(present, absent, self.ghosts)
@@ -140,10 +142,6 @@ class RamTier:
             return None
         return page
 
-    def _touch_chain(self, chain: Sequence[Page | None]) -> None:
-        """Tail first, so that the head of a chain is its newest page and the last to go."""
-        self._order.touch(reversed(chain), self.clock_ms())
-
     # ---- write ---------------------------------------------------------------------------
 
     def reserve(
@@ -161,13 +159,14 @@ class RamTier:
         if page_nbytes != index.page_nbytes:
             raise LayoutMismatch(f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}")
         self._order.expire_pins(now_ms)
-        known = [page for h in prefix_hashes if (page := self.live(index, h)) is not None]
+        here = [self.live(index, h) for h in prefix_hashes]
+        known = [page for page in here if page is not None]
         self._own([page for page in known if page.is_copy and page.prefix_hash not in copies])
-        self._touch_chain(known)
-        for page in known:  # making room for the batch must not evict the batch
-            self.hold_page(page)
+        merits = self._order.use(index, prefix_hashes, here, now_ms, new=True)
+        for there in known:  # making room for the batch must not evict the batch
+            self.hold_page(there)
         index.busy += 1
-        result = Reservation(index, list(prefix_hashes))
+        result = Reservation(index, list(prefix_hashes), merits)
         try:
             below = self.below.present(digest, prefix_hashes)
             full = False
@@ -238,7 +237,7 @@ class RamTier:
             self.writing_count -= stored
             self.visible_count += stored
             reservation.count_stored()
-            self._touch_chain(reservation.chain)
+            self._order.touch(reversed(reservation.chain), self.clock_ms())
             self.below.touch(reservation.namespace.digest, reservation.prefix_hashes)
             wanted = [page for page in reservation.pages if not (page.is_copy or page in self._unwanted)]
             self._offer(wanted, urgent=False)
@@ -311,7 +310,7 @@ class RamTier:
     ) -> Work[Acquired]:
         index = self.namespaces.find(digest)
         acquired = yield from hold_all(self, index, prefix_hashes, prefix_only, parts, elsewhere)
-        self._touch_chain(acquired.pages)
+        self._order.use(index, prefix_hashes, acquired.pages, self.clock_ms())
         self.below.touch(digest, prefix_hashes)
         misses = acquired.pages.count(None)
         index.counters.count_get(len(prefix_hashes) - misses, misses, wanted_nbytes)
