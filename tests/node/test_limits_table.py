@@ -100,10 +100,14 @@ SAID = {
     ): f"{', '.join(map(str, limits.LONG_CALLS.values()))} at a time",
     "a recording": f"one at a time, a day; {recorder.WAITING_PAGES_MAX:,} pages",
     "one scrub": f"{limits.SCRUB_NBYTES_MAX >> 20} MiB, {limits.SCRUB_S_MAX:g} s",
-    "scrapes": f"{limits.SCRAPES_MAX}, and {metrics_server._BACKLOG} that wait to be taken, each {limits.SCRAPE_S_MAX:g} s",
+    "scrapes": (
+        f"{limits.SCRAPES_MAX}, and {metrics_server._BACKLOG} that wait to be taken, each {limits.SCRAPE_S_MAX:g} s"
+    ),
     "console connections": f"{limits.CONSOLE_MAX}, each {limits.CONSOLE_S_MAX:g} s",
     "console watchers": f"{limits.WATCHERS_MAX}; told each {EVERY_S:g} s",
-    "console calls, console reads": f"{limits.CONSOLE_CALLS_MAX} of each, {THREADS} at a time; {BYTES_MAX >> 20} MiB of a page",
+    "console calls, console reads": (
+        f"{limits.CONSOLE_CALLS_MAX} of each, {THREADS} at a time; {BYTES_MAX >> 20} MiB of a page"
+    ),
     "descriptors": f"fewer than {DESCRIPTORS_LEFT_MIN} are left",
     "log lines": f"{LINES} of one statement in {WINDOW_S:g} s",
     "calls that compute: all but those above, puts and gets": "1 of a peer at a time",
