@@ -22,7 +22,7 @@ from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
 from kvstore.measure.node_process import NodeProcess
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
-from node.serve.metrics_server import Answer, Asker, MetricsServer
+from node.serve.metrics_server import _CACHED_MAX, Answer, Asker, MetricsServer
 from node.server import DESCRIPTORS_OF_SESSION, Node
 
 T = TypeVar("T")
@@ -75,6 +75,35 @@ def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatc
     assert silent.recv(1) == b""
     with pytest.raises(ConnectionError):
         trickle(trickling, b"x", 0.05)
+
+
+def test_who_says_no_more_before_the_end_of_a_head_is_hung_up_at_once(
+    node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not asked again and again for what does not come."""
+    monkeypatch.setattr("node.serve.metrics_server.SCRAPE_S_MAX", 3600.0)
+    half = dial(node.metrics.port)
+    half.sendall(b"GET /metr")
+    half.shutdown(socket.SHUT_WR)
+    assert half.recv(1) == b""
+
+
+def test_every_scrape_gives_its_place_back_whoever_answers_it(node: Node) -> None:
+    for path in ("/metrics", "/health", "/console/"):
+        with urllib.request.urlopen(f"http://127.0.0.1:{node.metrics.port}{path}", timeout=20.0) as reply:
+            reply.read()
+    wait_until(lambda: not node.metrics._places.count)
+
+
+def test_texts_that_are_kept_are_few_and_a_head_is_asked_for_alone(node: Node) -> None:
+    for scope in range(3 * _CACHED_MAX):
+        node.metrics._text(Answer("text/plain", scope, lambda: b"of his"))
+        assert len(node.metrics._cached) <= _CACHED_MAX
+    node.metrics._cached.clear()
+    with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
+        sock.sendall(b"HEAD /metrics HTTP/1.0\r\n\r\n")
+        with sock.makefile("rb") as told:
+            assert told.read().endswith(b"\r\n\r\n"), "nothing behind the head"
 
 
 def test_a_head_that_is_too_long_or_not_a_get_is_refused(
