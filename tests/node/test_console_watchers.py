@@ -8,6 +8,8 @@ import pytest
 from visits import OWN, connection, first, server_of, told, visit, watching
 from waiting import wait_until
 
+from kvstore import Namespace, opaque_layout
+from kvstore.messages import namespace_message
 from node.console import server as console_server
 from node.console.history import KEPT
 from node.console.snapshot import HOT_MAX
@@ -50,13 +52,16 @@ def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
         status = call(op, *rest)
         for number in range(80):
             status.tenants.add(tenant=f"t{number}", ram_nbytes=number, disk_nbytes=number % 2 * 1000)
-            space = status.namespaces.add(digest=number.to_bytes(16, "big"), page_nbytes=2)
+            described = namespace_message(Namespace(f"m{number}", opaque_layout(2)))
+            space = status.namespaces.add(digest=number.to_bytes(16, "big"), namespace=described, page_nbytes=2)
             space.page_count, space.disk_page_count = number, number % 2 * 1000
         return status
 
     heat = [Hot(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0) for number in range(80)]
     monkeypatch.setattr(node.service, "call", told_more)
     monkeypatch.setattr(node.service.heat, "hottest", lambda: heat)
+    assert node.console is not None
+    node.console._snapshots._found.clear()  # what was found of a page before is not asked again for some seconds
     with watching(node) as events:
         values = next(values for _, values in events if values["tenant_count"] == 80)
     largest = [*range(79, 0, -2), *range(78, 58, -2)]
