@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from stopping import stop
+
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
 
@@ -44,7 +46,7 @@ class RestartableNode:
 
     def stop(self) -> None:
         """As a machine does that hangs."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from stopping import stop
 
 from gpu_agent.engines.lightllm import PyState
 from kvstore import Client, ClientConfig
@@ -23,7 +24,7 @@ SLACK_S = 8.0  # of a machine that does other things too; without a deadline non
 
 @contextlib.contextmanager
 def hung(node: NodeProcess) -> Iterator[None]:
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         yield
     finally:

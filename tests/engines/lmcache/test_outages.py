@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from stopping import stop
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
@@ -38,7 +39,7 @@ def test_a_hung_node_is_a_miss_in_time_and_forgotten_when_it_goes_on(
     driver = open_adapter(spec(form, node.address, **TIMES))
     keys, sources = keys_of(4), objects_of(4)
     assert driver.store(keys, sources).is_successful()
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         targets = objects_of(4, fill=False)
         assert within(0.8, lambda: driver.load(keys, targets)) == [False] * 4
@@ -113,7 +114,7 @@ def test_close_ends_what_is_under_way(
     keys, sources = keys_of(4), objects_of(4)
     assert driver.store(keys, sources).is_successful()
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvstore-")}
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         targets = objects_of(4, fill=False)
         for _ in range(20):
@@ -135,7 +136,7 @@ def test_submitting_never_waits(
     driver = open_adapter(spec(form, node.address, **TIMES))
     driver.store(keys_of(1), objects_of(1))
     keys, sources = keys_of(512), objects_of(512, shape=(64,))
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         start = time.monotonic()
         for _ in range(4):

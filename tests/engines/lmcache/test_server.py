@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stopping import stop
 
 from kvstore.measure.node_process import NodeProcess
 
@@ -140,7 +141,7 @@ def test_a_server_whose_node_is_gone_serves_on(spec: Any, serve: Any, node: Node
     """Its requests are misses, in time; and with the node back they are hits again."""
     server = serve(spec("plugin", node.address, load_timeout_s=2.0, save_timeout_s=2.0))
     first = server.bench(*ONE_GROUP)
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     server.ask("/cache/clear", b"")
     hung = server.bench(*ONE_GROUP)
     os.kill(node.pid, signal.SIGCONT)

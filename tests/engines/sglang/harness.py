@@ -13,7 +13,6 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
+from stopping import stop
 
 from kvstore.measure.node_process import NodeProcess
 
@@ -47,10 +47,7 @@ def start_node(*flags: str) -> NodeProcess:
 @contextlib.contextmanager
 def stopped(node: NodeProcess) -> Iterator[None]:
     """It hangs: its sockets are open and nobody answers."""
-    os.kill(node.pid, signal.SIGSTOP)
-    tasks = list(Path(f"/proc/{node.pid}/task").iterdir())
-    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
-        time.sleep(0.001)  # one of its threads has to run for all to stop
+    stop(node.pid)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
+from stopping import stop
 
 from gpu_agent.blocks.ranks import LoadsEnded
 from kvstore.measure.node_process import NodeProcess
@@ -207,7 +208,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
         deadlines = {"lookup_timeout_s": 3.0, "load_timeout_s": 3.0, "save_timeout_s": 3.0}
         engine = make(store=deadlines)
         assert engine.generate(P, name="before") == answer(P, 8)
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         try:
             began = time.monotonic()
             for number in range(8):

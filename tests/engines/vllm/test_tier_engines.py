@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from asking import traces_of_calls
+from stopping import stop
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
@@ -184,7 +185,7 @@ def test_a_store_that_is_killed_while_it_saves_costs_nothing_but_the_pages(start
 def test_a_store_that_hangs_costs_one_deadline(start: Start, node: NodeProcess) -> None:
     first, second = start(), start(options={"lookup_timeout_s": DEADLINE_S, "backoff_s_max": 30.0})
     first.serve("cold", prompt(60))
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         for name in ("a", "b", "c"):
             second.submit(name, prompt(60) + prompt(20, ord(name)))
@@ -201,7 +202,7 @@ def test_a_store_that_hangs_costs_one_deadline(start: Start, node: NodeProcess) 
 def test_a_load_that_hangs_ends_by_its_deadline_and_the_request_is_computed(start: Start, node: NodeProcess) -> None:
     first, second = start(), start(options={"load_timeout_s": DEADLINE_S})
     first.serve("cold", prompt(60))
-    before(second, "submit_load", lambda: os.kill(node.pid, signal.SIGSTOP))
+    before(second, "submit_load", lambda: stop(node.pid))
     try:
         second.submit("warm", prompt(60))
         assert DEADLINE_S <= first_token_s(second, 1) < 2 * DEADLINE_S
@@ -214,7 +215,7 @@ def test_a_load_that_hangs_ends_by_its_deadline_and_the_request_is_computed(star
 
 def test_a_store_that_comes_back_is_used_again(start: Start, node: NodeProcess) -> None:
     first, second = start(), start(options={"lookup_timeout_s": 0.3, "save_timeout_s": 0.3})
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     second.serve("away", prompt(60, 3))
     os.kill(node.pid, signal.SIGCONT)
     end, number = time.monotonic() + 60.0, 10
@@ -245,7 +246,7 @@ def test_of_a_chain_with_a_hole_the_head_is_loaded(start: Start, node: NodeProce
 def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(start: Start, node: NodeProcess) -> None:
     engine = start(options={"save_timeout_s": 0.5})
     engine.serve("cold", prompt(60))
-    before(engine, "submit_store", lambda: os.kill(node.pid, signal.SIGSTOP))
+    before(engine, "submit_store", lambda: stop(node.pid))
     engine.submit("saving", prompt(60, 3))
     while not engine.tier.has_pending_work():
         engine.step()

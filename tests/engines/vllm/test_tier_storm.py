@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stopping import stop
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
@@ -64,7 +65,7 @@ def disturb(rng: random.Random, node: NodeProcess, client: Client, engine: Engin
         pages = [page.prefix_hash for page in client.list_pages(engine.tier.namespace, limit=100)]
         client.remove(engine.tier.namespace, rng.sample(pages, len(pages) // 3) or [bytes(36)])
     elif what < 0.25:
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         for _ in range(rng.randrange(200)):
             engine.step()
             time.sleep(0.002)
