@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.keys import short
 from node.ram.accounts import Accounts
 from node.ram.duel import Duel, DuelCounters
+from node.ram.habits import FIRST
 from node.ram.page import Page, Space, State
 from node.ram.pins import Pins
 from node.ram.pool import Pool
@@ -16,6 +17,7 @@ from node.ram.turn import Turn
 from node.slots import SlotAllocator
 
 PINS_ENDED = 256  # at a time
+KEYS_A_STEP = 8  # of a chain that is learned from
 
 
 class UseOrder:
@@ -24,6 +26,7 @@ class UseOrder:
 
     def __init__(self, slots: SlotAllocator, turn: Turn, learns: bool = False) -> None:
         self._slots = slots
+        self._turn = turn
         self.duels = DuelCounters()
         self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn, Duel(self.duels) if learns else None))
         self.pins = Pins(slots)
@@ -44,7 +47,10 @@ class UseOrder:
         merits = pool.chain_used(space.digest, prefix_hashes, pages, new)
         self.touch(pages[-1:], now_ms)
         self.touch(reversed(pages[:-1]), now_ms, merits.here)
-        lacking = pages.count(None) if pool.duel is not None else 0
+        if pool.duel is None or not new:
+            return FIRST, FIRST
+        self._turn.left -= len(pages) // KEYS_A_STEP
+        lacking = pages.count(None)
         return pool.merits(merits.new, size, lacking > 0 and self._slots.free_count(size) < lacking)
 
     def touch(self, chain: Iterable[Page | None], now_ms: int, merit: int = 0) -> None:

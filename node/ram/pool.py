@@ -109,8 +109,7 @@ class Pool:
 
     def merits(self, merit: int, slot_nbytes: int, is_full: bool) -> tuple[int, int]:
         """Of new pages of a chain with this merit, and of its last page. `is_full`: others have to go for them."""
-        if self.duel is None:
-            return FIRST, FIRST
+        assert self.duel is not None
         lru = self._lists.get(slot_nbytes)
         if is_full and lru is not None and self.duel.learned_rules:
             merit = newcomers(self.duel.habits, merit, lru.least_worth(self.duel.habits))
