@@ -107,7 +107,7 @@ def flush() -> None:
 class _Tracer:
     def __init__(self, trace: Any) -> None:
         self._api = trace
-        self._tracer = _Careful(trace, trace.get_tracer("kvstore"))
+        self._tracer = trace.get_tracer("kvstore")
 
     def span(self, name: str, parent: Trace | None, kind: str, attributes: dict[str, Any]) -> "_Span":
         api = self._api
@@ -115,7 +115,11 @@ class _Tracer:
         if parent is not None:
             context = api.set_span_in_context(api.NonRecordingSpan(self._remote(parent)))
             links = [api.Link(self._remote(other)) for other in parent.others]
-        started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes, links)
+        try:
+            started = self._tracer.start_span(name, context, api.SpanKind[kind.upper()], attributes, links)
+        except Exception:  # of a sampler or a processor that is not ours: what is traced is done all the same
+            log.exception("the step %s is not recorded", name)
+            started = api.INVALID_SPAN
         return _Span(api, started, parent)
 
     def _remote(self, trace: Trace) -> Any:
@@ -129,21 +133,6 @@ class _Tracer:
     def active(self) -> Trace | None:
         """Of the span that the engine is in, if it is in one."""
         return _trace(self._api.get_current_span())
-
-
-class _Careful:
-    """Of a provider whose sampler and processors are others' and may raise: what is traced is done all the same."""
-
-    def __init__(self, api: Any, tracer: Any) -> None:
-        self._api = api
-        self._tracer = tracer
-
-    def start_span(self, name: str, *others: Any) -> Any:
-        try:
-            return self._tracer.start_span(name, *others)
-        except Exception:  # the edge to code that is not ours
-            log.exception("the step %s is not recorded", name)
-            return self._api.INVALID_SPAN
 
 
 def _trace(span: Any) -> Trace | None:
