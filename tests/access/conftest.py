@@ -3,13 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fleets import SMALL
+from fleets import checked_nodes
 
 from kvstore.identities import ALL
-from node.config import NodeConfig
 from node.server import Node
 
 sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
@@ -39,18 +37,8 @@ StartNode = Callable[..., Node]
 
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
-    nodes: list[Node] = []
-
-    def start(**settings: Any) -> Node:
-        node = Node(NodeConfig(**{**SMALL, **settings}))
-        nodes.append(node)
-        node.start()
-        return node
-
-    yield start
-    for node in nodes:
-        assert node.check() == []
-        node.stop()
+    with checked_nodes() as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

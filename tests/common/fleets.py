@@ -63,6 +63,25 @@ def small_nodes() -> Iterator[Start]:
     assert left == []
 
 
+@contextlib.contextmanager
+def checked_nodes(settle_s: float | None = None) -> Iterator[Start]:
+    """Starts nodes that must be consistent in the end, and stops them. `settle_s`: of their sweepers."""
+    nodes: list[Node] = []
+
+    def start(**settings: Any) -> Node:
+        node = Node(NodeConfig(**{**SMALL, **settings}))
+        nodes.append(node)
+        if settle_s is not None:
+            node.peers.sweeper.settle_s = settle_s
+        node.start()
+        return node
+
+    yield start
+    for node in nodes:
+        assert node.check() == []
+        node.stop()
+
+
 def stop(node: Node) -> None:
     if not node.service.draining:
         began = time.monotonic()

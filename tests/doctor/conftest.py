@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import SMALL
+from fleets import checked_nodes
 
 from kvstore import ClientConfig
-from node.config import NodeConfig
 from node.server import Node
 
 sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
@@ -20,19 +19,8 @@ StartNode = Callable[..., Node]
 
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
-    nodes: list[Node] = []
-
-    def start(**settings: Any) -> Node:
-        node = Node(NodeConfig(**{**SMALL, **settings}))
-        node.peers.sweeper.settle_s = 1e6
-        node.start()
-        nodes.append(node)
-        return node
-
-    yield start
-    for node in nodes:
-        assert node.check() == []
-        node.stop()
+    with checked_nodes(settle_s=1e6) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

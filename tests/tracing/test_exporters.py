@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from traced_nodes import traced_node
+from traced_nodes import ask, traced_node
 
-from kvstore import Client, ClientConfig, Namespace, opaque_layout, spans, tracing
+from kvstore import spans, tracing
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.measure.node_process import NodeProcess
-from kvstore.tracing import named, request
+from kvstore.tracing import named
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
 
-PAGES = Namespace("llama", opaque_layout(4096))
-KEYS = [bytes([i]) * 32 for i in range(1, 9)]
 # Few spans are many: of 16 that wait for an exporter the next one is too many.
 SMALL = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_BSP_MAX_QUEUE_SIZE": "16", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
 CODE = """
@@ -66,13 +64,6 @@ def start(modules: Path) -> Iterator[Callable[..., NodeProcess]]:
     yield started
     for node in nodes:
         node.kill()
-
-
-def ask(node: NodeProcess, times: int) -> None:
-    with Client(ClientConfig(node.address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0)) as client:
-        for _ in range(times):
-            with request("cmpl-7"):
-                assert client.lookup(PAGES, KEYS).prefix_pages == 0
 
 
 def test_the_last_spans_of_a_node_are_sent_at_its_end(start: Callable[..., NodeProcess], tmp_path: Path) -> None:

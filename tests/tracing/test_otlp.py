@@ -11,19 +11,16 @@ from typing import Any
 
 import grpc
 import pytest
-from traced_nodes import traced_node
+from traced_nodes import ask, traced_node
 
-from kvstore import Client, ClientConfig, Namespace, opaque_layout
 from kvstore.measure.node_process import NodeProcess
-from kvstore.tracing import named, request
+from kvstore.tracing import named
 
 reason = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc"
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=reason)
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason=reason)
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=reason)
 
-PAGES = Namespace("llama", opaque_layout(4096))
-KEYS = [bytes([i]) * 32 for i in range(1, 9)]
 PROTOCOLS = ("http/protobuf", "grpc")
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 # The exporters would be patient for ten minutes, and send what there is at once.
@@ -143,13 +140,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
     yield started
     for node in nodes:
         node.kill()
-
-
-def ask(node: NodeProcess, times: int) -> None:
-    with Client(ClientConfig(node.address, wire="bulk", timeout_s=30.0, connect_timeout_s=20.0)) as client:
-        for _ in range(times):
-            with request("cmpl-7"):
-                assert client.lookup(PAGES, KEYS).prefix_pages == 0
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
