@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
+from kvstore.measure.ports import free_port
 
 try:
     from rich.console import Console
@@ -89,9 +89,8 @@ def redis_client(notes: list[str]) -> Iterator[Any]:
         notes.append(f"Redis rows are left out; missing here: {lacking}")
         yield None
         return
-    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as directory:
+        port = free_port()
         command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
         process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL)
         client = redis.Redis("127.0.0.1", port)

@@ -19,7 +19,6 @@ costs is the node's work. Aims: near, held at least 0.97 of alone; near, far at 
 import contextlib
 import functools
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from measure import Report, Samples, median, parser, progress, rounds, timed
 
 from kvstore import Client, client_config
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_ports
 
 PAGE_KIB = (1024, 4096)
 BATCH = 16
@@ -117,9 +117,7 @@ def rows(clients: dict[str, Client], page_nbytes: int, count: int, tick: Callabl
 @contextlib.contextmanager
 def two_nodes() -> Iterator[list[NodeProcess]]:
     """Of a cluster of their own."""
-    with contextlib.ExitStack() as free:
-        sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        ports = [sock.getsockname()[1] for sock in sockets]
+    ports = free_ports(2)
     members = ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
     with contextlib.ExitStack() as nodes:
         flags = [

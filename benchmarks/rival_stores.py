@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.measure.fleet import HERE, Fleet
+from kvstore.measure.ports import free_ports
 from kvstore.measure.replay import replay_namespace
 from kvstore.results import PutOutcome
 
@@ -30,12 +31,6 @@ TIMEOUT_S = 1.0  # of a call, where a store lets it be said
 START_S = 20.0
 HERE_IP = "127.0.0.1"
 os.environ.setdefault("GLOG_minloglevel", "3")  # Mooncake's client tells of every page that it lacks
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server((HERE_IP, 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in found]
 
 
 class Ours:

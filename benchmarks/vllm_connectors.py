@@ -28,6 +28,8 @@ from typing import Any
 
 from vllm_server import store_config
 
+from kvstore.measure.ports import free_port, free_ports
+
 NAMES = ("none", "store", "offloading", "lmcache", "lmcache-server", "lmcache-store", "lmcache-lm")
 START_S = 120.0
 STAGING_GIB = 8  # of LMCache's memory where it keeps nothing: what is on its way
@@ -80,7 +82,7 @@ def _config(name: str, **extra: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _lm_server() -> Iterator[int]:
-    (port,) = _free_ports(1)
+    port = free_port()
     with _process("lmcache.v1.server", "127.0.0.1", str(port), "cpu") as alive:
         _wait(lambda: socket.create_connection(("127.0.0.1", port)).close(), alive)
         yield port
@@ -89,7 +91,7 @@ def _lm_server() -> Iterator[int]:
 @contextlib.contextmanager
 def _lmcache_server(gib: int, address: str | None) -> Iterator[tuple[int, int]]:
     """Its port and that of its HTTP frontend."""
-    port, http_port, metrics_port = _free_ports(3)
+    port, http_port, metrics_port = free_ports(3)
     flags = ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
     flags += ["--prometheus-port", str(metrics_port), "--eviction-policy", "LRU"]
     flags += ["--l1-size-gb", str(gib), "--l1-init-size-gb", str(gib)]
@@ -134,9 +136,3 @@ def _wait(reached: Callable[[], object], alive: Callable[[], None]) -> None:
         if time.monotonic() > end:
             raise SystemExit(f"a server beside an engine does not answer after {START_S:g} s")
         time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvstore.measure.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 UP_S = 600.0  # imports alone take 10 s on two idle cores, and minutes beside other work
@@ -92,8 +93,7 @@ class Server:
     """On a free port of the loopback interface. `flags` are vLLM's own, without the dashes."""
 
     def __init__(self, model: Path | str, store: dict[str, Any] | None = None, **flags: Any) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self._base = f"http://127.0.0.1:{port}"
         values: dict[str, Any] = {"dtype": "float32", "max-model-len": 512, "block-size": 32, "port": port, **flags}
         if store is not None:

@@ -18,6 +18,7 @@ from kvstore.client import Client
 from kvstore.config import GRPC_PORT, client_config
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_port
 
 NAME = "fleet"
 ETCD_PORT = 2379
@@ -35,8 +36,7 @@ class Place:
         """One that is free: a place of its own has all."""
         if self.inside:
             return usual
-        with socket.create_server((self.host, 0)) as free:
-            return int(free.getsockname()[1])
+        return free_port(self.host)
 
 
 HERE = Place()

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from waiting import wait_until
 
 from kvstore.errors import Unavailable
+from kvstore.measure.ports import free_ports
 from node.peers.etcd import Access, Etcd
 
 
@@ -19,8 +19,7 @@ class RealEtcd:
     def __init__(self, folder: Path, access: Access = Access(), flags: Sequence[str] = ()) -> None:  # noqa: B008 -- it is frozen
         self._folder = folder
         self._access = access
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-            self.port, peer = (some.getsockname()[1] for some in (one, two))
+        self.port, peer = free_ports(2)
         here = f"{'https' if access.ca else 'http'}://127.0.0.1:{self.port}"
         self._command = [
             "etcd",

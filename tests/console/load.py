@@ -1,7 +1,6 @@
 """Engines of two tenants at a small cluster: chats that grow, with a system prompt that all of a model share."""
 
 import random
-import socket
 import threading
 from pathlib import Path
 
@@ -9,26 +8,18 @@ import torch
 from fleets import Start
 
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
+from kvstore.measure.ports import free_ports
 
 ZONES = {"n1": "rack-a", "n2": "rack-a", "n3": "rack-b"}
 PAGE_TOKENS = 16
 CHATS = 60
 
 
-def ports(count: int) -> list[int]:
-    """Free ones."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return found
-
-
 class Load:
     """`near`: the member that they talk to. `sampled`: samples of it are taken."""
 
     def __init__(self, start: Start, folder: Path) -> None:
-        at = dict(zip(ZONES, ports(len(ZONES)), strict=True))
+        at = dict(zip(ZONES, free_ports(len(ZONES)), strict=True))
         listed = ",".join(f"{name}=127.0.0.1:{at[name]}@{zone}" for name, zone in ZONES.items())
         settings = {"cluster": f"static:fleet/{listed}", "ram_nbytes": 24 << 20, "disk_nbytes": 96 << 20}
         nodes = [start(member=name, port=at[name], data_dir=str(folder / name), **settings) for name in ZONES]

@@ -1,11 +1,11 @@
 """Epochs of a process: new after each advance, the same on ranks that have the same seed."""
 
 import os
-import socket
 import subprocess
 import sys
 
 from gpu_agent.epochs import Epochs
+from kvstore.measure.ports import free_port
 
 # Torch is imported once, before there are two: that takes longer than all else.
 _RANKS = """
@@ -50,9 +50,7 @@ def test_equal_seeds_agree_and_others_do_not() -> None:
 
 
 def test_ranks_agree_through_torchs_store() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
 
     done = subprocess.run(
         [sys.executable, "-c", _RANKS, address],

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +17,7 @@ from gpu_agent.config import agent_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.cluster.view import State, view_message
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_ports
 
 SAVE_S = 2.0
 
@@ -26,10 +26,7 @@ SAVE_S = 2.0
 def fleet() -> Iterator[list[NodeProcess]]:
     """Two members, of which the first may be near."""
     with ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        ports = [some.getsockname()[1] for some in free]
-        for some in free:
-            some.close()
+        ports = free_ports(2)
         text = "static:fleet/" + ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
         ram, shm = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB"), ("auto", "none")
         yield [

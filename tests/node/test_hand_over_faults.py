@@ -15,6 +15,7 @@ from waiting import wait_until
 
 from kvstore import Keep, PutOutcome
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_port
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.peers import couriers, hand_over
@@ -37,11 +38,6 @@ def hung() -> Iterator[str]:
     """An address where connections are accepted and nobody answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

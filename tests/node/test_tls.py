@@ -15,6 +15,7 @@ from authorities import client_context, of_client, of_node, pair
 from kvstore import Client, ConfigError, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
+from kvstore.measure.ports import free_ports
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.serve.bulk import BulkConnection
@@ -210,14 +211,6 @@ def test_members_of_a_cluster_speak_tls_with_each_other(start_node: Any, known: 
         reply = link.run(lambda one, deadline: one.wire.call("hello", request, deadline), None, Deadline(20.0))
         assert reply.instance_id == other.service.instance_id
         assert link.wire_name == "bulk"
-
-
-def free_ports(count: int) -> list[int]:
-    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in socks]
-    for sock in socks:
-        sock.close()
-    return ports
 
 
 def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(fleet: Any, ours: Authority) -> None:

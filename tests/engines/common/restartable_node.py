@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from stopping import stop
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_port
 
 FREE_S = 30.0
 Page = tuple[bytes, bytes]  # namespace digest, prefix hash
@@ -21,8 +21,7 @@ class RestartableNode:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._node: NodeProcess | None = None
         self.start()

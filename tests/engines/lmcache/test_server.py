@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from stopping import stop
 
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_ports
 
 START_S = 120.0
 REQUESTS = 2
@@ -86,14 +86,6 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
             self.said.close()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    ports = [found.getsockname()[1] for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports
 
 
 def checksums(said: str) -> list[tuple[str, str]]:

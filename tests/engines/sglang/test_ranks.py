@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import uuid
@@ -13,16 +12,10 @@ import harness
 import pytest
 
 from kvstore.measure.node_process import NodeProcess
+from kvstore.measure.ports import free_port
 
 RANK = Path(__file__).with_name("rank.py")
 PAGES = 10
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
