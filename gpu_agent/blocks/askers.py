@@ -5,6 +5,7 @@ Lookups --- Asker --- store          questions go out at once, futures are done 
 
 import concurrent.futures
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
@@ -21,8 +22,8 @@ Result = TypeVar("Result")
 
 # For each group of layers: the namespaces of all shards, and the keys of the blocks.
 Question: TypeAlias = Sequence[tuple[Sequence[Namespace], Sequence[bytes]]]
-# For each group of layers: which blocks every shard has.
-Answer: TypeAlias = tuple[tuple[bool, ...], ...]
+# For each group of layers a byte per key: 1 for a block that every shard has.
+Answer: TypeAlias = tuple[bytes, ...]
 
 THREADS = 4
 _PAUSE_S = 0.0002
@@ -87,10 +88,10 @@ def found_everywhere(client: Client, question: Question, deadline: Deadline) -> 
         raise Exhausted(f"too many lookups at a time: one had no thread in {deadline.seconds:g} s")
     answer = []
     for namespaces, keys in question:
-        there = (True,) * len(keys)
+        there = bytes((True,)) * len(keys)
         for namespace in namespaces if keys else ():
             found = client.lookup(namespace, keys, timeout_s=deadline.remaining()).present
-            there = tuple(a and b for a, b in zip(there, found, strict=True))
+            there = bytes(map(operator.and_, there, found))
         answer.append(there)
     return tuple(answer)
 

@@ -10,12 +10,10 @@ Pure: tables, hashes and answers in, numbers out.
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 NULL_BLOCK = 0  # stands in a table for blocks that a window has left behind; never read, never written
-Unsaved: TypeAlias = tuple[int, int, int]  # where a block ends, its group, its index
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,13 @@ class BlockGroup:
         step = self.block_tokens // hash_tokens
         return list(hashes[step - 1 :: step])
 
+    def keys_of(self, hashes: Sequence[bytes], hash_tokens: int, blocks: Sequence[int]) -> list[bytes]:
+        """`keys(...)` of these blocks."""
+        step = self.block_tokens // hash_tokens
+        if isinstance(blocks, range):
+            return list(hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step])
+        return [hashes[(block + 1) * step - 1] for block in blocks]
+
     def key(self, hashes: Sequence[bytes], hash_tokens: int, block: int) -> bytes:
         """`keys(...)[block]`."""
         return hashes[(block + 1) * (self.block_tokens // hash_tokens) - 1]
@@ -56,16 +61,16 @@ class BlockGroup:
 
 def longest_prefix(
     groups: Sequence[BlockGroup],
-    present: Sequence[Sequence[bool]],
+    present: Sequence[Sequence[int]],
     local_tokens: int,
     limit_tokens: int,
     step_tokens: int,
 ) -> int:
     """The longest prefix, in tokens, that is wholly there once what is stored has been loaded.
 
-    `present[group][block]`: stored by every rank. The first `local_tokens` are in the engine. The result
-    is a multiple of `step_tokens`, at most `limit_tokens`, and `local_tokens` if nothing can be added: a
-    block that only one group has shortens the prefix for all.
+    `present[group][block]`: 1 if it is stored by every rank, else 0. The first `local_tokens` are in the engine. The
+    result is a multiple of `step_tokens`, at most `limit_tokens`, and `local_tokens` if nothing can be added: a block
+    that only one group has shortens the prefix for all.
     """
     if local_tokens % step_tokens:
         return local_tokens
@@ -80,7 +85,7 @@ def longest_prefix(
     return local_tokens
 
 
-def _run_end(group: BlockGroup, blocks: Sequence[bool], local_tokens: int) -> int:
+def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int:
     """Where a prefix ends at the latest: for layers that need all blocks the end of the run of those that are
     there, from the first one that the engine lacks on."""
     first = len(blocks) if group.forgets else local_tokens // group.block_tokens
@@ -100,35 +105,28 @@ def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int
     return shorter
 
 
-def unsaved_blocks(
-    groups: Sequence[BlockGroup],
-    tables: Sequence[Sequence[int]],
-    present: Sequence[Sequence[bool]],
-    planned: Sequence[int],
-    full: Sequence[int],
-) -> Iterator[Unsaved]:
-    """Blocks from `planned[group]` on and up to `full[group]` that a table has and the store has not, in the order in
-    which they end: if there is no room for all, then for those of a shorter prefix. None is looked at too early."""
-
-    def of(number: int, first: int) -> Iterator[Unsaved]:
-        table, there = tables[number], present[number] if present else ()
-        for block in range(first, full[number]):
-            if table[block] != NULL_BLOCK and not (block < len(there) and there[block]):
-                yield (block + 1) * groups[number].block_tokens, number, block
-
-    return heapq.merge(*(of(number, first) for number, first in enumerate(planned)))
+def unsaved_blocks(table: Sequence[int], there: Sequence[int], first: int, end: int) -> Sequence[int]:
+    """Blocks from `first` on and below `end` that a group's table has and the store has not (`there`: 1 for those that
+    it has, as far as is known). A range where that is all of them, as of most prompts, which have thousands."""
+    if NULL_BLOCK not in table[first:end] and True not in there[first:end]:
+        return range(first, end)
+    known = itertools.chain(there[first:end], itertools.repeat(False))
+    return [
+        block
+        for block, number, stored in zip(range(first, end), table[first:end], known, strict=False)
+        if number != NULL_BLOCK and not stored
+    ]
 
 
-def unsaved_count(
-    tables: Sequence[Sequence[int]], present: Sequence[Sequence[bool]], planned: Sequence[int], full: Sequence[int]
-) -> int:
-    """How many `unsaved_blocks` finds, sooner: a prompt has thousands."""
-    found = 0
-    for number, (first, end) in enumerate(zip(planned, full, strict=True)):
-        there = present[number][first:end] if present else ()
-        found += max(0, end - first) - tables[number][first:end].count(NULL_BLOCK) - there.count(True)
-        found += sum(block == NULL_BLOCK for block in itertools.compress(tables[number][first:end], there))
-    return found
+def first_ending(groups: Sequence[BlockGroup], blocks: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
+    """Of each group's `blocks`, in ascending order, those that are among the first `count` of all to end: where there
+    is no room for more, a shorter prefix is whole then."""
+
+    def ends(number: int) -> list[tuple[int, int]]:
+        return [((block + 1) * groups[number].block_tokens, number) for block in blocks[number][:count]]
+
+    chosen = [number for _, number in itertools.islice(heapq.merge(*map(ends, range(len(groups)))), count)]
+    return [some[: chosen.count(number)] for number, some in enumerate(blocks)]
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:

@@ -56,7 +56,7 @@ class Lookups:
     def ask(self, request_id: str, question: Question, stands: Answer | None = None) -> None:
         """Starts a lookup; a former one of this request is forgotten, but for its answer, which `stands` until there is
         another. Returns at once."""
-        nothing = tuple((False,) * len(keys) for _, keys in question)
+        nothing = tuple(bytes(len(keys)) for _, keys in question)
         done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
         with self._lock:
             full = self._running >= PENDING_MAX

@@ -118,7 +118,8 @@ class BlockRank:
                     (part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]
                 ]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
-        self._home.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
+        if any(order.sync for order in orders):
+            self._home.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Starts saves, behind what the engine has enqueued so far."""
@@ -165,6 +166,11 @@ class BlockRank:
         report.step = self._step
         report.away = int(not self._home.loads)
         return report
+
+    @property
+    def busy(self) -> bool:
+        """Whether loads or saves are under way, or ended since the last call of `take_counts`."""
+        return bool(self._loads or self._outcomes)
 
     def take_counts(self) -> RankCounts:
         """Counts since the last call."""

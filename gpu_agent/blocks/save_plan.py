@@ -11,18 +11,17 @@ until the last rank has read them. The engine's calls in, orders out: nothing he
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kvstore.tracing import REQUESTS_MAX
 
-Block: TypeAlias = tuple[int, bytes, int]  # group, key, block id
-
 
 class Part(NamedTuple):
-    """Blocks of one group: keys and the engine's block ids, as many of each."""
+    """Blocks of one group: keys and the engine's block ids, as many of each. A prompt has thousands, and the engine
+    waits: what is done to them is done to whole lists."""
 
     group: int
     keys: list[bytes]
@@ -41,12 +40,12 @@ class SaveOrder(NamedTuple):
 @dataclass
 class _Staged:
     owner: str
-    blocks: list[Block]
+    parts: list[Part]
 
 
 @dataclass
 class _Job:
-    blocks: list[Block]
+    parts: list[Part]
     missing_ranks: int = field(default=0)
 
 
@@ -74,11 +73,11 @@ class SavePlan:
         self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()  # outstanding, in order
         self._hold_s = hold_s
         self.scarce = scarce
-        self._ready: list[Block] = []
-        self._owners: list[str] = []  # of each that is ready
+        self._ready: deque[tuple[str, Part]] = deque()  # and their owners
+        self._ready_count = 0  # blocks of these
         self._ready_at = 0.0  # when the first of them was
         self._jobs: dict[int, _Job] = {}
-        self._known: set[tuple[int, bytes]] = set()  # staged, ready or in a job: once is enough
+        self._known: dict[int, set[bytes]] = {}  # by group; staged, ready or in a job: once is enough
         self._pinned = 0
         self._next_job = 0
 
@@ -94,22 +93,22 @@ class SavePlan:
 
     def knows(self, group: int, key: bytes) -> bool:
         """Whether such a block is under way."""
-        return (group, key) in self._known
+        return key in self._known.get(group, ())
 
     def begin(self, step: int) -> None:
         """A step is being scheduled; numbers ascend."""
         self._steps[step] = []
 
-    def stage(self, owner: str, blocks: Sequence[Block]) -> None:
+    def stage(self, owner: str, parts: Iterable[Part]) -> None:
         """Blocks whose tokens are computed by the end of the newest step; at most `room`. Without an
         outstanding step they are ready. Blocks under way already are left out."""
-        new = [block for block in blocks if block[:2] not in self._known]
-        assert len(new) <= self.room
+        new = [part for part in map(self._learned, parts) if part.keys]
         if not new:
             return
-        self._known.update(block[:2] for block in new)
-        self._pinned += len(new)
-        self._pin([block for _, _, block in new])
+        self._pinned += _count(new)
+        assert self._pinned <= self._blocks_max
+        for part in new:
+            self._pin(part.blocks)
         if self._steps:
             next(reversed(self._steps.values())).append(_Staged(owner, new))
         else:
@@ -129,21 +128,19 @@ class SavePlan:
                     self._make_ready(some)
                 else:
                     dropped.add(some.owner)
-                    self._release(some.blocks)
+                    self._release(some.parts)
         return dropped
 
     def orders(self) -> list[SaveOrder]:
         """What the ranks shall store now."""
         orders: list[SaveOrder] = []
-        early = len(self._ready) < self._order_blocks and time.monotonic() < self._ready_at + self._hold_s
-        if early and not self.scarce():
+        early = self._ready_count < self._order_blocks and time.monotonic() < self._ready_at + self._hold_s
+        if not self._ready or (early and not self.scarce()):
             return orders
         while self._ready:
-            blocks, self._ready = self._ready[: self._order_blocks], self._ready[self._order_blocks :]
-            owners, self._owners = self._owners[: self._order_blocks], self._owners[self._order_blocks :]
-            self._jobs[self._next_job] = _Job(blocks, self.ranks)
-            requests = tuple(dict.fromkeys(owners))[:REQUESTS_MAX]
-            orders.append(SaveOrder(self._next_job, _parts(blocks), requests))
+            parts, owners = self._taken()
+            self._jobs[self._next_job] = _Job(parts, self.ranks)
+            orders.append(SaveOrder(self._next_job, parts, owners[:REQUESTS_MAX]))
             self._next_job += 1
         return orders
 
@@ -153,50 +150,73 @@ class SavePlan:
         known.missing_ranks -= ranks
         if known.missing_ranks <= 0:
             del self._jobs[job]
-            self._release(known.blocks)
+            self._release(known.parts)
 
     def forget(self) -> None:
         """Drops what no rank was told of."""
         for staged in self._steps.values():
             for some in staged:
-                self._release(some.blocks)
+                self._release(some.parts)
             staged.clear()
-        ready, self._ready, self._owners = self._ready, [], []
-        self._release(ready)
+        self._release([part for _, part in self._ready])
+        self._ready.clear()
+        self._ready_count = 0
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        held = [block for staged in self._steps.values() for some in staged for block in some.blocks]
-        held += self._ready + [block for job in self._jobs.values() for block in job.blocks]
+        held = [part for staged in self._steps.values() for some in staged for part in some.parts]
+        ready = [part for _, part in self._ready]
+        held += ready + [part for job in self._jobs.values() for part in job.parts]
         found = []
-        if len(held) != self._pinned or self._pinned > self._blocks_max:
-            found.append(f"{self._pinned} blocks are pinned for {len(held)} saves, at most {self._blocks_max}")
-        if {block[:2] for block in held} != self._known:
+        if _count(held) != self._pinned or self._pinned > self._blocks_max:
+            found.append(f"{self._pinned} blocks are pinned for {_count(held)} saves, at most {self._blocks_max}")
+        known = sorted((group, key) for group, keys in self._known.items() for key in keys)
+        if sorted((part.group, key) for part in held for key in part.keys) != known:
             found.append("the keys under way are not those of the pinned blocks")
-        if len(self._owners) != len(self._ready):
-            found.append(f"{len(self._ready)} blocks are ready, of {len(self._owners)} owners")
+        if _count(ready) != self._ready_count:
+            found.append(f"{_count(ready)} blocks are ready, {self._ready_count} are counted")
         return found
+
+    def _learned(self, part: Part) -> Part:
+        """What of it was not under way, and is now."""
+        known = self._known.setdefault(part.group, set())
+        if not known.isdisjoint(part.keys):
+            new = [(key, block) for key, block in zip(part.keys, part.blocks, strict=True) if key not in known]
+            part = Part(part.group, [key for key, _ in new], [block for _, block in new])
+        known.update(part.keys)
+        return part
 
     def _make_ready(self, staged: _Staged) -> None:
         if not self._ready:
             self._ready_at = time.monotonic()
-        self._ready += staged.blocks
-        self._owners += [staged.owner] * len(staged.blocks)
+        self._ready.extend((staged.owner, part) for part in staged.parts)
+        self._ready_count += _count(staged.parts)
 
-    def _release(self, blocks: Sequence[Block]) -> None:
-        self._known.difference_update(block[:2] for block in blocks)
-        self._pinned -= len(blocks)
-        # The last block first: what is freed first is reused first, and a chain should lose its end.
-        self._unpin([block for _, _, block in reversed(blocks)])
+    def _taken(self) -> tuple[list[Part], tuple[str, ...]]:
+        """The first blocks that are ready, as many as an order may have, one part a group; and whose they are."""
+        parts: dict[int, Part] = {}
+        owners: dict[str, None] = {}
+        left = self._order_blocks
+        while left and self._ready:
+            owner, part = self._ready.popleft()
+            if len(part.keys) > left:
+                self._ready.appendleft((owner, Part(part.group, part.keys[left:], part.blocks[left:])))
+                part = Part(part.group, part.keys[:left], part.blocks[:left])
+            left -= len(part.keys)
+            owners[owner] = None
+            into = parts.setdefault(part.group, Part(part.group, [], []))
+            into.keys.extend(part.keys)
+            into.blocks.extend(part.blocks)
+        self._ready_count -= self._order_blocks - left
+        return list(parts.values()), tuple(owners)
+
+    def _release(self, parts: Sequence[Part]) -> None:
+        self._pinned -= _count(parts)
+        for part in reversed(parts):
+            self._known[part.group].difference_update(part.keys)
+            # The last block first: what is freed first is reused first, and a chain should lose its end.
+            self._unpin(part.blocks[::-1])
 
 
-def _parts(blocks: Sequence[Block]) -> list[Part]:
-    group = blocks[0][0]
-    if all(block[0] == group for block in blocks):
-        return [Part(group, [key for _, key, _ in blocks], [number for _, _, number in blocks])]
-    parts: dict[int, Part] = {}
-    for group, key, block in blocks:
-        part = parts.setdefault(group, Part(group, [], []))
-        part.keys.append(key)
-        part.blocks.append(block)
-    return list(parts.values())
+def _count(parts: Iterable[Part]) -> int:
+    return sum(len(part.keys) for part in parts)

@@ -6,13 +6,12 @@ For engines that schedule requests with block tables and hash their blocks thems
 here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made here.
 """
 
-import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import (
@@ -20,13 +19,12 @@ from gpu_agent.blocks.groups import (
     BlockGroup,
     loaded_blocks,
     longest_prefix,
-    unsaved_blocks,
-    unsaved_count,
 )
 from gpu_agent.blocks.hits import Hits
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
-from gpu_agent.blocks.save_plan import Block, Part, SavePlan
+from gpu_agent.blocks.request import EngineRequest, Request
+from gpu_agent.blocks.save_plan import Part, SavePlan
 from gpu_agent.blocks.stored import StoredBlocks
 from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
 from kvstore.keys import Namespace
@@ -37,41 +35,8 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.005
 ALONE_MAX = 16  # requests at hand: of so many, one is being computed
 REFRESH_S = 2.0  # how long an answer is believed while a request waits
-STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
+QUIET_MAX = 1 << 20  # steps that nobody is looked at, at most
 SILENCE_S = 10.0  # after a line of the log, for the same reason
-
-
-class EngineRequest(Protocol):
-    """What is read of the engine's request."""
-
-    request_id: str
-    block_hashes: list[bytes]  # of all full blocks of known tokens; grows
-    num_tokens: int
-    num_computed_tokens: int
-
-
-@dataclass
-class _Request:
-    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up. With `next_tokens`
-    tokens computed there is one more, with `due_tokens` enough of them to be saved."""
-
-    request: EngineRequest
-    planned: list[int]
-    next_tokens: int = 0
-    due_tokens: int = 0
-    present: Answer = ()
-    offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
-    loading: int = 0  # ranks that have not ended its load
-    polled: bool = False  # the engine asked for the answer at least once
-    load_began_at: float = 0.0
-    judged: tuple[int, int] | None = None  # the hit that was decided about, as `offered`
-    declined: bool | None = None  # whether it is none; None: not decided since it was asked anew
-    refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
-    barred: bool = False  # its KV may not be stored
-
-    def plan_anew(self) -> None:
-        self.planned = [0] * len(self.planned)
-        self.next_tokens = self.due_tokens = 0
 
 
 @dataclass
@@ -118,8 +83,10 @@ class BlockScheduler:
         self._min_tokens = max(1, min_tokens)
         self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
-        self._requests: dict[str, _Request] = {}
-        self._ended: dict[str, _Request] = {}  # whose loads have not
+        # Steps for which the same requests end no block that is due, each with one token a step.
+        self._quiet, self._scanned = 0, frozenset[str]()
+        self._requests: dict[str, Request] = {}
+        self._ended: dict[str, Request] = {}  # whose loads have not
         self._loads: list[LoadOrder] = []
         self._sync_loads: dict[int, set[str]] = {}  # step -> requests
         self._recovering: dict[str, int] = {}  # after a failed sync load: tokens to be computed again
@@ -139,7 +106,7 @@ class BlockScheduler:
 
     def ask(self, request: EngineRequest) -> None:
         """A new request: starts its lookup."""
-        self._requests[request.request_id] = _Request(request, [0] * len(self._groups))
+        self._requests[request.request_id] = Request(request, [0] * len(self._groups))
         self._ask(request)
 
     def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -176,7 +143,7 @@ class BlockScheduler:
             return
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
-            state.plan_anew()
+            self._plan_anew(state)
             self._counts.queried_tokens += request.num_tokens - state.offered[0]
         if not tokens:
             return
@@ -184,7 +151,7 @@ class BlockScheduler:
         parts = []
         for number, group in enumerate(self._groups):
             wanted = [i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK]
-            keys = [group.key(request.block_hashes, self._hash_tokens, i) for i in wanted]
+            keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
             parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts, self._sync))
         state.loading, state.load_began_at = 0 if self._sync else self._plan.ranks, time.monotonic()
@@ -203,9 +170,22 @@ class BlockScheduler:
         loads, self._loads = self._loads, []
         if self._sync and loads:
             self._sync_loads[self._step] = {load.request_id for load in loads}
+        scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
+        prompts, short = list[tuple[int, int]](), False
+        if self._quiet and not scarce and scheduled.keys() == self._scanned and set(scheduled.values()) == {1}:
+            self._quiet -= 1
+        else:
+            prompts, short = self._scan(scheduled, table_of, scarce)
+        self._hits.begins(self._step, time.monotonic(), prompts, short)
+        return StepOrders(self._step, self._epoch, loads, saves)
+
+    def _scan(
+        self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]], scarce: bool
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """Stages what a step computes. See `Worth.begins` for what is returned."""
         prompts, short = list[tuple[int, int]](), False
         self._strangers = False
-        scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
+        self._quiet = QUIET_MAX
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
@@ -221,8 +201,12 @@ class BlockScheduler:
             due = not state.barred and computed >= (state.next_tokens if scarce else state.due_tokens)
             if due and self._plan.room:
                 self._stage(state, computed, table_of(request_id))
-        self._hits.begins(self._step, time.monotonic(), prompts, short)
-        return StepOrders(self._step, self._epoch, loads, saves)
+            if not state.barred:
+                self._quiet = min(self._quiet, max(0, state.due_tokens - computed - 1))
+        self._scanned = frozenset(scheduled)
+        if self._recovering:
+            self._quiet = 0
+        return prompts, short
 
     def ran(self, report: Report) -> None:
         """What the ranks did beside a step whose results the engine has seen."""
@@ -230,33 +214,21 @@ class BlockScheduler:
             self._plan.acknowledge(job, ranks)
         self._stored.ended(report.ended, report.kept)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
-        failed_at = self._seen_at if self._sync else seen_at  # not before that: perhaps at once, behind a long step
-        states = {**self._ended, **self._requests} if self._ended else self._requests
-        for request_id in report.failed & states.keys():
-            state = states[request_id]
-            if not state.refused:
-                self._hits.failed(max(0.0, failed_at - state.load_began_at))
-            state.refused = True
-            state.present = ()
-            state.plan_anew()  # what is gone or damaged is saved again
+        if report.failed:
+            # Not before that, where loads run beside steps: perhaps at once, behind a long step.
+            self._loads_failed(report.failed, self._seen_at if self._sync else seen_at)
         self._hits.ended(report.step, self._seen_at, report.away)
-        loads: list[_Request] = []
-        for request_id in report.finished.keys() & states.keys():
-            state = states[request_id]
-            loading, state.loading = state.loading, max(0, state.loading - report.finished[request_id])
-            if loading and not state.loading:
-                self._ended.pop(request_id, None)
-                if not state.refused:
-                    loads.append(state)
-        if loads:
-            tokens = sum(state.offered[1] - state.offered[0] for state in loads)
-            self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at)
-        loaded = set().union(*(self._sync_loads.pop(step) for step in list(self._sync_loads) if step <= report.step))
+        if report.finished:
+            self._loads_ended(report.finished)
+        loaded = set[str]()
+        for step in [step for step in self._sync_loads if step <= report.step]:
+            loaded |= self._sync_loads.pop(step)
         failed = loaded & report.failed
         if loaded - failed:
             self._hits.succeeded()
-        for request_id in self._plan.ran(report.step, clean=not failed) & self._requests.keys():
-            self._requests[request_id].plan_anew()
+        for request_id in self._plan.ran(report.step, clean=not failed):
+            if request_id in self._requests:
+                self._plan_anew(self._requests[request_id])
         if failed:
             self._recover(failed)
         elif self._recovering:
@@ -275,9 +247,7 @@ class BlockScheduler:
         if state.loading:
             self._ended[request.request_id] = state
             return
-        if self._stage(state, request.num_computed_tokens, tables):
-            full = self._full(state, request.num_computed_tokens, tables)
-            self._drop(unsaved_count(tables, state.present, state.planned, full))
+        self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
             self._lookups.touch(request.request_id, self._question(request))
 
@@ -309,7 +279,35 @@ class BlockScheduler:
 
     # ---- in detail --------------------------------------------------------------------------
 
-    def _declines(self, state: _Request, start: int, end: int) -> bool:
+    def _known(self, request_ids: Iterable[str]) -> Iterator[tuple[str, Request]]:
+        """Requests at hand, and those that have ended before their loads."""
+        for request_id in request_ids:
+            state = self._requests.get(request_id) or self._ended.get(request_id)
+            if state:
+                yield request_id, state
+
+    def _loads_failed(self, failed: set[str], at: float) -> None:
+        for _, state in self._known(failed):
+            if not state.refused:
+                self._hits.failed(max(0.0, at - state.load_began_at))
+            state.refused = True
+            state.present = ()
+            self._plan_anew(state)  # what is gone or damaged is saved again
+
+    def _loads_ended(self, finished: Mapping[str, int]) -> None:
+        """`finished`: requests, and how many ranks have ended their loads."""
+        loads: list[Request] = []
+        for request_id, state in self._known(finished):
+            loading, state.loading = state.loading, max(0, state.loading - finished[request_id])
+            if loading and not state.loading:
+                self._ended.pop(request_id, None)
+                if not state.refused:
+                    loads.append(state)
+        if loads:
+            tokens = sum(state.offered[1] - state.offered[0] for state in loads)
+            self._hits.loaded(len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at)
+
+    def _declines(self, state: Request, start: int, end: int) -> bool:
         """Whether computing these tokens would be faster than loading them, as far as is known, or no load would end.
         What was decided stays, for a request may be asked about in every step."""
         if state.declined is None or state.judged != (start, end):
@@ -318,7 +316,7 @@ class BlockScheduler:
             self._counts.hits_declined += state.declined and not was
         return state.declined
 
-    def _alone(self, state: _Request) -> bool:
+    def _alone(self, state: Request) -> bool:
         """Whether the engine has no other request to compute."""
         requests = self._requests.values()
         return (
@@ -336,47 +334,33 @@ class BlockScheduler:
     def _ask(self, request: EngineRequest, stands: Answer | None = None) -> None:
         self._lookups.ask(request.request_id, self._question(request), stands)
 
-    def _full(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> list[int]:
-        """Of each group, the leading blocks whose tokens are computed and known: no drafts, no placeholders."""
-        tokens = min(computed_tokens, len(state.request.block_hashes) * self._hash_tokens)
-        return [
-            min(tokens // group.block_tokens, len(table)) for group, table in zip(self._groups, tables, strict=True)
-        ]
-
-    def _stage(self, state: _Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> bool:
-        """Whether there was no room for some; they are tried again as long as the request lives. Looks at no
-        more than there is room for: with a store that is slow they wait in every step."""
+    def _stage(self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> int:
+        """For how many blocks there was no room; they are tried again as long as the request lives."""
         if state.barred or state.loading:
-            return False
-        request = state.request
-        full = self._full(state, computed_tokens, tables)
-        unsaved = unsaved_blocks(self._groups, tables, state.present, state.planned, full)
-        found = list(itertools.islice(unsaved, self._plan.room))
-        left = next(unsaved, None)
-        if left is None:
-            state.planned = list(map(max, state.planned, full))
-            groups = list(zip(state.planned, self._groups, strict=True))
-            state.next_tokens = min((blocks + 1) * group.block_tokens for blocks, group in groups)
-            state.due_tokens = min(
-                self._due(blocks, group.block_tokens, request.num_tokens) for blocks, group in groups
-            )
-        else:
-            for _, number, i in found:
-                state.planned[number] = i + 1
-            state.next_tokens = state.due_tokens = 0
-        blocks: list[Block] = []
-        for _, number, i in found:
-            key = self._groups[number].key(request.block_hashes, self._hash_tokens, i)
-            blocks.append((number, key, tables[number][i]))
-            if self._describe and not self._plan.knows(number, key):
-                self._stored.note(number, key, self._describe(request, number, i))
-        self._plan.stage(request.request_id, blocks)
-        return left is not None
+            return 0
+        found, left = state.plan(self._groups, self._hash_tokens, computed_tokens, tables, self._plan.room)
+        parts = [self._part(state.request, number, blocks, tables) for number, blocks in enumerate(found) if blocks]
+        self._plan.stage(state.request.request_id, parts)
+        return left
 
-    def _due(self, planned: int, block_tokens: int, known_tokens: int) -> int:
-        """With so many tokens computed there is more to save: a block of a prompt, some of an answer."""
-        following = (planned + 1) * block_tokens
-        return following if following <= known_tokens else (planned + STAGED_BLOCKS) * block_tokens
+    def _plan_anew(self, state: Request) -> None:
+        state.plan_anew()
+        self._quiet = 0
+
+    def _part(
+        self, request: EngineRequest, number: int, blocks: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> Part:
+        """These blocks of a group, as they are saved."""
+        table = tables[number]
+        keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
+        if self._describe:
+            for block, key in zip(blocks, keys, strict=True):
+                if not self._plan.knows(number, key):
+                    self._stored.note(number, key, self._describe(request, number, block))
+        whole = isinstance(blocks, range)
+        return Part(
+            number, keys, list(table[blocks[0] : blocks[-1] + 1]) if whole else [table[block] for block in blocks]
+        )
 
     def _drop(self, blocks: int) -> None:
         """So many blocks are gone with their request, unsaved."""

@@ -10,6 +10,7 @@
 Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tokens`, `slow_hits`, `lora`, `agents`.
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +57,12 @@ logger = init_logger("vllm.kvstore")
 
 OWN_OPTIONS = ("load", "min_tokens", "slow_hits", "lora", "agents")
 MIN_TOKENS = 16
-ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
+ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
 MEDIUM = "KVSTORE"  # in events
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
+STATS_S = 0.25  # between what is told of saves and loads that go on: each telling costs the engine, and whom it tells
 
 
 @dataclass
@@ -97,6 +99,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = [] if isinstance(groups, str) else groups
         if role is KVConnectorRole.SCHEDULER:
             self._warn(groups)
+        self._told_at = 0.0
         # Scheduler
         self._pool: Any = None
         self._scheduler: BlockScheduler | None = None
@@ -218,7 +221,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         options = self._options
         page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
-        order_blocks = max(1, ORDER_NBYTES // page_nbytes)
+        order_blocks = max(1, min(ORDER_NBYTES // page_nbytes, blocks_max // 2))
         plan = SavePlan(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce)
         asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
         self._lookups = Lookups(asker, options.agent.lookup_timeout_s)
@@ -319,6 +322,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
+        parts = [part for part in (self._rank, self._scheduler) if part]
+        now = time.monotonic()
+        if now < self._told_at + STATS_S and any(part.busy for part in parts):
+            return None
+        self._told_at = now
         found: list[Any] = []
         if self._rank:
             found.append(self._rank.take_counts())

@@ -76,5 +76,5 @@ class LookupHost:
         if isinstance(error, KVStoreError):
             answer = frames.Answer(number, status_code(error).value[0], str(error), ())
         else:
-            answer = frames.Answer(number, 0, None, [bytes(there) for there in done.result() or ()])
+            answer = frames.Answer(number, 0, None, done.result() or ())
         self._channel.send(frames.answer_frame(answer))

@@ -35,6 +35,10 @@ class EngineEnd:
             raise Exhausted(f"{len(self._unsent)} bytes of orders wait for the agents' process")
         self._unsent += data
 
+    @property
+    def unsent(self) -> bool:
+        return bool(self._unsent)
+
     def send(self, data: bytes) -> None:
         """Never waits. Raises as `put`."""
         self.put(data)

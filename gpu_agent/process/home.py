@@ -90,7 +90,7 @@ class AgentProcess:
                 self._child.tell(frames.number_frame(Kind.RETIRE, agent.number))
 
     def close(self) -> None:
-        self._child.close(lambda: len(self._orders) > 0)
+        self._child.close(lambda: self.waits)
 
     def check(self) -> list[str]:
         if self._child.pid is None and len(self._orders):
@@ -160,6 +160,10 @@ class AgentProcess:
             self._orders.loaded(frames.parse_loaded(body))
         else:
             raise ProtocolError(f"the agents' process sent {kind.name}")
+
+    @property
+    def waits(self) -> bool:
+        return len(self._orders) > 0
 
     def overdue(self, now: float) -> bool:
         return self._orders.overdue(now)

@@ -76,14 +76,14 @@ def test_a_block_is_there_if_every_shard_has_it(asker: Asker, store: Client) -> 
     store.put(one, KEYS[:3], [page] * 3)
     store.put(two, KEYS[1:], [page] * 3)
     answer = ended(asker, asker.look_up([([one, two], KEYS), ([one], KEYS[:2]), ([two], [])], 5.0))
-    assert answer == ((False, True, True, False), (True, True), ())
+    assert answer == (b"\0\1\1\0", b"\1\1", b"")
     assert ended(asker, asker.touch([([one, two], KEYS)], 5.0)) is None
 
 
 def test_a_namespace_is_asked_about_that_was_not_announced(asker: Asker, store: Client) -> None:
     late = namespace(epoch=7)
     store.put(late, KEYS[:1], [bytes(4096)])
-    assert ended(asker, asker.look_up([([late], KEYS)], 5.0)) == ((True, False, False, False),)
+    assert ended(asker, asker.look_up([([late], KEYS)], 5.0)) == (b"\1\0\0\0",)
 
 
 def test_questions_that_are_wrong_are_errors_of_ours(asker: Asker) -> None:
@@ -97,7 +97,7 @@ def test_many_questions_have_each_their_own_answer(asker: Asker, store: Client) 
         store.put(name, KEYS[: number % 5], [bytes(4096)] * (number % 5)) if number % 5 else None
     asked = [asker.look_up([([name], KEYS)], 10.0) for name in names]
     found = [ended(asker, future)[0] for future in asked]
-    assert found == [tuple(i < number % 5 for i in range(4)) for number in range(20)]
+    assert found == [bytes(i < number % 5 for i in range(4)) for number in range(20)]
 
 
 def test_the_usual_command_is_that_of_the_agents_process() -> None:
@@ -151,7 +151,7 @@ def test_its_death_is_a_miss_and_then_there_is_another(
     lookups = Lookups(asker, 5.0)
     lookups.open([name])
     lookups.ask("early", [([name], KEYS)])  # it is only just starting
-    assert lookups.answer("early") == ((False,) * 4,)
+    assert lookups.answer("early") == (bytes(4),)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
     assert pid is not None
@@ -164,7 +164,7 @@ def test_its_death_is_a_miss_and_then_there_is_another(
     def found() -> bool:  # until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
         lookups.ask("late", [([name], KEYS)])
         until(asker, lambda: lookups.answer("late") is not None)
-        return lookups.answer("late") == ((True, True, False, False),)
+        return lookups.answer("late") == (b"\1\1\0\0",)
 
     until(asker, found)
     assert lookups.check() == []
@@ -202,6 +202,6 @@ def test_a_process_that_was_named_too_many_namespaces_is_replaced(
             return not isinstance(answers[-1], Exception)
 
         until(asker, answered)
-    assert answers[-1] == ((True, True, False, False),)
+    assert answers[-1] == (b"\1\1\0\0",)
     assert asker._child.pid != pid
     asker.close()

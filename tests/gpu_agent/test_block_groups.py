@@ -7,10 +7,10 @@ import pytest
 from gpu_agent.blocks.groups import (
     NULL_BLOCK,
     BlockGroup,
+    first_ending,
     loaded_blocks,
     longest_prefix,
     unsaved_blocks,
-    unsaved_count,
 )
 
 
@@ -79,14 +79,38 @@ def test_random_groups_against_the_definition(seed: int) -> None:
         assert longest_prefix(groups, present, local, limit, 32) == expected
 
 
-def test_blocks_that_go_with_their_request_are_counted_without_a_look_at_each() -> None:
+def test_what_a_group_has_to_save_is_what_its_table_has_and_the_store_has_not() -> None:
     draw = random.Random(7)
-    groups = [BlockGroup(16), BlockGroup(32)]
+    for _ in range(400):
+        table = [draw.choice([NULL_BLOCK, 5, 6, 7, 8, 9]) for _ in range(draw.randrange(20))]
+        there = bytes(draw.random() < 0.2 for _ in range(draw.randrange(20)))
+        end, first = draw.randrange(len(table) + 1), draw.randrange(20)
+        for some in (there, b""):
+            stored = some.ljust(len(table), b"\0")
+            expected = [i for i in range(first, end) if table[i] != NULL_BLOCK and not stored[i]]
+            assert list(unsaved_blocks(table, some, first, end)) == expected
+    assert unsaved_blocks([5] * 9, bytes(3), 2, 9) == range(2, 9)
+
+
+def test_where_there_is_no_room_for_all_a_shorter_prefix_is_whole() -> None:
+    draw = random.Random(8)
+    groups = [BlockGroup(16), BlockGroup(48), BlockGroup(32)]
     for _ in range(200):
-        tables = [[draw.choice([NULL_BLOCK, 5, 6]) for _ in range(draw.randrange(20))] for _ in groups]
-        present = [tuple(draw.random() < 0.5 for _ in range(draw.randrange(20))) for _ in groups]
-        full = [draw.randrange(len(table) + 1) for table in tables]
-        planned = [draw.randrange(20) for _ in groups]
-        for there in (present, ()):
-            expected = sum(1 for _ in unsaved_blocks(groups, tables, there, planned, full))
-            assert unsaved_count(tables, there, planned, full) == expected
+        found = [sorted(draw.sample(range(12), draw.randrange(9))) for _ in groups]
+        ends = sorted(
+            ((block + 1) * group.block_tokens, number, block)
+            for number, (group, blocks) in enumerate(zip(groups, found, strict=True))
+            for block in blocks
+        )
+        count = draw.randrange(len(ends) + 2)
+        chosen = first_ending(groups, found, count)
+        assert sorted((number, block) for number, blocks in enumerate(chosen) for block in blocks) == sorted(
+            (number, block) for _, number, block in ends[:count]
+        )
+    assert first_ending([BlockGroup(16)], [range(3, 9)], 2) == [range(3, 5)]
+
+
+def test_keys_of_a_run_and_of_single_blocks_are_those_of_all() -> None:
+    group, hashes = BlockGroup(32), [bytes([i]) for i in range(9)]
+    assert group.keys_of(hashes, 16, range(1, 4)) == group.keys(hashes, 16)[1:4] == group.keys_of(hashes, 16, [1, 2, 3])
+    assert group.keys_of(hashes, 16, range(2, 2)) == []

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gpu_agent.blocks import save_plan
-from gpu_agent.blocks.save_plan import Block, SavePlan
+from gpu_agent.blocks.save_plan import Part, SavePlan
 from kvstore.tracing import REQUESTS_MAX
 
 
@@ -27,8 +27,8 @@ def plan_of(pins: Pins, ranks: int = 1, blocks_max: int = 8, order_blocks: int =
     return SavePlan(ranks, blocks_max, order_blocks, pins.pin, pins.unpin)
 
 
-def blocks(*numbers: int, group: int = 0) -> list[Block]:
-    return [(group, b"key%d" % number, number) for number in numbers]
+def blocks(*numbers: int, group: int = 0) -> list[Part]:
+    return [Part(group, [b"key%d" % number for number in numbers], list(numbers))]
 
 
 def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
@@ -129,7 +129,9 @@ def test_a_key_under_way_is_not_staged_twice() -> None:
     pins = Pins()
     plan = plan_of(pins)
     plan.stage("a", blocks(1))
-    plan.stage("b", [(0, b"key1", 7), (1, b"key1", 8)])  # the same tokens in another block; another group
+    plan.stage(
+        "b", [Part(0, [b"key1"], [7]), Part(1, [b"key1"], [8])]
+    )  # the same tokens in another block; another group
     assert pins.held == [1, 8]
 
 
