@@ -111,6 +111,7 @@ def test_the_engines_end_keeps_what_the_socket_does_not_take(monkeypatch: pytest
     def listen() -> None:
         end = AgentsEnd(theirs, os.getpid())
         heard.extend(end.receive() for _ in range(count))
+        os.close(end._pidfd)  # which its process's end does
 
     listener = threading.Thread(target=listen)
     listener.start()

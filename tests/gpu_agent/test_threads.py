@@ -61,7 +61,7 @@ def test_a_lookup_for_which_there_is_no_thread_is_a_miss(
         lookups.open([namespace])
         lookups.ask("r", [([namespace], keys)])
         lookups.touch("a request", [([namespace], keys)])
-        assert lookups.answer("r") == ((False, False),)
+        assert lookups.answer("r") == (bytes(2),)
     assert lookups.check() == []
     lookups.close()
 
