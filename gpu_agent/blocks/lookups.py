@@ -21,6 +21,7 @@ from kvstore.keys import Namespace
 from kvstore.tracing import carried, request
 
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
+TOUCHED_TOGETHER = 16  # requests
 OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
 
 
@@ -49,6 +50,7 @@ class Lookups:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._pending: dict[str, _Pending] = {}
+        self._used: list[tuple[str, Question]] = []  # requests that have ended since the last poll
         self._counts = LookupCounts()
         self._running = 0
         self._outage = Outage()
@@ -111,14 +113,10 @@ class Lookups:
 
     def touch(self, request_id: str, question: Question) -> None:
         """Counts these pages as used, heads last: a chain that is saved piece by piece, or that an engine
-        keeps in its own cache, would otherwise lose its head first. Not done if there is no room."""
-        with self._lock:
-            if self._running >= PENDING_MAX // 2:
-                return
-            self._running += 1
-        with request(request_id):
-            done = self._asker.touch(question, self._timeout_s)
-        done.add_done_callback(self._ended)
+        keeps in its own cache, would otherwise lose its head first. With the next `poll`: requests that end in one step
+        are told of together. Not done if there is no room."""
+        if len(self._used) < PENDING_MAX // 2:
+            self._used.append((request_id, question))
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
         """Connects and registers in the background, so that the first request need not wait for it."""
@@ -128,7 +126,19 @@ class Lookups:
 
     def poll(self) -> None:
         """What the store said since the last time is known afterwards."""
+        used, self._used = self._used, []
+        for first in range(0, len(used), TOUCHED_TOGETHER):
+            self._touch(used[first : first + TOUCHED_TOGETHER])
         self._asker.poll()
+
+    def _touch(self, used: Sequence[tuple[str, Question]]) -> None:
+        with self._lock:
+            if self._running >= PENDING_MAX // 2:
+                return
+            self._running += 1
+        with request(*(request_id for request_id, _ in used)):
+            done = self._asker.touch([group for _, question in used for group in question], self._timeout_s)
+        done.add_done_callback(self._ended)
 
     def take_counts(self) -> LookupCounts:
         """Counts since the last call."""

@@ -7,7 +7,7 @@ from typing import Protocol
 from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import BlockGroup, first_ending, unsaved_blocks
 
-STAGED_BLOCKS = 4  # of an answer's, while it goes on: as much work as for one
+STAGED_BLOCKS = 16  # of an answer's, while it goes on: as much work as for one
 
 
 class EngineRequest(Protocol):

@@ -57,7 +57,7 @@ logger = init_logger("vllm.kvstore")
 
 OWN_OPTIONS = ("load", "min_tokens", "slow_hits", "lora", "agents")
 MIN_TOKENS = 16
-ORDER_NBYTES = 64 << 20  # of one rank's save job: blocks are pinned until all of it has been read
+ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
 MEDIUM = "KVSTORE"  # in events

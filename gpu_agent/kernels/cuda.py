@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import logging
+import queue
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self.host = HostMemory()
         self._blocks = blocks
+        self._waits: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()  # streams and events for those who wait
         torch.empty(1, device=self.device)  # torch makes the GPU's context, as the engine would
         self.batch = BatchCopy()
         with self.active():
@@ -82,8 +84,18 @@ class CudaDevice:
         return event
 
     def wait(self, fence: Fence) -> None:
-        if fence is not None:
-            fence.synchronize()
+        """By an event of ours: another process's event would be waited for in a loop, by a core that the engine's
+        own thread may share."""
+        if fence is None or fence.query():  # type: ignore[no-untyped-call]
+            return
+        try:
+            stream, event = self._waits.get_nowait()
+        except queue.Empty:
+            stream, event = self.stream(), self.event()
+        runtime.streamWaitEvent(stream.ptr, fence.cuda_event)
+        event.record(stream)
+        event.synchronize()
+        self._waits.put((stream, event))
 
     def mark(self, stream: Any) -> Fence:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

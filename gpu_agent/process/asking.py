@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu_agent.blocks.askers import Answer, Question
 from gpu_agent.process import frames
-from gpu_agent.process.child import GRACE_S, Child
+from gpu_agent.process.child import GRACE_S, IDLE_S, Child
 from gpu_agent.process.frames import Kind
 from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
@@ -66,7 +66,7 @@ class AskProcess:
         return done
 
     def poll(self) -> None:
-        self._child.poll()
+        self._child.poll(0.0 if self._awaited else IDLE_S)
 
     def pause(self, timeout_s: float) -> None:
         self._child.pause(timeout_s)
@@ -137,10 +137,6 @@ class AskProcess:
             done.set_exception(from_status(answer.status, answer.error or ""))
         else:
             done.set_result(tuple(answer.groups) if counts else None)
-
-    @property
-    def waits(self) -> bool:
-        return self._awaited > 0
 
     def overdue(self, now: float) -> bool:
         oldest = next(iter(self._asked.values()), None)

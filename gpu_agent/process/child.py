@@ -35,7 +35,7 @@ LIVED_S = 60.0  # after so long a death is the first again
 _POLL_S = 0.01
 # Asking the system whether something was said costs an engine's step 10 us (a machine with an H200). Of a child that
 # owes nothing only its death could be heard.
-_IDLE_LOOK_S = 0.1
+IDLE_S = 0.1
 
 
 class Owner(Protocol):
@@ -48,10 +48,6 @@ class Owner(Protocol):
 
     def hear(self, kind: Kind, body: bytes) -> None:
         """What it says. Raises ProtocolError for what it may not say."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether something is under way."""
 
     def overdue(self, now: float) -> bool:
         """Whether something is under way that should have ended."""
@@ -131,16 +127,16 @@ class Child:
             self.pause()
         return self.ready
 
-    def poll(self) -> None:
-        """Hears what was said, sees to the end, and starts the next one."""
+    def poll(self, patience_s: float = 0.0) -> None:
+        """Hears what was said, sees to the end, and starts the next one. `patience_s`: for so long since the last time
+        nobody minds what was said; what is to be sent is."""
         now = time.monotonic()
         if self._process is None:
             if now >= self._restart_at and not self._closed:
                 self._restart()
             return
         if self._channel is not None:
-            idle = self.ready and not self._channel.unsent and not self._owner.waits
-            if idle and now < self._looked_at + _IDLE_LOOK_S:
+            if now < self._looked_at + patience_s and self.ready and not self._channel.unsent:
                 return
             self._looked_at = now
             self._listen(self._channel)

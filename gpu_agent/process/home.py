@@ -16,7 +16,7 @@ from gpu_agent.blocks.homes import BlockAgent, Place, check_blocks, config_at
 from gpu_agent.config import AgentConfig
 from gpu_agent.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.process import frames
-from gpu_agent.process.child import GRACE_S, Child
+from gpu_agent.process.child import GRACE_S, IDLE_S, Child
 from gpu_agent.process.frames import Kind
 from gpu_agent.process.marks import Marks
 from gpu_agent.process.memory import described_pools
@@ -26,6 +26,8 @@ from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.tracing import packed_now
+
+SAVING_S = 0.01  # that the engine may not know of blocks that have been read; of loads it wants to know at once
 
 
 class AgentProcess:
@@ -74,7 +76,8 @@ class AgentProcess:
         return self._child.listens and self._child.ready
 
     def poll(self) -> None:
-        self._child.poll()
+        saving_s = SAVING_S if len(self._orders) else IDLE_S
+        self._child.poll(0.0 if self._orders.loading else saving_s)
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         waited = list(futures)
@@ -90,7 +93,7 @@ class AgentProcess:
                 self._child.tell(frames.number_frame(Kind.RETIRE, agent.number))
 
     def close(self) -> None:
-        self._child.close(lambda: self.waits)
+        self._child.close(lambda: len(self._orders) > 0)
 
     def check(self) -> list[str]:
         if self._child.pid is None and len(self._orders):
@@ -160,10 +163,6 @@ class AgentProcess:
             self._orders.loaded(frames.parse_loaded(body))
         else:
             raise ProtocolError(f"the agents' process sent {kind.name}")
-
-    @property
-    def waits(self) -> bool:
-        return len(self._orders) > 0
 
     def overdue(self, now: float) -> bool:
         return self._orders.overdue(now)

@@ -97,6 +97,10 @@ class Orders:
         save, load = next(iter(self._saves.values()), None), next(iter(self._loads.values()), None)
         return bool((save and save.overdue_at < now) or (load and load.overdue_at < now))
 
+    @property
+    def loading(self) -> bool:
+        return bool(self._loads)
+
     def __len__(self) -> int:
         return len(self._saves) + len(self._loads)
 

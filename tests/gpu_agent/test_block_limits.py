@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from block_store import BLOCK, TOKENS, FakeRequest
 
+from gpu_agent.blocks import request as request_module
+
 
 def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
     stores: Any, caplog: pytest.LogCaptureFixture
@@ -23,8 +25,9 @@ def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
     assert store.pins == []
 
 
-def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any) -> None:
+def test_a_table_is_read_only_when_there_are_blocks_to_save(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a hundred running requests most end no block in a step, and each look costs the engine."""
+    monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)

@@ -9,18 +9,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from block_store import BLOCK, FakeRequest
 
+from gpu_agent.blocks import request as request_module
 from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import Report
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
+from gpu_agent.config import AgentConfig
+from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.process import asking, frames
 from gpu_agent.process.asking import AskProcess
 from gpu_agent.process.channel import EngineEnd
-from gpu_agent.process.child import Child
+from gpu_agent.process.child import IDLE_S, Child
 from gpu_agent.process.frames import Answer, Kind
+from gpu_agent.process.home import SAVING_S, AgentProcess
 from kvstore import Namespace
 from kvstore.config import ClientConfig
 from kvstore.layout import opaque_layout
@@ -121,7 +127,8 @@ def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(see
     assert sides[1].looked <= sides[0].looked
 
 
-def test_requests_that_end_no_block_are_not_looked_at() -> None:
+def test_requests_that_end_no_block_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     side, request = Side(False, 1000), FakeRequest("r", list(range(40)))
     side.scheduler.ask(request)
     assert side.scheduler.matched(request, 0) == 0
@@ -220,12 +227,12 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Any, monk
     assert listens <= 2
     _, (_, body) = heard(sock)
     sock.send(frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, ())))
-    monkeypatch.setattr("gpu_agent.process.child._IDLE_LOOK_S", 0.0)
+    monkeypatch.setattr("gpu_agent.process.asking.IDLE_S", 0.0)
     asker.poll()
     assert done.result() is None
     done = asker.look_up([([NAMESPACE], keys(1))], 5.0)
     listens = 0
-    monkeypatch.setattr("gpu_agent.process.child._IDLE_LOOK_S", 60.0)
+    monkeypatch.setattr("gpu_agent.process.asking.IDLE_S", 60.0)
     for _ in range(5):
         asker.poll()
     assert listens == 5
@@ -241,3 +248,39 @@ def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(played: Any, th
     body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[frames.HEADER.size :]
     with pytest.raises(asking.ProtocolError, match="neither yes nor no"):
         asker.hear(Kind.ANSWER, body)
+
+
+def test_requests_that_end_in_one_step_are_told_of_together(played: Any) -> None:
+    asker, sock = played
+    lookups = Lookups(asker, 5.0)
+    lookups.open([NAMESPACE])
+    heard(sock)
+    used = [keys(2) for _ in range(20)]
+    for number, some in enumerate(used):
+        lookups.touch(f"r{number}", [([NAMESPACE], some)])
+    assert heard(sock) == []
+    lookups.poll()
+    told = heard(sock)
+    assert [kind for kind, _ in told] == [Kind.TOUCH] * 2
+    questions = [frames.parse_question(body) for _, body in told]
+    assert [list(group[1]) for question in questions for group in question.groups] == used
+    for question in questions:
+        sock.send(frames.answer_frame(Answer(question.number, 0, None, ())))
+    lookups.poll()
+    assert heard(sock) == []
+
+
+def test_an_engine_that_loads_listens_in_every_step(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patience: list[float] = []
+    monkeypatch.setattr(Child, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+    layers = {"layers.0": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8)}
+    pool = table_pool(layers, 8, BLOCK)
+    home = AgentProcess([Place(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig())
+    (agent,) = home.agents(None)
+    assert agent is not None
+    home.poll()
+    agent.save(keys(2), [1, 2])
+    home.poll()
+    agent.load(keys(2), [3, 4])
+    home.poll()
+    assert patience == [IDLE_S, SAVING_S, 0.0]

@@ -9,6 +9,7 @@ import torch
 from block_store import TOKENS, FakeRequest
 
 from gpu_agent import TorchTransfer
+from gpu_agent.blocks import request as request_module
 from gpu_agent.blocks import scheduler
 from gpu_agent.blocks.orders import Report
 from gpu_agent.blocks.worth import Worth
@@ -276,8 +277,11 @@ def test_a_reset_renews_the_epoch_of_both_sides(stores: Any) -> None:
     assert store.matched(fresh) == 0
 
 
-def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(stores: Any) -> None:
+def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(
+    stores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request that is thrown out for want of blocks comes back with what is stored."""
+    monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store, request, table = stores(), FakeRequest("r", list(range(32))), list(range(1, 13))
     store.scheduler.ask(request)
     staged = []
