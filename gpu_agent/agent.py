@@ -243,7 +243,7 @@ class Agent:
         stored = existing = 0
         reason = None
         try:
-            self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
+            self._open(job.deadline)
             carrier, step = self._carrier(buffer, job.deadline)
             missing = list(range(len(job.prefix_hashes)))
             if len(missing) > step or not carrier.asks_first:
@@ -281,6 +281,11 @@ class Agent:
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
 
+    def _open(self, deadline: Deadline) -> None:
+        """So that it is known how pages travel. Where they travel in place, what is asked next opens the namespace."""
+        if not self._client.maps_arena:
+            self._client.open(self.namespace, deadline.remaining())
+
     def _missing(self, job: Job) -> list[int]:
         """Pages that are not stored. Those that are count as used. A member of a cluster that hangs may not cost the
         others the time of the save."""
@@ -306,7 +311,7 @@ class Agent:
         first = in_place = skip_tokens // self.namespace.layout.page_tokens
         error, parted = None, False
         try:
-            self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
+            self._open(job.deadline)
             while True:
                 carrier, step = self._carrier(buffer, job.deadline)
                 parts = parts_of(in_place, count, step, carrier.overlaps)

@@ -21,6 +21,7 @@ from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Gathered, MappedPages, Placed, Transfer
 from gpu_agent.units import UnitTable
 from kvstore import PutOutcome
+from kvstore.batches import put_outcomes
 from kvstore.checksum import cuts, key_seed, leaf, root
 from kvstore.client import Client
 from kvstore.deadline import Deadline
@@ -159,7 +160,7 @@ class ArenaCarrier:
     def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         timeout_s = chunk.deadline.remaining()
         with self._client.open_put(chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s) as slots:
-            outcomes = [PutOutcome(verdict) for verdict in slots.verdicts]
+            outcomes = put_outcomes(slots.verdicts)
             wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
             if not wanted:
                 return outcomes
@@ -243,7 +244,7 @@ class ArenaCarrier:
             wait_s = min(wait_s, chunk.deadline.remaining())
             if not self._transfer.await_host_memory(wait_s):
                 raise Exhausted(f"the node's memory is still being page-locked after {wait_s:.1f} s")
-        return MappedPages(arena.memory, offsets, chunk.namespace.layout.page_nbytes)
+        return MappedPages(arena.memory, arena.address, offsets, chunk.namespace.layout.page_nbytes)
 
     def _report(self, chunk: Chunk, page: int) -> None:
         """The node checks its copy and drops it; whatever it says, this load ended before that page."""

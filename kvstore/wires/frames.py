@@ -88,7 +88,6 @@ class FrameSocket:
 
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
-        self._set_timeouts(seconds)
 
     def _set_timeouts(self, seconds: float) -> None:
         """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
@@ -132,6 +131,7 @@ class FrameSocket:
 
         From the first byte on, the frame has `frame_s` seconds to arrive.
         """
+        self._set_timeouts(self._deadline - time.monotonic())
         if not self._receive_ahead():
             return None
         self.arm(frame_s)
