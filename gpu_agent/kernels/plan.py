@@ -15,6 +15,7 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,8 @@ def merged(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> U
     return Unit(row_nbytes, tuple(outer))
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """Whole tiles, and the bytes `offset .. offset + nbytes` of the page that they cover."""
 
     tile_first: int
@@ -90,12 +92,12 @@ class Span(NamedTuple):
     offset: int
     nbytes: int
 
-    @property
+    @functools.cached_property
     def row_nbytes(self) -> int:
         """Bytes from page to page in a staging buffer."""
         return -(-(self.lead + self.nbytes) // ROW_ALIGN_NBYTES) * ROW_ALIGN_NBYTES
 
-    @property
+    @functools.cached_property
     def lead(self) -> int:
         """Unused bytes in front of the span's first byte in a staging row."""
         return self.offset % ROW_ALIGN_NBYTES

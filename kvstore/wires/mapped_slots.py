@@ -83,7 +83,7 @@ class ReservedSlots(_Slots):
             raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
         self._drop()
         self._lease.connection.arm(self._deadline.remaining())
-        with self._lease.talking() as connection:
+        with self._lease as connection:
             exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
         self._waiting = False
 
