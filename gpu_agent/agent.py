@@ -243,7 +243,8 @@ class Agent:
         stored = existing = 0
         reason = None
         try:
-            self._open(job.deadline)
+            if not self._client.maps_arena:  # what is asked in place opens the namespace by itself
+                self._client.open(self.namespace, job.deadline.remaining())
             carrier, step = self._carrier(buffer, job.deadline)
             missing = list(range(len(job.prefix_hashes)))
             if len(missing) > step or not carrier.asks_first:
@@ -265,7 +266,10 @@ class Agent:
                     carrier, step = self._carrier(buffer, job.deadline)
                     continue
                 left = rest
-                stored += outcomes.count(PutOutcome.STORED)
+                new = outcomes.count(PutOutcome.STORED)
+                stored += new
+                if new == len(outcomes):
+                    continue
                 existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
                 if PutOutcome.AWAY in outcomes:
                     reason = "members of the cluster do not answer"
@@ -280,11 +284,6 @@ class Agent:
             self._outage.report(error)
         dropped = len(job.prefix_hashes) - stored - existing
         return self._saved(SaveResult(stored, existing, dropped, reason if dropped else None))
-
-    def _open(self, deadline: Deadline) -> None:
-        """So that it is known how pages travel. Where they travel in place, what is asked next opens the namespace."""
-        if not self._client.maps_arena:
-            self._client.open(self.namespace, deadline.remaining())
 
     def _missing(self, job: Job) -> list[int]:
         """Pages that are not stored. Those that are count as used. A member of a cluster that hangs may not cost the
@@ -311,7 +310,8 @@ class Agent:
         first = in_place = skip_tokens // self.namespace.layout.page_tokens
         error, parted = None, False
         try:
-            self._open(job.deadline)
+            if not self._client.maps_arena:  # what is asked in place opens the namespace by itself
+                self._client.open(self.namespace, job.deadline.remaining())
             while True:
                 carrier, step = self._carrier(buffer, job.deadline)
                 parts = parts_of(in_place, count, step, carrier.overlaps)

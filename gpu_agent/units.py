@@ -60,7 +60,7 @@ def checked_rows(
     if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
         kind = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InvalidRequest(f"units of space {name!r} must be a torch.int64 tensor, not {kind}")
-    if indices.device.type != "cpu" and indices.device != device:
+    if not indices.is_cpu and indices.device != device:
         raise InvalidRequest(f"units of space {name!r} are on {indices.device}; allowed are cpu and {device}")
     per_page = page_tokens // space.unit_tokens
     if indices.dim() != 1 or indices.numel() != page_count * per_page:

@@ -9,7 +9,9 @@ breaks the framing loses its connection: there is no way to find the next frame.
 """
 
 import collections
+import functools
 import itertools
+import select
 import socket
 import struct
 import time
@@ -242,14 +244,15 @@ class FrameSocket:
 
     @property
     def quiet(self) -> bool:
-        """Whether the peer has said nothing more, and not hung up."""
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return not self._early.nbytes
-        except OSError:
-            pass
-        return False
+        """Whether the peer has said nothing more, and not hung up. Each lease asks: in 3 us, by an exception in 15."""
+        return not self._early.nbytes and not self._news.poll(0)
+
+    @functools.cached_property
+    def _news(self) -> select.poll:
+        """Told of what `quiet` looks for."""
+        news = select.poll()
+        news.register(self._sock, select.POLLIN)
+        return news
 
     def shutdown(self) -> None:
         """Wakes a thread that is blocked in this socket; it gets ConnectionError."""
