@@ -8,6 +8,8 @@ alone ("one batch"). limit: one big copy between page-locked memory and the GPU 
 events. Every loaded byte is compared. Aim: sustained at least 0.95 of the limit.
 
     python benchmarks/agent.py                 on a machine with an NVIDIA GPU and CuPy (a minute)
+    python benchmarks/agent.py --in-flight 4   as engines do, which wait for none: a worker's next batch is there
+    python benchmarks/agent.py --in-flight 3 --workers 3
     python benchmarks/agent.py --cpu           a CPU pool, small: proves the script
 """
 
@@ -91,19 +93,22 @@ class Moves:
         assert moved == self._work.count, result
 
 
-def rows(client: Client, works: list[Work], batches: int, repeats: int) -> list[dict[str, Any]]:
+def rows(
+    client: Client, works: list[Work], args: argparse.Namespace, batches: int, repeats: int
+) -> list[dict[str, Any]]:
     found = []
+    config = AgentConfig(pending_nbytes_max=1 << 36, workers=args.workers)
     for work in works:
         namespace = Namespace(model=f"benchmark {uuid.uuid4()}", layout=work.pool.layout)
         transfer = transfer_for(work.pool.device)
-        with Agent(client, namespace, work.pool, AgentConfig(pending_nbytes_max=1 << 36), transfer) as agent:
+        with Agent(client, namespace, work.pool, config, transfer) as agent:
             moves = Moves(agent, client, work, batches)
-            moves.run("save", IN_FLIGHT)
+            moves.run("save", args.in_flight)
             wait_locked(client, namespace, moves.keys[0], transfer)
             check(agent, moves, work)
             for direction in ("save", "load"):
                 limit = copy_limit(work, direction)
-                for name, in_flight in (("sustained", IN_FLIGHT), ("one batch", 1)):
+                for name, in_flight in (("sustained", args.in_flight), ("one batch", 1)):
                     speeds = []
                     for _ in range(repeats):
                         if direction == "save":
@@ -148,6 +153,8 @@ def main(argv: list[str]) -> None:
     options.add_argument("--cpu", action="store_true", help="no GPU: a CPU pool, small")
     options.add_argument("--batches", type=int, default=12)
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="batches of the rows that are sustained")
+    options.add_argument("--workers", type=int, default=IN_FLIGHT, help="the agent's, for each direction")
     options.add_argument("--json", action="store_true")
     args = options.parse_args(argv)
     pages = 2 if args.cpu else BATCH_PAGES
@@ -165,8 +172,9 @@ def main(argv: list[str]) -> None:
         NodeProcess(*flags, "--log-level", "WARNING") as node,
         Client(client_config(address=node.address, timeout_s=30.0)) as client,
     ):
-        report.rows = rows(client, works, batches, 1 if args.cpu else args.repeats)
+        report.rows = rows(client, works, args, batches, 1 if args.cpu else args.repeats)
         report.notes.append(f"over the {client.wire_name} wire; medians of {args.repeats} runs of {batches} batches")
+        report.notes.append(f"sustained: {args.in_flight} in flight, {args.workers} workers")
     report.show(args.json)
 
 

@@ -243,7 +243,8 @@ class Agent:
         stored = existing = 0
         reason = None
         try:
-            self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
+            if not self._client.maps_arena:  # what is asked in place opens the namespace by itself
+                self._client.open(self.namespace, job.deadline.remaining())
             carrier, step = self._carrier(buffer, job.deadline)
             missing = list(range(len(job.prefix_hashes)))
             if len(missing) > step or not carrier.asks_first:
@@ -265,7 +266,10 @@ class Agent:
                     carrier, step = self._carrier(buffer, job.deadline)
                     continue
                 left = rest
-                stored += outcomes.count(PutOutcome.STORED)
+                new = outcomes.count(PutOutcome.STORED)
+                stored += new
+                if new == len(outcomes):
+                    continue
                 existing += outcomes.count(PutOutcome.EXISTS) + outcomes.count(PutOutcome.BUSY)
                 if PutOutcome.AWAY in outcomes:
                     reason = "members of the cluster do not answer"
@@ -306,7 +310,8 @@ class Agent:
         first = in_place = skip_tokens // self.namespace.layout.page_tokens
         error, parted = None, False
         try:
-            self._client.open(self.namespace, job.deadline.remaining())  # so that it is known how pages travel
+            if not self._client.maps_arena:  # what is asked in place opens the namespace by itself
+                self._client.open(self.namespace, job.deadline.remaining())
             while True:
                 carrier, step = self._carrier(buffer, job.deadline)
                 parts = parts_of(in_place, count, step, carrier.overlaps)

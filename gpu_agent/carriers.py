@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Gathered, MappedPages, Placed, Transfer
 from gpu_agent.units import UnitTable
 from kvstore import PutOutcome
+from kvstore.batches import leading, put_outcomes
 from kvstore.checksum import cuts, key_seed, leaf, root
 from kvstore.client import Client
 from kvstore.deadline import Deadline
@@ -104,10 +106,12 @@ class Fetched:
     slots: AcquiredSlots | None = None
     hashes: "_Hashes | None" = None
 
-    def intact(self, page: int, of_leaves: bytes) -> bool:
+    def intact(self, first: int, leaves: Sequence[bytes]) -> int:
+        """How many of the pages from `first` on have their checksum, up to one that has not; `leaves`: of each."""
         assert self.slots is not None
-        seed = key_seed(self.chunk.namespace.digest, self.chunk.prefix_hashes[page])
-        return root(of_leaves, seed) == self.slots.checksums[page]
+        digest, keys = self.chunk.namespace.digest, self.chunk.prefix_hashes[first : first + len(leaves)]
+        found = [root(page, key_seed(digest, key)) for page, key in zip(leaves, keys, strict=True)]
+        return leading(list(map(eq, found, self.slots.checksums[first : first + len(leaves)])))
 
     def close(self) -> None:
         self.held.close()
@@ -159,7 +163,7 @@ class ArenaCarrier:
     def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
         timeout_s = chunk.deadline.remaining()
         with self._client.open_put(chunk.namespace, chunk.prefix_hashes, timeout_s=timeout_s) as slots:
-            outcomes = [PutOutcome(verdict) for verdict in slots.verdicts]
+            outcomes = put_outcomes(slots.verdicts)
             wanted = [i for i, outcome in enumerate(outcomes) if outcome is PutOutcome.STORED]
             if not wanted:
                 return outcomes
@@ -206,10 +210,7 @@ class ArenaCarrier:
         chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
         table = chunk.table.select(slice(len(pages)))
         self._transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, summed=leaves.extend)
-        for page, of_leaves in enumerate(leaves):
-            if not fetched.intact(page, of_leaves):
-                return page
-        return len(leaves)  # a page that nobody looked at is none
+        return fetched.intact(0, leaves)  # a page that nobody looked at is none
 
     def _scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         """Pages in the slots, up to the first damaged one. Whole pages travel while later ones are still
@@ -220,7 +221,7 @@ class ArenaCarrier:
 
         def ready(some: range) -> None:
             for page in some:
-                if not fetched.intact(page, hashes.of(page)):
+                if not fetched.intact(page, [hashes.of(page)]):
                     raise _Damaged(page)
 
         try:
@@ -243,7 +244,7 @@ class ArenaCarrier:
             wait_s = min(wait_s, chunk.deadline.remaining())
             if not self._transfer.await_host_memory(wait_s):
                 raise Exhausted(f"the node's memory is still being page-locked after {wait_s:.1f} s")
-        return MappedPages(arena.memory, offsets, chunk.namespace.layout.page_nbytes)
+        return MappedPages(arena.memory, arena.address, offsets, chunk.namespace.layout.page_nbytes)
 
     def _report(self, chunk: Chunk, page: int) -> None:
         """The node checks its copy and drops it; whatever it says, this load ended before that page."""

@@ -32,15 +32,15 @@ Ready: TypeAlias = Callable[[range], None]
 
 
 class MappedPages(Sequence[torch.Tensor]):
-    """Pages of `nbytes` bytes at `offsets` of mapped memory: their addresses at once, a tensor when one is asked for. A
-    tensor costs a microsecond, a load has hundreds of pages."""
+    """Pages of `nbytes` bytes at `offsets` of mapped memory, which begins at `base`: their addresses at once, a tensor
+    when one is asked for. A tensor costs a microsecond, a load has hundreds of pages."""
 
-    def __init__(self, memory: memoryview, offsets: Sequence[int], nbytes: int) -> None:
-        self._memory, self._offsets, self.nbytes = memory, offsets, nbytes
+    def __init__(self, memory: memoryview, base: int, offsets: Sequence[int], nbytes: int) -> None:
+        self._memory, self._base, self._offsets, self.nbytes = memory, base, offsets, nbytes
 
     @property
     def addresses(self) -> "array[int]":
-        base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        base = self._base
         return array("Q", [base + offset for offset in self._offsets])
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class MappedPages(Sequence[torch.Tensor]):
 
     def __getitem__(self, index: int | slice) -> "torch.Tensor | MappedPages":
         if isinstance(index, slice):
-            return MappedPages(self._memory, self._offsets[index], self.nbytes)
+            return MappedPages(self._memory, self._base, self._offsets[index], self.nbytes)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=self.nbytes, offset=self._offsets[index])
 
 

@@ -28,7 +28,7 @@ class Space(NamedTuple):
 
 
 class UnitTable:
-    """Checked indices of whole pages: per space an int64 CPU tensor `[pages, units per page]`.
+    """Checked indices of whole pages: per space a contiguous int64 CPU tensor `[pages * units per page]`.
 
     Made by `KVPool.unit_table`, which copies what the caller gave: engines reuse their index
     buffers. Immutable.
@@ -40,23 +40,27 @@ class UnitTable:
 
     def flat(self, space: str) -> torch.Tensor:
         """Indices of all pages: `[pages * units per page]`."""
-        return self._rows[space].reshape(-1)
+        return self._rows[space]
 
     def select(self, pages: slice | Sequence[int]) -> "UnitTable":
         """The table of some of the pages, in that order."""
-        picked = {space: rows[pages if isinstance(pages, slice) else list(pages)] for space, rows in self._rows.items()}
-        count = len(range(self.page_count)[pages]) if isinstance(pages, slice) else len(pages)
-        return UnitTable(picked, count)
+        every = range(self.page_count)
+        chosen = every[pages] if isinstance(pages, slice) else pages
+        if chosen == every:  # mostly: what torch takes to index is spared
+            return self
+        which = pages if isinstance(pages, slice) else list(pages)
+        picked = {space: rows.view(self.page_count, -1)[which].reshape(-1) for space, rows in self._rows.items()}
+        return UnitTable(picked, len(chosen))
 
 
 def checked_rows(
     name: str, space: Space, indices: torch.Tensor, page_count: int, page_tokens: int, device: torch.device
 ) -> torch.Tensor:
-    """A copy of `indices` on the CPU as `[pages, units per page]`. Raises InvalidRequest."""
+    """A copy of `indices` on the CPU. Raises InvalidRequest."""
     if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
         kind = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InvalidRequest(f"units of space {name!r} must be a torch.int64 tensor, not {kind}")
-    if indices.device.type != "cpu" and indices.device != device:
+    if not indices.is_cpu and indices.device != device:
         raise InvalidRequest(f"units of space {name!r} are on {indices.device}; allowed are cpu and {device}")
     per_page = page_tokens // space.unit_tokens
     if indices.dim() != 1 or indices.numel() != page_count * per_page:
@@ -70,4 +74,4 @@ def checked_rows(
         if low < 0 or high >= space.slots:
             wrong = low if low < 0 else high
             raise InvalidRequest(f"units of space {name!r} name slot {wrong}; allowed are 0..{space.slots - 1}")
-    return mine.view(page_count, per_page)
+    return mine

@@ -41,6 +41,11 @@ _export, _release = _python.PyObject_GetBuffer, _python.PyBuffer_Release
 _export.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release.argtypes = (ctypes.c_void_p,)
 _release.restype = None
+# These keep the GIL, as those of `ctypes` do not.
+_memmove, _memset = _python.memmove, _python.memset
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_memmove.restype = _memset.restype = ctypes.c_void_p
 
 
 def byte_view(buffer: Any, writable: bool = False) -> memoryview:
@@ -73,6 +78,16 @@ def copy(target: memoryview, source: memoryview) -> None:
         return
     with copying(target, source) as copy_piece:
         copy_piece(0, source.nbytes)
+
+
+def move(target: int, source: int, nbytes: int) -> None:
+    """Between addresses, as `copy` does it."""
+    (_memmove if nbytes <= HELD_NBYTES_MAX else ctypes.memmove)(target, source, nbytes)
+
+
+def fill(target: int, value: int, nbytes: int) -> None:
+    """Sets so many bytes from an address on; with or without the GIL, as `copy`."""
+    (_memset if nbytes <= HELD_NBYTES_MAX else ctypes.memset)(target, value, nbytes)
 
 
 @contextlib.contextmanager

@@ -345,6 +345,9 @@ class Client(Management):
     def batch_pages_max(self, namespace: Namespace, timeout_s: float | None = None) -> int:
         """Pages of this namespace that one `open_put` or `open_get` may ask for."""
         nbytes = namespace.stored_nbytes
+        near = self._fan_out.nodes.at_hand
+        if near is not None and (limits := near.limits) is not None:
+            return batch_pages_max(nbytes, limits)
         deadline = self._deadline(timeout_s)
         return self._fan_out.in_place(
             lambda link, _: batch_pages_max(nbytes, link.limits), namespace, deadline, "batch_pages_max"

@@ -129,6 +129,12 @@ class NodeLink:
         return link.wire.name if link else "none"
 
     @property
+    def limits(self) -> pb.Limits | None:
+        """Of the node, while it is connected to."""
+        link = self._link
+        return link.limits if link else None
+
+    @property
     def failing(self) -> bool:
         return self._breaker.failing
 

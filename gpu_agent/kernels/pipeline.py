@@ -13,7 +13,6 @@ finds its next work at once.
 """
 
 import contextlib
-import ctypes
 import queue
 import threading
 from array import array
@@ -25,6 +24,7 @@ import torch
 
 from gpu_agent.kernels.device import Device
 from gpu_agent.kernels.plan import Chunk
+from kvstore.buffers import move
 
 LANES = 2
 JOBS_MAX = 4  # of one direction in flight; further callers wait for their turn
@@ -66,22 +66,24 @@ class _Ticket:
 
     def _reserve(self, nbytes: int) -> None:
         self._host, self.slots = self._device.host_memory(nbytes), self._device.memory(nbytes)
+        self._room_nbytes, self._address = nbytes, self._host.data_ptr()
 
     def stage(self, slots: Sequence[torch.Tensor]) -> None:
         """Copies a new job's indices to where `upload` takes them from."""
         self._nbytes = sum(table.nbytes for table in slots)
-        if self._nbytes > len(self._host):
+        if self._nbytes > self._room_nbytes:
             self._reserve(1 << (self._nbytes - 1).bit_length())
-        address = self._host.data_ptr()
+        address = self._address
         for table in slots:
             # Not torch's copy: that wakes a thread for each core.
-            ctypes.memmove(address, table.data_ptr(), table.nbytes)
-            address += table.nbytes
+            nbytes = table.nbytes
+            move(address, table.data_ptr(), nbytes)
+            address += nbytes
 
     def upload(self, stream: Any) -> None:
         if not self._nbytes:  # copies only: nothing on the GPU reads indices
             return
-        host = array("Q", (self._host.data_ptr(),))
+        host = array("Q", (self._address,))
         self._device.copy(array("Q", (self.slots.ptr,)), host, self._nbytes, stream, True)
         self.uploaded.record(stream)
 
@@ -168,16 +170,18 @@ class Pipeline:
     def _finish(self, job: Job, ticket: _Ticket, newest: dict[int, int], done: int) -> None:
         """Waits for the chunks from `done` on. Each lane's newest stands for its earlier ones; the last
         chunks may all be in one lane, if another job's came between."""
-        last = max(done, len(job.chunks) - LANES)
+        last, count = max(done, len(job.chunks) - LANES), len(job.chunks)
+        # Behind the newest of all the other lane has mostly ended too, and a wait that finds it so costs no sleep.
+        ends = sorted(newest.values(), reverse=True)
         for number in range(done, last) if job.drained else ():
             self._drained(job, ticket, number)
         if job.all_filled:
-            for number in newest.values():
-                (ticket.filled(number) if number >= len(job.chunks) - LANES else ticket.drained(number)).synchronize()
+            for number in ends:
+                (ticket.filled(number) if number >= count - LANES else ticket.drained(number)).synchronize()
             job.all_filled()
-        for number in range(last, len(job.chunks)):
+        for number in range(last, count) if job.drained else ():
             self._drained(job, ticket, number)
-        for number in newest.values():
+        for number in ends:
             ticket.drained(number).synchronize()
 
     def _drained(self, job: Job, ticket: _Ticket, number: int) -> int:

@@ -15,6 +15,7 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,8 @@ def merged(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> U
     return Unit(row_nbytes, tuple(outer))
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """Whole tiles, and the bytes `offset .. offset + nbytes` of the page that they cover."""
 
     tile_first: int
@@ -90,12 +92,12 @@ class Span(NamedTuple):
     offset: int
     nbytes: int
 
-    @property
+    @functools.cached_property
     def row_nbytes(self) -> int:
         """Bytes from page to page in a staging buffer."""
         return -(-(self.lead + self.nbytes) // ROW_ALIGN_NBYTES) * ROW_ALIGN_NBYTES
 
-    @property
+    @functools.cached_property
     def lead(self) -> int:
         """Unused bytes in front of the span's first byte in a staging row."""
         return self.offset % ROW_ALIGN_NBYTES
@@ -156,17 +158,15 @@ class Plan:
 
     def gather_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
         """Whole pages, as many as a buffer takes; a page that is larger than one, piece by piece. Nothing
-        travels before the first chunk is gathered: that is a quarter of a buffer, the next a half."""
+        travels before the first chunk is gathered: that is a quarter of a buffer."""
         page, row = 0, self.whole.row_nbytes
         if page_count * row > buffer_nbytes:
             if row > buffer_nbytes // 4:
                 yield from self._split(0, bisect_left(self._offsets, buffer_nbytes // 4), buffer_nbytes)
                 page = 1
             else:
-                for nbytes in (buffer_nbytes // 4, buffer_nbytes // 2):
-                    pages = min(nbytes // row, page_count - page)
-                    yield Chunk(page, pages, self.whole)
-                    page += pages
+                page = buffer_nbytes // 4 // row
+                yield Chunk(0, page, self.whole)
         yield from self._chunks(self.whole, page, page_count, buffer_nbytes)
 
     def scatter_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
@@ -209,7 +209,10 @@ class Plan:
             first = stop
 
     def _chunks(self, span: Span, page_first: int, page_end: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        pages = max(1, buffer_nbytes // span.row_nbytes)
+        """About equal, and no more of them than must be: enqueueing one costs the CPU what the link needs for 3 MiB."""
+        count, pages_max = page_end - page_first, max(1, buffer_nbytes // span.row_nbytes)
+        chunks = max(1, -(-count // pages_max))
+        pages = max(1, -(-count // chunks))
         pieces = [span] if span.row_nbytes <= buffer_nbytes else list(self.cut(span, buffer_nbytes))
         for page in range(page_first, page_end, pages):
             for piece in pieces:

@@ -24,6 +24,7 @@ from gpu_agent.kernels.plan import TILE_NBYTES, Chunk, Plan, Run
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Fence, Gathered, Landed, MappedPages, Placed, Ready, Summed, check_pages
 from gpu_agent.units import UnitTable
+from kvstore.buffers import fill
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, leaf_nbytes
 from kvstore.errors import ConfigError, InvalidRequest
 
@@ -39,14 +40,20 @@ RUN_CHUNK_NBYTES = 64 << 20
 # leaves.cu reads words of 8 bytes, and knows only the hash of more than 240 bytes.
 WORD_NBYTES = 8
 LEAVES_NBYTES_MIN = 241
+SUMS_NBYTES = (
+    64 << 10
+)  # of the leaves of one job, in host memory that the next one uses again; a larger job's is larger
 CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 
 
 class _Tables(NamedTuple):
-    """A plan, its tables in GPU memory with their addresses, and its chunks for a number of pages."""
+    """A plan, its tables in GPU memory with their addresses, and its chunks for a number of pages. `run`: where the
+    pages lie, if they are better copied as they are; `makes_leaves`: as `Transfer.makes_leaves`."""
 
     plan: Plan
+    run: Run | None
+    makes_leaves: bool
     uploaded: tuple[torch.Tensor, torch.Tensor]
     planes: int
     tiles: int
@@ -54,35 +61,55 @@ class _Tables(NamedTuple):
 
 
 def _tables(device: Device, pool: KVPool, buffer_nbytes: int) -> _Tables:
-    plan = Plan(pool)
+    plan, nbytes = Plan(pool), pool.layout.page_nbytes
+    run = plan.run if nbytes >= RUN_NBYTES_MIN else None
+    in_words = not any(number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ())))
+    # No page may be cut into chunks.
+    makes_leaves = in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= buffer_nbytes
     planes, tiles = device.upload(plan.planes), device.upload(plan.tiles)
 
     @lru_cache(CHUNK_LISTS_MAX)
     def chunks(cut: Cut, page_count: int, without_buffer: bool) -> tuple[Chunk, ...]:
         return tuple(cut(page_count, RUN_CHUNK_NBYTES if without_buffer else buffer_nbytes))
 
-    return _Tables(plan, (planes, tiles), planes.data_ptr(), tiles.data_ptr(), chunks)
+    return _Tables(plan, run, makes_leaves, (planes, tiles), planes.data_ptr(), tiles.data_ptr(), chunks)
+
+
+class _SumsMemory:
+    """Host memory for leaves. To ask a tensor where it lies takes longer than it should."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._memory = device.host_memory(nbytes)
+        self.nbytes, self.address = nbytes, self._memory.data_ptr()
 
 
 class _Sums:
-    """The leaves of a job's pages. The GPU writes them into host memory, chunk by chunk."""
+    """The leaves of a job's pages. The GPU writes them into host memory, chunk by chunk. `kept`: such memory of jobs
+    that have ended."""
 
-    def __init__(self, device: Device, page_nbytes: int, page_count: int) -> None:
-        self._device = device
+    def __init__(self, device: Device, kept: list[_SumsMemory], page_nbytes: int, page_count: int) -> None:
+        self._device, self._kept = device, kept
         self._page_nbytes = page_nbytes
         self._parts = len(cuts(page_nbytes))
-        self._out = device.host_memory(page_count * self._parts * LEAF_SUM_NBYTES)
-        ctypes.memset(self._out.data_ptr(), 0, self._out.nbytes)  # it may hold those of the job before
+        self._nbytes = page_count * self._parts * LEAF_SUM_NBYTES
+        try:
+            memory = kept.pop()
+        except IndexError:
+            memory = _SumsMemory(device, SUMS_NBYTES)
+        self._memory = memory if memory.nbytes >= self._nbytes else _SumsMemory(device, self._nbytes)
+        self._out = self._memory.address
+        fill(self._out, 0, self._nbytes)  # it may hold those of the job before
 
     def make(self, chunk: Chunk, table: int, base: int, stride: int, stream: Any) -> None:
         """Of the chunk's pages: each where the table in GPU memory says, or, without one, `stride` from the last."""
-        part_nbytes, out = leaf_nbytes(self._page_nbytes), self._out.data_ptr()
-        pages = chunk.page_first, chunk.page_count, self._page_nbytes
-        self._device.launch("leaves", LeavesLaunch(table, base, stride, *pages, part_nbytes, self._parts, out), stream)
+        part_nbytes, pages = leaf_nbytes(self._page_nbytes), (chunk.page_first, chunk.page_count, self._page_nbytes)
+        launch = LeavesLaunch(table, base, stride, *pages, part_nbytes, self._parts, self._out)
+        self._device.launch("leaves", launch, stream)
 
     def of_pages(self) -> list[bytes]:
-        """When all chunks are done."""
-        made, nbytes = ctypes.string_at(self._out.data_ptr(), self._out.nbytes), self._parts * LEAF_SUM_NBYTES
+        """When all chunks are done, once."""
+        made, nbytes = ctypes.string_at(self._out, self._nbytes), self._parts * LEAF_SUM_NBYTES
+        self._kept.append(self._memory)
         return [made[start : start + nbytes] for start in range(0, len(made), nbytes)]
 
 
@@ -194,6 +221,7 @@ class StagedTransfer:
             raise ConfigError(f"buffer_nbytes={buffer_nbytes} must be at least {BUFFER_NBYTES_MIN}")
         self._device = device
         self._buffer_nbytes = buffer_nbytes
+        self._sums: list[_SumsMemory] = []  # that no job uses now
         self._lock = threading.Lock()  # _tables
         self._tables: weakref.WeakKeyDictionary[KVPool, _Tables] = weakref.WeakKeyDictionary()
         with device.active():
@@ -212,10 +240,7 @@ class StagedTransfer:
 
     def makes_leaves(self, pool: KVPool) -> bool:
         """Where no page is cut into chunks, and words can be read."""
-        plan = self._tables_of(pool).plan
-        run, nbytes = self._run(plan), pool.layout.page_nbytes
-        in_words = not any(number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ())))
-        return in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= self._buffer_nbytes
+        return self._tables_of(pool).makes_leaves
 
     def gather(
         self,
@@ -231,8 +256,8 @@ class StagedTransfer:
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                run, nbytes = self._run(tables.plan), pool.layout.page_nbytes
-                sums = _Sums(self._device, nbytes, units.page_count) if summed else None
+                run, nbytes = tables.run, pool.layout.page_nbytes
+                sums = _Sums(self._device, self._sums, nbytes, units.page_count) if summed else None
                 cut = self._uncut(tables.plan, tables.plan.gather_chunks) if summed else tables.plan.gather_chunks
                 chunks = tables.chunks(cut, units.page_count, bool(run))
                 drained = partial(_land, landed, nbytes) if landed else None
@@ -267,8 +292,8 @@ class StagedTransfer:
         with self._device.active():
             tables = self._prepare(pool, fence)
             if units.page_count:
-                run, nbytes = None if skip_tokens else self._run(tables.plan), pool.layout.page_nbytes
-                sums = _Sums(self._device, nbytes, units.page_count) if summed else None
+                run, nbytes = None if skip_tokens else tables.run, pool.layout.page_nbytes
+                sums = _Sums(self._device, self._sums, nbytes, units.page_count) if summed else None
                 cut: Cut = tables.plan.layer_chunks if placed else tables.plan.scatter_chunks
                 if summed:
                     cut = self._uncut(tables.plan, cut)
@@ -305,10 +330,6 @@ class StagedTransfer:
             event = self._device.mark(self._placed)
             for layer in chunk.layers:
                 placed(layer, event)
-
-    def _run(self, plan: Plan) -> Run | None:
-        """Where the pages lie, if they are better copied as they are."""
-        return plan.run if plan.layout.page_nbytes >= RUN_NBYTES_MIN else None
 
     def _uncut(self, plan: Plan, cut: Cut) -> Cut:
         """`cut`, or what leaves each page whole where that would not."""

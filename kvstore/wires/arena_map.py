@@ -1,7 +1,9 @@
 """A node's arena in this process: mapped once, read and written in place."""
 
+import ctypes
 import fcntl
 import mmap
+import operator
 import os
 import threading
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ class ArenaMap:
     There is no `close`: the map goes when the last view of it is gone, so that no thread can touch
     memory that was unmapped, and memory of a node that died stays valid, if dead, for who still reads.
 
-    `memory` is all of it, for a GPU driver that must be told once which memory to expect. Offsets and
+    `memory`, at `address`, is all of it, for a GPU driver that must be told once which memory to expect. Offsets and
     views come from the contexts of `kvstore.wires.shm`; other bytes belong to other clients.
     """
 
@@ -41,14 +43,18 @@ class ArenaMap:
         # A forked child may live on when this process is gone and its slots belong to others.
         self._map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def check(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raises ProtocolError if one of these slots lies outside the arena."""
+        if max(map(operator.add, offsets, sizes), default=0) > self.nbytes:
+            for offset, nbytes in zip(offsets, sizes, strict=True):
+                if offset + nbytes > self.nbytes:
+                    raise ProtocolError(f"a slot at {offset}+{nbytes} in an arena of {self.nbytes} bytes")
 
     def views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Raises ProtocolError if one lies outside the arena."""
-        places = list(zip(offsets, sizes, strict=True))
-        for offset, nbytes in places:
-            if offset + nbytes > self.nbytes:
-                raise ProtocolError(f"a slot at {offset}+{nbytes} in an arena of {self.nbytes} bytes")
-        return [self.memory[offset : offset + nbytes] for offset, nbytes in places]
+        """Of slots that were checked."""
+        return [self.memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
 
     def populate(self, stop: threading.Event) -> None:
         """Enters the arena into this process's page table, until done or told to stop.

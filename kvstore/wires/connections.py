@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -65,7 +66,7 @@ class ConnectionPool(Generic[Socket]):
         held for it."""
         lease = self.lease(deadline)
         try:
-            with lease.talking() as connection:
+            with lease as connection:
                 yield connection
         finally:
             lease.end()
@@ -75,7 +76,7 @@ class ConnectionPool(Generic[Socket]):
         while True:
             lease = self.lease(deadline)
             try:
-                with lease.talking() as connection:
+                with lease as connection:
                     return exchanges(connection)
             except Unavailable:
                 if lease.fresh or connection.heard:
@@ -95,8 +96,11 @@ class ConnectionPool(Generic[Socket]):
             connection = self._waiting()
             fresh = connection is None
             if connection is None:
-                with self.named_errors(deadline):
+                try:
                     connection = self._connect(deadline)
+                except Exception as error:
+                    self.raise_named(error, deadline)
+                    raise
             connection.arm(deadline.remaining())
         except BaseException:
             if connection is not None:
@@ -123,16 +127,13 @@ class ConnectionPool(Generic[Socket]):
         if os.getpid() != self._pid:
             raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
 
-    @contextlib.contextmanager
-    def named_errors(self, deadline: Deadline) -> Iterator[None]:
-        """What goes wrong on a connection, as errors of ours."""
-        try:
-            yield
-        except Refused as refused:
-            raise refused.error from None
-        except TimeoutError as error:
+    def raise_named(self, error: BaseException, deadline: Deadline) -> None:
+        """Raises what went wrong on a connection as an error of ours, if it is none."""
+        if isinstance(error, Refused):
+            raise error.error from None
+        if isinstance(error, TimeoutError):
             raise DeadlineExceeded(f"no answer from {self.where} in {deadline.seconds:g} s") from error
-        except OSError as error:
+        if isinstance(error, OSError):
             raise Unavailable(f"connection to {self.where} failed: {error}") from error
 
     def take_back(self, connection: Socket, in_step: bool) -> None:
@@ -155,7 +156,11 @@ class ConnectionPool(Generic[Socket]):
 
 
 class Lease(Generic[Socket]):
-    """One connection in the hands of one thread; `fresh`: made for it."""
+    """One connection in the hands of one thread; `fresh`: made for it.
+
+    A context around exchanges: gives their errors our names. After one, nobody knows what the next bytes of the stream
+    are, so the connection is not used again; a refusal leaves it in step.
+    """
 
     def __init__(self, pool: ConnectionPool[Socket], connection: Socket, deadline: Deadline, fresh: bool) -> None:
         self._pool = pool
@@ -164,18 +169,17 @@ class Lease(Generic[Socket]):
         self._deadline = deadline
         self.in_step = True
 
-    @contextlib.contextmanager
-    def talking(self) -> Iterator[Socket]:
-        """Around exchanges: gives their errors our names. After one, nobody knows what the next bytes
-        of the stream are, so the connection is not used again; a refusal leaves it in step."""
+    def __enter__(self) -> Socket:
         self.in_step = False
-        with self._pool.named_errors(self._deadline):
-            try:
-                yield self.connection
-            except Refused as refused:
-                self.in_step = not isinstance(refused.error, ProtocolError)  # after which the node hangs up
-                raise
-        self.in_step = True
+        return self.connection
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.in_step = True
+            return
+        # After a ProtocolError the node hangs up.
+        self.in_step = isinstance(error, Refused) and not isinstance(error.error, ProtocolError)
+        self._pool.raise_named(error, self._deadline)
 
     def end(self) -> None:
         self._pool.take_back(self.connection, self.in_step)

@@ -9,7 +9,9 @@ breaks the framing loses its connection: there is no way to find the next frame.
 """
 
 import collections
+import functools
 import itertools
+import select
 import socket
 import struct
 import time
@@ -88,7 +90,6 @@ class FrameSocket:
 
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
-        self._set_timeouts(seconds)
 
     def _set_timeouts(self, seconds: float) -> None:
         """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
@@ -132,6 +133,7 @@ class FrameSocket:
 
         From the first byte on, the frame has `frame_s` seconds to arrive.
         """
+        self._set_timeouts(self._deadline - time.monotonic())
         if not self._receive_ahead():
             return None
         self.arm(frame_s)
@@ -242,14 +244,15 @@ class FrameSocket:
 
     @property
     def quiet(self) -> bool:
-        """Whether the peer has said nothing more, and not hung up."""
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return not self._early.nbytes
-        except OSError:
-            pass
-        return False
+        """Whether the peer has said nothing more, and not hung up. Each lease asks: in 3 us, by an exception in 15."""
+        return not self._early.nbytes and not self._news.poll(0)
+
+    @functools.cached_property
+    def _news(self) -> select.poll:
+        """Told of what `quiet` looks for."""
+        news = select.poll()
+        news.register(self._sock, select.POLLIN)
+        return news
 
     def shutdown(self) -> None:
         """Wakes a thread that is blocked in this socket; it gets ConnectionError."""

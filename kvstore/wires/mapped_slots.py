@@ -19,9 +19,46 @@ from kvstore.wires.unix_sockets import DescriptorSocket
 RELEASE_S = 0.1
 
 
-class ReservedSlots:
+class _Slots:
+    """`offsets`: where each slot is in `arena`. Used by one thread."""
+
+    def __init__(
+        self, lease: Lease[DescriptorSocket], arena: ArenaMap, offsets: list[int], sizes: list[int], writable: bool
+    ) -> None:
+        arena.check(offsets, sizes)
+        self.arena = arena
+        self.offsets = offsets
+        self._sizes = sizes
+        self._writable = writable
+        self._lease = lease
+        self._pages: list[memoryview] | None = None
+        self._dropped = False
+
+    @property
+    def pages(self) -> list[memoryview]:
+        """A view of each slot. Made when they are first asked for: who copies with a GPU needs none."""
+        if self._pages is None:
+            views = self.arena.views(self.offsets, self._sizes)
+            self._pages = views if self._writable else [view.toreadonly() for view in views]
+            if self._dropped:
+                self._drop()
+        return self._pages
+
+    def _drop(self) -> None:
+        self._dropped = True
+        kept = None
+        for view in self._pages or ():
+            try:
+                view.release()
+            except BufferError as error:
+                kept = error
+        if kept is not None:
+            raise InvalidRequest(f"something made of a page's view is still in use; drop it first ({kept})") from kept
+
+
+class ReservedSlots(_Slots):
     """`verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys with verdict WRITE, in order: a
-    writable view of `page_nbytes` bytes each, and where in `arena` it is. Used by one thread."""
+    writable view of `page_nbytes` bytes each, and where in `arena` it is."""
 
     def __init__(
         self,
@@ -32,40 +69,38 @@ class ReservedSlots:
         deadline: Deadline,
     ) -> None:
         self.verdicts: list[int] = list(reply.verdicts)
-        self.offsets = list(reply.offsets)
-        if len(self.verdicts) != len(request.prefix_hashes) or len(self.offsets) != self.verdicts.count(pb.WRITE):
+        offsets = reply.offsets[:]
+        if len(self.verdicts) != len(request.prefix_hashes) or len(offsets) != self.verdicts.count(pb.WRITE):
             raise ProtocolError("the reply to a put does not fit its request")
-        self.arena = arena
-        self.pages = arena.views(self.offsets, [request.page_nbytes] * len(self.offsets))
-        self._lease = lease
+        super().__init__(lease, arena, offsets, [request.page_nbytes] * len(offsets), writable=True)
         self._deadline = deadline
-        self._waiting = bool(self.offsets)
+        self._waiting = bool(offsets)
 
     def commit(self, leaves: Sequence[bytes]) -> None:
         """The bytes are in place: makes the pages visible. `kvstore.checksum.leaves` of each page. Nothing may
         write to them any more, neither a thread nor a GPU."""
         if not self._waiting:
             raise InvalidRequest("there is nothing to commit: no page was to be written, or it was done already")
-        _drop(self.pages)
+        self._drop()
         self._lease.connection.arm(self._deadline.remaining())
-        with self._lease.talking() as connection:
+        with self._lease as connection:
             exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
         self._waiting = False
 
     def end(self) -> None:
         """Gives the slots back if they were not committed."""
         try:
-            _drop(self.pages)
+            self._drop()
         finally:
             if self._waiting:
                 self._waiting = False
                 release(self._lease)
 
 
-class AcquiredSlots:
+class AcquiredSlots(_Slots):
     """`hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
     each, the checksum that its bytes must have, and where in `arena` it is. Of a request with ranges `pages` and
-    `offsets` have each range of each hit. Used by one thread."""
+    `offsets` have each range of each hit."""
 
     def __init__(
         self,
@@ -75,36 +110,23 @@ class AcquiredSlots:
         reply: pb.GetReply,
         page_nbytes: int,
     ) -> None:
-        self.hits = list(reply.hits)
-        self.checksums = list(reply.checksums)
-        self.offsets = list(reply.offsets)
+        self.hits = reply.hits[:]
+        self.checksums = reply.checksums[:]
+        offsets = reply.offsets[:]
         sizes = [part.nbytes for part in request.ranges] or [page_nbytes]
         count = self.hits.count(True)
         fits = len(self.hits) == len(request.prefix_hashes) and len(self.checksums) == count
-        if not fits or len(self.offsets) != count * len(sizes):
+        if not fits or len(offsets) != count * len(sizes):
             raise ProtocolError("the reply to a get does not fit its request")
-        self.arena = arena
-        self.pages = [view.toreadonly() for view in arena.views(self.offsets, sizes * count)]
-        self._lease = lease
+        super().__init__(lease, arena, offsets, sizes * count, writable=False)
 
     def end(self) -> None:
         """Lets the node evict the pages again."""
         try:
-            _drop(self.pages)
+            self._drop()
         finally:
             if self.offsets:
                 release(self._lease)
-
-
-def _drop(views: Sequence[memoryview]) -> None:
-    kept = None
-    for view in views:
-        try:
-            view.release()
-        except BufferError as error:
-            kept = error
-    if kept is not None:
-        raise InvalidRequest(f"something made of a page's view is still in use; drop it first ({kept})") from kept
 
 
 def release(lease: Lease[DescriptorSocket]) -> None:

@@ -119,7 +119,7 @@ class ShmWire:
         lease = self._pool.lease(deadline)
         try:
             try:
-                with lease.talking() as connection:
+                with lease as connection:
                     slots = make(lease, exchange(connection, op, request)[0])
                 try:
                     yield slots

@@ -202,8 +202,9 @@ def plan_of(page_tokens: int, layers: int, plane: Plane) -> Plan:
 def test_the_link_waits_for_a_small_chunk_only() -> None:
     """The first of a gather, the last of a scatter; a job that fits a buffer is one chunk."""
     small, large = plan_of(1, 1, Plane("x", "uint8", (1024,))), plan_of(1, 1, Plane("x", "uint8", (6144,)))
-    assert [c.page_count for c in small.gather_chunks(20, 8192)] == [2, 4, 8, 6]
-    assert [c.page_count for c in small.scatter_chunks(20, 8192)] == [8, 8, 2, 2]
+    assert [c.page_count for c in small.gather_chunks(20, 8192)] == [2, 6, 6, 6]
+    assert [c.page_count for c in small.gather_chunks(32, 16384)] == [4, 14, 14]
+    assert [c.page_count for c in small.scatter_chunks(20, 8192)] == [6, 6, 6, 2]
     assert [c.page_count for c in small.gather_chunks(8, 8192)] == [8]
     assert [c.page_count for c in small.scatter_chunks(8, 8192)] == [8]
     sizes = [(c.page_first, c.span.nbytes) for c in large.gather_chunks(3, 8192)]

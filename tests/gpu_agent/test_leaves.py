@@ -241,10 +241,23 @@ def test_leaves_of_the_job_before_do_not_pass_for_those_of_this_one(
     agent: Agent, device: Damaging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is used again holds the right ones, of the same pages, though the kernel does not run."""
-    memory = torch.empty(1 << 12, dtype=torch.uint8)
-    monkeypatch.setattr(device, "host_memory", lambda nbytes: memory[:nbytes])
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     launch = device.launch
     monkeypatch.setattr(device, "launch", lambda kernel, *rest: kernel == "leaves" or launch(kernel, *rest))
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == 0
+
+
+def test_memory_of_leaves_is_used_again_by_jobs_that_fit(
+    token_pool: KVPool, device: Damaging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "SUMS_NBYTES", 2 * checksums.LEAF_SUM_NBYTES)
+    transfer, asked = StagedTransfer(device, 4096), list[int]()
+    host_memory = device.host_memory
+    monkeypatch.setattr(device, "host_memory", lambda nbytes: asked.append(nbytes) or host_memory(nbytes))
+    for count in (1, 2, 3, 3, 2):
+        pages, out = torch.empty(count, token_pool.layout.page_nbytes, dtype=torch.uint8), list[bytes]()
+        table = token_pool.unit_table(torch.arange(8 * count), count)
+        transfer.gather(token_pool, table, list(pages), None, summed=out.extend)
+        assert out == of(pages)
+    assert asked == [16, 24]
