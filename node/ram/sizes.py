@@ -5,7 +5,7 @@ oldest of all is the oldest of one of them, and so is that which is worth least.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore.keys import short
@@ -43,11 +43,13 @@ class SizeOrder:
             own = self._own[page.merit] = LruList()
         return own
 
-    def push_newest(self, page: Page) -> None:
-        if page.merit == GO:
-            self._going = None
-        self.count += 1
-        self._list(page).push_newest(page)
+    def push_newest(self, pages: Sequence[Page]) -> None:
+        """One after the other."""
+        for page in pages:
+            if page.merit == GO:
+                self._going = None
+            self._list(page).push_newest(page)
+        self.count += len(pages)
 
     def push_oldest(self, page: Page) -> None:
         self._going = None
@@ -58,16 +60,22 @@ class SizeOrder:
         self.count -= 1
         self._list(page).unlink(page)
 
-    def move_newest(self, page: Page, tick: int, merit: int) -> None:
-        """Used then, in a chain of this merit."""
-        lru = self._list(page)
-        page.tick = tick
-        if merit <= page.merit:
-            lru.move_newest(page)
-        else:
-            lru.unlink(page)
-            page.merit = merit
-            self._list(page).push_newest(page)
+    def use(self, pages: Iterable[Page], tick: int, merit: int) -> int:
+        """They are used then, one after the other, in a chain of this merit; the merit of the last of them."""
+        for page in pages:
+            lru = self._list(page)
+            page.tick = tick
+            was_aside = page.newer is None  # it was held when it was the oldest
+            if merit <= page.merit:
+                lru.move_newest(page)
+            else:
+                lru.unlink(page)
+                page.merit = merit
+                self._list(page).push_newest(page)
+            if was_aside:
+                self.pool.came_back(page)
+            merit = page.merit
+        return merit
 
     def oldest_copy(self, turn: Turn) -> Page | None:
         """None: there is none that nobody holds, or the turn is over."""
