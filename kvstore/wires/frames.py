@@ -88,13 +88,12 @@ class FrameSocket:
 
     def arm(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
-        self._set_timeouts(seconds)
+        if not seconds / 2 <= self._timeout_s <= seconds:
+            self._set_timeouts(seconds)
 
     def _set_timeouts(self, seconds: float) -> None:
         """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
         row of calls that all have about the same time left sets them once."""
-        if seconds / 2 <= self._timeout_s <= seconds:
-            return
         self._timeout_s = seconds * 0.75
         set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
         set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
@@ -238,7 +237,8 @@ class FrameSocket:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"the deadline passed while trying to {doing}")
-        self._set_timeouts(left_s)
+        if not left_s / 2 <= self._timeout_s <= left_s:
+            self._set_timeouts(left_s)
 
     @property
     def quiet(self) -> bool:

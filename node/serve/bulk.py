@@ -91,15 +91,16 @@ class BulkConnection(Connection):
 
     def _received(self, slots: Sequence[memoryview]) -> Any:
         try:
-            with self.refusing():
-                return self._receive(slots)
+            return self._receive(slots)
         except TimeoutError as error:
             self.say_last(Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}"))
             raise
+        except (KVStoreError, OSError) as error:
+            raise self.told(error) from error
 
     def _receive(self, slots: Sequence[memoryview]) -> Any:
         """The page bytes, into the slots, and the commit."""
-        wanted = sum(slot.nbytes for slot in slots)
+        wanted = sum(map(len, slots))
         pace = Pace(wanted, self.stall_s)
         header, payload_nbytes = self._recv(pace)
         if header or payload_nbytes != wanted:
