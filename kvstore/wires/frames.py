@@ -100,7 +100,11 @@ class FrameSocket:
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""
-        self.send(pack_fixed(len(header), payload_nbytes, self.version) + header, at_once)
+        self.send(self.begun(header, payload_nbytes), at_once)
+
+    def begun(self, header: bytes, payload_nbytes: int) -> bytes:
+        """A frame, all but its payload."""
+        return pack_fixed(len(header), payload_nbytes, self.version) + header
 
     def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
         """`at_once`: what the socket takes without waiting is sent whatever time it is."""

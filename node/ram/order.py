@@ -75,6 +75,8 @@ class UseOrder:
         """Visible pages are used now, one after the other, in a chain of this merit."""
         visible = State.VISIBLE
         pages = [page for page in chain if page is not None and page.state is visible]
+        if not pages:
+            return
         self._date(pages, now_ms)
         tick = -1
         for order, some in groupby(pages, attrgetter("order")):

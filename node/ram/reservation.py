@@ -24,7 +24,7 @@ class Reservation:
     """`pages` are to be written, head first; `chain` also has those that exist already."""
 
     namespace: NamespaceIndex
-    prefix_hashes: list[bytes]
+    prefix_hashes: Sequence[bytes]
     merits: tuple[int, int] = (FIRST, FIRST)  # of new pages, and of the last one of the chain
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)

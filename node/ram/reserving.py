@@ -37,7 +37,14 @@ def reserve_all(tier: Places, result: Reservation, asked: Asked, copies: Contain
 def _reserve_some(tier: Places, result: Reservation, asked: Asked, copies: Container[bytes], now_ms: int) -> Work[None]:
     index = result.namespace
     lacking = [] if result.is_full else [h for h, is_below in asked if not is_below and h not in index.pages]
-    at_once = _place_first(tier, result, lacking, copies, now_ms)
+    first = len(result.pages)
+    for is_copy, some in groupby(lacking, copies.__contains__):
+        hashes = list(some)
+        placed = tier.place(index, hashes, now_ms, is_copy)
+        result.pages += placed  # now: a caller who is never told of them can not give them back
+        if len(placed) < len(hashes):
+            break
+    at_once = result.pages[first:]
     if len(at_once) == len(asked):
         result.write(at_once)
         return
@@ -55,19 +62,3 @@ def _reserve_some(tier: Places, result: Reservation, asked: Asked, copies: Conta
             result.write([page])
         else:
             result.refuse(page, is_below)
-
-
-def _place_first(
-    tier: Places, result: Reservation, lacking: Sequence[bytes], copies: Container[bytes], now_ms: int
-) -> list[Page]:
-    """Pages of the first of these keys, as many as get a slot without further ado: the result's at once, because a
-    caller who is never told of them can not give them back."""
-    placed: list[Page] = []
-    for is_copy, some in groupby(lacking, copies.__contains__):
-        hashes = list(some)
-        pages = tier.place(result.namespace, hashes, now_ms, is_copy)
-        result.pages += pages
-        placed += pages
-        if len(pages) < len(hashes):
-            break
-    return placed

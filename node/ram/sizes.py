@@ -48,7 +48,8 @@ class SizeOrder:
         for page in pages:
             if page.merit == GO:
                 self._going = None
-            self._list(page).push_newest(page)
+            lru = self._copies if page.is_copy else self._own.get(page.merit) or self._list(page)
+            lru.push_newest(page)
         self.count += len(pages)
 
     def push_oldest(self, page: Page) -> None:
@@ -63,7 +64,7 @@ class SizeOrder:
     def use(self, pages: Iterable[Page], tick: int, merit: int) -> int:
         """They are used then, one after the other, in a chain of this merit; the merit of the last of them."""
         for page in pages:
-            lru = self._list(page)
+            lru = self._copies if page.is_copy else self._own[page.merit]
             page.tick = tick
             was_aside = page.newer is None  # it was held when it was the oldest
             if merit <= page.merit:

@@ -50,6 +50,7 @@ class RamTier:
         self.below: Below = Nothing()
         self.clock_s = clock_s
         self.namespaces = namespaces
+        self.namespace = namespaces.find  # by its digest: one look into a dict, which needs no lock
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
@@ -79,9 +80,6 @@ class RamTier:
     def open_namespace(self, value: Namespace, digest: bytes, peer: str = "") -> tuple[NamespaceIndex, bool]:
         with self.lock:
             return self.namespaces.open(value, digest, peer)
-
-    def namespace(self, digest: bytes) -> NamespaceIndex:
-        return self.namespaces.find(digest)  # one look into a dict, which needs no lock
 
     # ---- lookup --------------------------------------------------------------------------
 
@@ -173,14 +171,15 @@ class RamTier:
         merits = self._order.use(index, prefix_hashes, here, now_ms, new=True)
         self.hold_all(known)  # making room for the batch must not evict the batch
         index.busy += 1
-        result = Reservation(index, list(prefix_hashes), merits)
+        result = Reservation(index, prefix_hashes, merits)
         try:
             below = self.below.present(digest, prefix_hashes)
             yield from reserve_all(self, result, list(zip(prefix_hashes, below, strict=True)), copies, now_ms)
-            result.count()
+            if len(result.pages) < len(prefix_hashes):
+                result.count()
             if not result.pages:
                 self.below.touch(digest, prefix_hashes)
-            if result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
+            if result.is_full and result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
                 raise Exhausted(self.eviction.refusal(index, self.held_count, self.writing_count))
             return result
         except BaseException:  # a caller who is never told of them can not give them back
@@ -256,6 +255,8 @@ class RamTier:
             return held
 
     def _offer(self, pages: list[Page], urgent: bool) -> int:
+        if not pages:
+            return 0
         taken = self.below.offer(pages, urgent)
         self.hold_all(pages[:taken])
         return taken

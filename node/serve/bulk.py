@@ -4,6 +4,7 @@ put   request -> verdicts -> page bytes -> commit -> reply       (reserved until
 get   request -> reply + page bytes                              (held until sent)
 """
 
+import itertools
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -119,7 +120,7 @@ class BulkConnection(Connection):
         nbytes, reply, pieces = self.service.begin_get(session, request)
         pace = Pace(nbytes, self.stall_s)
         try:
-            self.send("get", reply, nbytes)
-            self.socket.send_all(pieces, pace.next_s)
+            head = self.socket.begun(pb.BulkReply(get=reply).SerializeToString(), nbytes)
+            self.socket.send_all(itertools.chain((memoryview(head),), pieces), pace.next_s)
         finally:
             session.release()

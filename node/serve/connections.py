@@ -264,9 +264,9 @@ class Connection(abc.ABC):
             self._trace = unpacked(message.trace)
         return op, getattr(message, op)
 
-    def send(self, op: str, reply: Any, payload_nbytes: int = 0) -> None:
+    def send(self, op: str, reply: Any) -> None:
         self.socket.arm(self.stall_s)
-        self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString(), payload_nbytes)
+        self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 
     def send_error(self, error: KVStoreError) -> None:
         self.send("error", message_of(error))

@@ -214,10 +214,11 @@ class Service:
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
         space = self._tier.namespace(request.namespace)
         page_nbytes = space.page_nbytes
-        if len(hashes) * len(request.ranges) > GET_PIECES_MAX:
-            what = f"{len(request.ranges)} ranges of {len(hashes)} keys"
+        asked = request.ranges
+        if len(hashes) * len(asked) > GET_PIECES_MAX:
+            what = f"{len(asked)} ranges of {len(hashes)} keys"
             raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
-        ranges = [(part.offset, part.nbytes) for part in request.ranges]
+        ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
         check_ranges(ranges, page_nbytes)
         wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
         self._check_nbytes(len(hashes) * wanted_nbytes)

@@ -104,8 +104,9 @@ class Session:
         assert self._reservation is not None
         pages = self._reservation.pages
         checksums = roots(leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages])
-        for page, some in zip(pages, map(kept, leaves), strict=True):
-            page.leaves = some
+        if kept(leaves[0]):  # all are as long
+            for page, some in zip(pages, leaves, strict=True):
+                page.leaves = some
         stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
         self._take_reservation()  # only now: if that broke, `abort` still knows what there is to give back
         return stored
