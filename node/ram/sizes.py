@@ -59,7 +59,7 @@ class SizeOrder:
 
     def unlink(self, page: Page) -> None:
         self.count -= 1
-        self._list(page).unlink(page)
+        (self._copies if page.is_copy else self._own[page.merit]).unlink(page)
 
     def use(self, pages: Iterable[Page], tick: int, merit: int) -> int:
         """They are used then, one after the other, in a chain of this merit; the merit of the last of them."""
@@ -85,9 +85,10 @@ class SizeOrder:
     def oldest(self, turn: Turn) -> Page | None:
         """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
         over."""
-        copy = self.oldest_copy(turn)
-        if copy is not None or (self._copies.count and turn.over):
-            return copy
+        if self._copies.count:
+            copy = self._copies.oldest(turn)
+            if copy is not None or turn.over:
+                return copy
         if len(self._own) == 1:
             return next(iter(self._own.values())).oldest(turn)
         return self._first(turn, _by_tick)

@@ -57,13 +57,16 @@ class Content:
 
 
 def places(page: Page, ranges: Sequence[Range]) -> list[int]:
-    """Where in the arena each of the ranges begins; without any, where the page does."""
-    if not ranges:
-        return [page.offset]
+    """Where in the arena each of the ranges begins."""
     space = page.namespace
     if isinstance(space, Parts):
         return [page.offset + space.place(offset) for offset, _ in ranges]
     return [page.offset + offset for offset, _ in ranges]
+
+
+def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
+    """The same of each page; without any ranges, where each page does."""
+    return [place for page in pages for place in places(page, ranges)] if ranges else [page.offset for page in pages]
 
 
 def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:

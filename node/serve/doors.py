@@ -149,9 +149,10 @@ class ConnectionServer(abc.ABC):
     def begin(self, connection: Connection) -> bool:
         """A request was received. False: the server stops, or this connection had to leave, and the request
         belongs to nothing that was begun before."""
-        # Without the lock: whoever stops says so first, then looks who is busy.
-        goes_on, connection.busy = connection.busy, True
-        return (goes_on or not self._stopping) and (connection.place is None or connection.place.busy())
+        if connection.busy:
+            return True
+        connection.busy = True  # without the lock: whoever stops says so first, then looks who is busy
+        return not self._stopping and (connection.place is None or connection.place.busy())
 
     def done(self, connection: Connection) -> bool:
         """What was begun is finished. False: the server stops, wait for nothing more."""

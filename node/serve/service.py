@@ -29,7 +29,7 @@ from node.ram.parts import parts_wanted
 from node.ram.pinning import Pinning
 from node.ram.tier import RamTier
 from node.serve.cluster_calls import ClusterCalls
-from node.serve.content import Content, places, ttls_ms
+from node.serve.content import Content, offsets_of, ttls_ms
 from node.serve.disk_calls import DiskCalls
 from node.serve.erasure import Erasure
 from node.serve.heat import Heat
@@ -238,7 +238,7 @@ class Service:
         self.tenants.moves(principal, len(found) * wanted_nbytes)
         self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
         if session.maps_arena:
-            reply.offsets.extend([place for page in found for place in places(page, ranges)])
+            reply.offsets.extend(offsets_of(found, ranges))
             return 0, reply, iter(())
         return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
 
