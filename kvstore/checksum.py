@@ -127,6 +127,15 @@ def root(of_leaves: bytes, seed: int) -> bytes:
     return xxhash.xxh3_128_digest(of_leaves, seed)
 
 
+def roots(of_leaves: Iterable[bytes], namespace_digest: bytes, prefix_hashes: Iterable[bytes]) -> list[bytes]:
+    """`root` of each page's leaves, with the seed of its key."""
+    checksum_of = xxhash.xxh3_128_digest
+    return [
+        checksum_of(some, hash64(namespace_digest + prefix_hash))
+        for some, prefix_hash in zip(of_leaves, prefix_hashes, strict=True)
+    ]
+
+
 def checksum(data: memoryview | bytes, seed: int) -> bytes:
     """Of a page, or of parts of one that travel together."""
     return root(leaves(data), seed)

@@ -88,6 +88,13 @@ def lookup_reply(present: list[bool]) -> pb.LookupReply:
     return reply
 
 
+def get_reply(hits: list[bool], checksums: list[bytes], ttls_ms: list[int]) -> pb.GetReply:
+    """The answer to a get; `hits` as above."""
+    reply = pb.GetReply(checksums=checksums, ttls_ms=ttls_ms)
+    reply.MergeFromString(_HITS_TAG + _varint(len(hits)) + bytes(hits))
+    return reply
+
+
 def chunk_frame(pieces: list[memoryview]) -> bytes:
     """A GetFrame or PutFrame with a chunk of page bytes, in its wire form: as messages, these bytes would be
     copied four times, each time into memory that was just taken from the kernel."""
@@ -129,6 +136,7 @@ def _varint(number: int) -> bytes:
 
 # Wire type 2: length-delimited, as packed repeated fields are.
 _PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].number << 3 | 2)
+_HITS_TAG = _varint(pb.GetReply.DESCRIPTOR.fields_by_name["hits"].number << 3 | 2)
 # Of both kinds of frames, which tests/core/test_messages.py compares with what protobuf makes.
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)

@@ -13,58 +13,16 @@ of its size from others, and never a whole extent of small ones.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from itertools import islice
 from typing import Any
 
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.blocks import NO_SLOTS, Block, SizeClass
 
 HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs its owner of memory little
 UNUSED_SHARE = 16  # a block may leave 1/16 of itself unused at its end
 LOOKED_AT = 8  # blocks, in search of an emptier one
-NO_SLOTS = array("I")  # the free slots of a full block: one array for them all
-
-
-class SizeClass:
-    """A slot size in use: its blocks, in sums, and those of them that have a free slot."""
-
-    __slots__ = ("all_free", "block_count", "level", "partial", "per_block", "slot_nbytes", "used_count")
-
-    def __init__(self, slot_nbytes: int, level: int, per_block: int) -> None:
-        self.slot_nbytes = slot_nbytes
-        self.level = level
-        self.per_block = per_block
-        self.all_free = array("I", range(per_block - 1, -1, -1))
-        self.block_count = 0
-        self.used_count = 0
-        # New slots come from the oldest of them, so that the others may run empty. (A plain dict would
-        # search for its first entry, once others before it are gone.)
-        self.partial: OrderedDict[int, Block] = OrderedDict()
-
-    @property
-    def slot_count(self) -> int:
-        return self.block_count * self.per_block
-
-
-class Block:
-    """One block in use. `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
-    from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier in the tier's
-    unit of time. A `closed` one gives no slots."""
-
-    __slots__ = ("closed", "free", "kind", "offset", "owners", "start", "used_sum")
-
-    def __init__(self, start: int, offset: int, kind: SizeClass, owners: MutableSequence[Any]) -> None:
-        self.start = start
-        self.offset = offset
-        self.kind = kind
-        self.owners = owners
-        self.free = NO_SLOTS  # a stack: lowest slot first
-        self.used_sum = 0
-        self.closed = False
-
-    @property
-    def used_count(self) -> int:
-        return len(self.owners) - len(self.free)
 
 
 class SlotAllocator:
@@ -105,21 +63,46 @@ class SlotAllocator:
 
     def allocate(self, slot_nbytes: int, owner: Any) -> int | None:
         """Offset of a free slot, or None if there is none."""
+        offsets = self._allocate_some(slot_nbytes, (owner,))
+        return offsets[0] if offsets else None
+
+    def allocate_all(self, slot_nbytes: int, owners: Sequence[Any]) -> list[int]:
+        """The same for each owner, from the first on, as far as there are free slots."""
+        offsets: list[int] = []
+        try:
+            while len(offsets) < len(owners):
+                more = self._allocate_some(slot_nbytes, owners[len(offsets) :])
+                if not more:
+                    break
+                offsets += more
+        except BaseException:  # a caller who is never told of them can not give them back
+            for offset in offsets:
+                self.free(offset)
+            raise
+        return offsets
+
+    def _allocate_some(self, slot_nbytes: int, owners: Sequence[Any]) -> list[int]:
+        """The same, of one block."""
         kind = self._kinds.get(slot_nbytes)
         block = next(iter(kind.partial.values()), None) if kind is not None else None
         if block is None:
             block = self._open(slot_nbytes, kind)
         if block is None:
-            return None
-        slot = block.free.pop()
-        block.owners[slot] = owner
-        kind = block.kind
-        kind.used_count += 1
-        self.used_nbytes += slot_nbytes
-        if not block.free:
+            return []
+        kind, free, start, there = block.kind, block.free, block.offset, block.owners
+        offsets = []
+        for owner in owners[: len(free)]:
+            slot = free.pop()
+            there[slot] = owner
+            offsets.append(start + slot * slot_nbytes)
+        kind.used_count += len(offsets)
+        self.used_nbytes += slot_nbytes * len(offsets)
+        if free:
+            kind.partial[block.start] = block
+        else:
             kind.partial.pop(block.start, None)
             block.free = NO_SLOTS
-        return block.offset + slot * slot_nbytes
+        return offsets
 
     def free_count(self, slot_nbytes: int) -> int:
         """How many slots `allocate` would find one after the other, if nothing is closed."""
@@ -180,7 +163,8 @@ class SlotAllocator:
         return kind
 
     def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
-        """A free block for this slot size, the smallest that is large enough, cut down to what is needed."""
+        """A free block for this slot size, the smallest that is large enough, cut down to what is needed; not listed as
+        partial yet."""
         kind = kind or (self._kind(slot_nbytes) if any(self._free) else None)
         if kind is None:
             return None
@@ -189,7 +173,7 @@ class SlotAllocator:
                 start, _ = self._free[level].popitem()
                 for half in range(level - 1, kind.level - 1, -1):
                     self._free[half][start + (1 << half)] = None
-                block = kind.partial[start] = self._put(start, kind)
+                block = self._put(start, kind)
                 block.free = kind.all_free[:]
                 return block
         return None

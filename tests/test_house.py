@@ -74,7 +74,17 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli/",),
     ),
     "node": (
-        ("__init__.py", "config.py", "garbage.py", "log_lines.py", "pb/", "slots.py", "tls.py", "vacancy.py"),
+        (
+            "__init__.py",
+            "blocks.py",
+            "config.py",
+            "garbage.py",
+            "log_lines.py",
+            "pb/",
+            "slots.py",
+            "tls.py",
+            "vacancy.py",
+        ),
         ("access/",),
         ("ram/",),
         ("disk/", "peers/"),

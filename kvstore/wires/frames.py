@@ -94,15 +94,17 @@ class FrameSocket:
     def _set_timeouts(self, seconds: float) -> None:
         """Somewhat shorter ones than asked for will do: who wakes early looks at the deadline. So a
         row of calls that all have about the same time left sets them once."""
-        if seconds / 2 <= self._timeout_s <= seconds:
-            return
         self._timeout_s = seconds * 0.75
         set_timeout(self._sock, socket.SO_RCVTIMEO, self._timeout_s)
         set_timeout(self._sock, socket.SO_SNDTIMEO, self._timeout_s)
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0, at_once: bool = False) -> None:
         """Sends all of a frame but its payload, which follows by `send`."""
-        self.send(pack_fixed(len(header), payload_nbytes, self.version) + header, at_once)
+        self.send(self.begun(header, payload_nbytes), at_once)
+
+    def begun(self, header: bytes, payload_nbytes: int) -> bytes:
+        """A frame, all but its payload."""
+        return pack_fixed(len(header), payload_nbytes, self.version) + header
 
     def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
         """`at_once`: what the socket takes without waiting is sent whatever time it is."""
@@ -133,7 +135,9 @@ class FrameSocket:
 
         From the first byte on, the frame has `frame_s` seconds to arrive.
         """
-        self._set_timeouts(self._deadline - time.monotonic())
+        left_s = self._deadline - time.monotonic()
+        if not left_s / 2 <= self._timeout_s <= left_s:
+            self._set_timeouts(left_s)
         if not self._receive_ahead():
             return None
         self.arm(frame_s)
@@ -240,7 +244,8 @@ class FrameSocket:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"the deadline passed while trying to {doing}")
-        self._set_timeouts(left_s)
+        if not left_s / 2 <= self._timeout_s <= left_s:
+            self._set_timeouts(left_s)
 
     @property
     def quiet(self) -> bool:

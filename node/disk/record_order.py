@@ -14,11 +14,12 @@ from itertools import islice
 
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.blocks import Block
 from node.disk.record_pool import Links, RecordPool
 from node.ram.accounts import Account, Accounts
 from node.ram.agenda import Agenda
 from node.ram.pins import PINNED_SHARE
-from node.slots import Block, SlotAllocator
+from node.slots import SlotAllocator
 
 LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, in one search
 VICTIMS = 256  # of one search

@@ -19,9 +19,9 @@ class Membership:
         """`replicas` of a fixed list, 0: 1."""
         self.member = member
         self.joining = cluster.startswith(ETCD_SCHEME)  # no view yet, and nobody may think that there is no cluster
-        self._view: View | None = None
+        self.view: View | None = None
         if cluster and not self.joining:
-            self._view = _listed(cluster, replicas)
+            self.view = _listed(cluster, replicas)
         self.registry: Callable[[], tuple[str, list[str]]] = lambda: ("static", [])  # how it is, and who is apart
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
@@ -30,22 +30,18 @@ class Membership:
         if not cluster and (member or replicas):
             named = f"member={member}" if member else f"replicas={replicas}"
             raise ConfigError(f"{named} is named, but no cluster; name it with --cluster, or leave that out")
-        if self._view and member not in self._view.by_id:
-            known = ", ".join(sorted(self._view.by_id))
+        if self.view and member not in self.view.by_id:
+            known = ", ".join(sorted(self.view.by_id))
             raise ConfigError(
-                f"member={member!r} is not of the cluster {self._view.cluster}; its members are {known}; say which of "
+                f"member={member!r} is not of the cluster {self.view.cluster}; its members are {known}; say which of "
                 "them this node is (--member)"
             )
-
-    @property
-    def view(self) -> View | None:
-        return self._view
 
     def become(self, view: View, member: str = "") -> None:
         """The view has changed, and perhaps which of its members this node is."""
         with self._lock:
             self.member = member or self.member
-            self._view = view
+            self.view = view
             self.joining = False
             for listener in self._listeners:
                 listener(view)
@@ -54,8 +50,8 @@ class Membership:
         """Is told of the view, if there is one, and of every later one; it must not wait for anything."""
         with self._lock:
             self._listeners.append(listener)
-            if self._view is not None:
-                listener(self._view)
+            if self.view is not None:
+                listener(self.view)
 
     def forget(self, listener: Listener) -> None:
         """It is told of nothing more, and not again of what it is told just now."""
@@ -81,7 +77,7 @@ class Membership:
         """Adds the view to what a client is told first. Raises Unavailable while there is none yet."""
         if self.joining:
             raise Unavailable("this node is joining its cluster; ask another member, or again in a moment")
-        view = self._view
+        view = self.view
         if view is not None:
             hello.view.CopyFrom(view.message)
             hello.member_id = self.member

@@ -90,14 +90,17 @@ class Account(Generic[Pool]):
         size = self._sizes.get(slot_nbytes) or self._accounts.size(slot_nbytes)
         return 0 if size.count % size.per_block else size.block_nbytes
 
-    def take(self, slot_nbytes: int) -> None:
-        """It has a slot of this size more."""
+    def take(self, slot_nbytes: int, count: int = 1) -> None:
+        """It has so many slots of this size more."""
+        if not count:
+            return
         size = self._sizes.get(slot_nbytes)
         if size is None:
             size = self._sizes[slot_nbytes] = self._accounts.size(slot_nbytes)
-        if not size.count % size.per_block:
-            self._add(size.block_nbytes)
-        size.count += 1
+        more_nbytes = size.need(size.count + count) - size.need(size.count)
+        size.count += count
+        if more_nbytes:
+            self._add(more_nbytes)
 
     def give(self, slot_nbytes: int) -> None:
         size = self._sizes[slot_nbytes]

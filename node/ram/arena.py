@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvstore.buffers import advise, copy
 from kvstore.errors import ConfigError
@@ -57,6 +57,11 @@ class Arena:
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._memory[offset : offset + nbytes]
+
+    def views(self, offsets: Iterable[int], nbytes: int) -> list[memoryview]:
+        """Of so many bytes at each."""
+        memory = self._memory
+        return [memory[offset : offset + nbytes] for offset in offsets]
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
         copy(self.view(target, nbytes), self.view(source, nbytes))

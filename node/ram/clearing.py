@@ -11,22 +11,23 @@ to read meanwhile ends it; then what has gone is gone, and the rest stays.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
+from node.blocks import Block
 from node.ram.page import Page, State
 from node.ram.pool import Pool
 from node.ram.turn import Move, Turn, Work
-from node.slots import Block, SlotAllocator
+from node.slots import SlotAllocator
 
 LOOKED_AT = 4096  # pages, in search of those that pinned ones can take the place of
 LOOKED_AT_LEAST = 64
 
 
 class Clearing:
-    """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(page)` keeps it until
-    it is moved, `make_place(size, pool)` frees a slot of this size elsewhere without moving anything, at the cost
+    """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(pages)` keeps them until
+    they are moved, `make_place(size, pool)` frees a slot of this size elsewhere without moving anything, at the cost
     of other sizes in this pool."""
 
     def __init__(
@@ -34,7 +35,7 @@ class Clearing:
         slots: SlotAllocator,
         turn: Turn,
         forget: Callable[[Page, str, Page | None], None],
-        hold: Callable[[Page], None],
+        hold: Callable[[Sequence[Page]], None],
         make_place: Callable[[int, Pool], Work[bool]],
     ) -> None:
         self._slots = slots
@@ -139,7 +140,7 @@ class Clearing:
                 continue
             if page.holds:
                 return False
-            self._hold(page)
+            self._hold([page])
             yield Move(page, targets[page])
             if not _may_go(page):
                 return False

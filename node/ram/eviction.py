@@ -14,7 +14,7 @@ than most cleverer policies (docs/decisions/0005, 0033). Pinned pages, and those
 lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.keys import short
 from node.ram.accounts import Account
@@ -35,13 +35,13 @@ PAGES_LOOKED_AT = 16  # in search of them
 
 class Eviction:
     """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`, and its
-    order's `withdraw`; `hold(page)` keeps it where it is."""
+    order's `withdraw`; `hold(pages)` keeps them where they are."""
 
     def __init__(
         self,
         slots: SlotAllocator,
         forget: Callable[[Page, str, Page | None], None],
-        hold: Callable[[Page], None],
+        hold: Callable[[Sequence[Page]], None],
         learns: bool = False,
     ) -> None:
         self._slots = slots
@@ -60,60 +60,79 @@ class Eviction:
     def pins(self) -> Pins:
         return self.order.pins
 
-    def place(self, page: Page) -> bool:
-        """Gives a new page a slot: a free one, or that of the oldest page if that is of the same size.
-        False: `make_room` may help."""
-        size = page.namespace.slot_nbytes
-        if (page.is_copy and self.copies_full(size)) or not self.lend(page):
-            return False
-        self.placed_nbytes += size
-        if page.is_copy:
-            self._count_copy(page, 1)
-        return True
+    def place(self, pages: Sequence[Page]) -> int:
+        """Gives new pages of a namespace slots, from the first on: free ones, or those of the oldest pages if they are
+        of the same size. All are copies, or none is. How many: `make_room` may help the next one."""
+        size, is_copy = pages[0].namespace.slot_nbytes, pages[0].is_copy
+        if is_copy:
+            pages = pages[: (self.copy_nbytes_max - self.copy_nbytes) // size]
+        count = self.lend(pages)
+        self.placed_nbytes += size * count
+        if is_copy:
+            self._count_copies(size, count)
+        return count
 
     def copies_full(self, size: int) -> bool:
         """Whether a copy of this size has to wait until another one goes."""
         return self.copy_nbytes + size > self.copy_nbytes_max
 
-    def _count_copy(self, page: Page, more: int) -> None:
+    def _count_copies(self, size: int, more: int) -> None:
         self.copy_count += more
-        self.copy_nbytes += more * page.namespace.slot_nbytes
+        self.copy_nbytes += more * size
 
     def own(self, page: Page) -> None:
         """A visible copy is none any more."""
-        self._count_copy(page, -1)
+        self._count_copies(page.namespace.slot_nbytes, -1)
         self.order.own(page)
 
-    def lend(self, page: Page) -> bool:
-        """The same for a page that is given back when it is read: RAM does not turn over by it."""
-        size, account = page.namespace.slot_nbytes, page.namespace.account
-        if account.nbytes_max and account.full_for(size):
-            return not account.is_over and self._succeed_oldest(page, size, account.pool)
-        offset = self._slots.allocate(size, page)
-        if offset is not None:
+    def lend(self, pages: Sequence[Page]) -> int:
+        """The same for pages that are given back when they are read: RAM does not turn over by it."""
+        if not pages:
+            return 0
+        size, account = pages[0].namespace.slot_nbytes, pages[0].namespace.account
+        room = len(pages)
+        if account.nbytes_max:
+            room = 0 if account.full_for(size) else account.room(size)
+        offsets = self._slots.allocate_all(size, pages[:room])
+        for page, offset in zip(pages, offsets, strict=False):
             page.offset = offset
             self._slots.block_of(offset).used_sum += page.used_ms
-            account.take(size)
-            return True
-        return self._succeed_oldest(page, size, self._accounts.first(account))
+        account.take(size, len(offsets))
+        count = len(offsets)
+        try:
+            while count < len(pages) and self._succeed_oldest(pages[count], size):
+                count += 1
+        except BaseException:  # a caller who is never told of them can not give them back
+            for page in pages[:count]:
+                self._free(page)
+            raise
+        return count
+
+    def _free(self, page: Page) -> None:
+        page.namespace.account.give(page.namespace.slot_nbytes)
+        self._slots.free(page.offset).used_sum -= page.used_ms
+        page.offset = -1
 
     def release(self, page: Page, successor: Page | None = None) -> None:
         """Frees the slot of a page that is neither visible nor held, or gives it to another of its size."""
-        offset, page.offset = page.offset, -1
-        if page.is_copy:
-            self._count_copy(page, -1)
         account, size = page.namespace.account, page.namespace.slot_nbytes
+        if page.is_copy:
+            self._count_copies(size, -1)
         if successor is None:
+            self._free(page)
+            return
+        if successor.namespace.account is not account:
             account.give(size)
-            self._slots.free(offset).used_sum -= page.used_ms
-        else:
-            if successor.namespace.account is not account:
-                account.give(size)
-                successor.namespace.account.take(size)
-            successor.offset = offset
-            self._slots.hand_over(offset, successor).used_sum += successor.used_ms - page.used_ms
+            successor.namespace.account.take(size)
+        successor.offset, page.offset = page.offset, -1
+        self._slots.hand_over(successor.offset, successor).used_sum += successor.used_ms - page.used_ms
 
-    def _succeed_oldest(self, page: Page, size: int, pool: Pool) -> bool:
+    def _succeed_oldest(self, page: Page, size: int) -> bool:
+        account = page.namespace.account
+        is_full = account.full_for(size)
+        if is_full and account.is_over:
+            return False
+        pool = account.pool if is_full else self._accounts.first(account)
         ours = pool.next_to_go(size)
         if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
             return False

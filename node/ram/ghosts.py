@@ -20,8 +20,9 @@ class Ghosts:
         """`reason`: 'evicted', 'removed', 'expired' or 'corrupt'."""
         if len(self._new) >= self._count_max:
             self._new, self._old, self._gone = {}, self._new, self._old
-        for _ in range(min(FREED, len(self._gone))):
-            self._gone.popitem()
+        if self._gone:
+            for _ in range(min(FREED, len(self._gone))):
+                self._gone.popitem()
         self._new[hash(digest) ^ hash(prefix_hash)] = reason
 
     def forget(self) -> None:

@@ -25,7 +25,9 @@ class Pages(Protocol):
 
     def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None: ...
 
-    def hold_page(self, page: Page) -> None: ...
+    def live_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[Page | None]: ...
+
+    def hold_all(self, pages: Sequence[Page]) -> None: ...
 
     def let_go(self, pages: Sequence[Page]) -> None: ...
 
@@ -39,6 +41,10 @@ def hold_all(
     elsewhere: Mapping[bytes, bool] = NOWHERE,
 ) -> Work[Acquired]:
     """See `RamTier.acquire`."""
+    visible = [page for page in tier.live_all(index, prefix_hashes) if page is not None]
+    if len(visible) == len(prefix_hashes):
+        tier.hold_all(visible)
+        return Acquired([*visible], [], {}, [])
     acquired = Acquired([None] * len(prefix_hashes), [], {}, [])
     index.busy += 1
     try:
@@ -60,7 +66,7 @@ def hold_all(
                 if not (yield from tier.eviction.make_room(space, tier.clock_ms(), is_copy)):
                     break
             if page is not None:
-                tier.hold_page(page)
+                tier.hold_all([page])
                 acquired.pages[position] = page
             elif prefix_only:
                 break

@@ -96,7 +96,7 @@ class Inventory:
         with self._tier.lock:
             page = self._tier.live(self._tier.namespaces.find(digest), prefix_hash)
             if page is not None:
-                self._tier.hold_page(page)
+                self._tier.hold_all([page])
         try:
             yield page
         finally:

@@ -3,7 +3,7 @@ page of which only parts are wanted these are read from below for that one calle
 releases them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from node.ram.below import Below
 from node.ram.namespace import NamespaceIndex
@@ -15,15 +15,15 @@ from node.ram.reservation import Acquired
 class Loads:
     """Part of the RAM tier, under its `lock`. `begin` and `forget` are called with it held.
 
-    `place` makes a page with a slot, if there is one, and `lend` gives one a slot; `settle` takes a page that
+    `place` makes pages with slots, as far as there are any, and `lend` gives them slots; `settle` takes a page that
     came to be visible, or that is not coming, out of those being written; `offer` shows pages to the tier below.
     """
 
     def __init__(
         self,
         lock: threading.Lock,
-        place: Callable[[NamespaceIndex, bytes, int, bool], Page | None],
-        lend: Callable[[Page], bool],
+        place: Callable[[NamespaceIndex, Sequence[bytes], int, bool], list[Page]],
+        lend: Callable[[Sequence[Page]], int],
         settle: Callable[[Page, bool], None],
         offer: Callable[[list[Page], bool], int],
         clock_ms: Callable[[], int],
@@ -57,7 +57,7 @@ class Loads:
     ) -> tuple[Page | None, bool]:
         """The same for a page that another node has: the caller has it filled and calls `end`. `aside`: for this caller
         alone, because it is being written here, which may take long."""
-        page = self._lent(index, prefix_hash) if aside else self._place(index, prefix_hash, self._clock_ms(), is_copy)
+        page = self._lent(index, prefix_hash) if aside else self._placed(index, prefix_hash, is_copy)
         if page is None:
             return None, True
         if not aside:
@@ -72,15 +72,18 @@ class Loads:
             if part is not None:
                 acquired.in_part[prefix_hash] = part
             return part
-        page = self._place(space, prefix_hash, self._clock_ms(), False)
+        page = self._placed(space, prefix_hash, False)
         if page is not None:
             page.state = State.LOADING
         return page
 
+    def _placed(self, index: NamespaceIndex, prefix_hash: bytes, is_copy: bool) -> Page | None:
+        return next(iter(self._place(index, [prefix_hash], self._clock_ms(), is_copy)), None)
+
     def _lent(self, space: NamespaceIndex | Parts, prefix_hash: bytes) -> Page | None:
         page = Page(space, prefix_hash, self._clock_ms())
         page.state = State.DOOMED  # its slot waits for its readers, and for nobody else
-        return page if self._lend(page) else None
+        return page if self._lend([page]) else None
 
     def forget(self, page: Page) -> None:
         """The page was removed meanwhile: its bytes go only to those who wait for it already."""

@@ -49,8 +49,18 @@ class LruList:
         self.count -= 1
 
     def move_newest(self, page: Page) -> None:
-        self.unlink(page)
-        self.push_newest(page)
+        older, newer = page.older, page.newer
+        if newer is None:
+            self.unlink(page)
+            self.push_newest(page)
+            return
+        assert older is not None
+        older.newer, newer.older = newer, older
+        root = self._root
+        newest = root.older
+        assert newest is not None
+        page.older, page.newer = newest, root
+        newest.newer = root.older = page
 
     def oldest(self, turn: Turn) -> Page | None:
         """The oldest page that nobody holds. None: there is none, or the turn is over."""

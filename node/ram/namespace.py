@@ -1,6 +1,6 @@
 """Namespaces of a node: who may share which pages, and what became of each lookup."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.checksum import key_seed
@@ -36,8 +36,9 @@ class NamespaceIndex:
         self.counters = Counters()
         self.described_nbytes: int = namespace_message(value).ByteSize()
 
-    def add(self, page: Page) -> None:
-        self.pages[page.prefix_hash] = page
+    def add(self, pages: Sequence[Page]) -> None:
+        for page in pages:
+            self.pages[page.prefix_hash] = page
         self._peak_count = max(self._peak_count, len(self.pages))
 
     def drop(self, page: Page) -> None:

@@ -5,6 +5,8 @@ takes longer the more pages, sizes, holds or pins there are.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from kvstore.keys import short
 from node.ram.accounts import Accounts
@@ -35,7 +37,20 @@ class UseOrder:
 
     def admit(self, page: Page) -> None:
         """A page became visible, or is not pinned any more: from now on it may be evicted, as the newest."""
-        page.namespace.account.pool.admit(page)
+        page.namespace.account.pool.admit([page])
+
+    def admit_new(self, pages: Sequence[Page], chain: Sequence[Page], now_ms: int) -> None:
+        """The same of new pages of a chain, of which others may be here; all of it is used now, tail first."""
+        if not pages:
+            self.touch(reversed(chain), now_ms)
+            return
+        pool: Pool = pages[0].namespace.account.pool
+        if pool.duel is None and len(chain) == len(pages):
+            self._date(pages, now_ms)
+            pool.admit(pages[::-1])
+        else:
+            pool.admit(pages)
+            self.touch(reversed(chain), now_ms)
 
     def use(
         self, space: Space, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None], now_ms: int, new: bool = False
@@ -43,11 +58,14 @@ class UseOrder:
         """A chain is used, of which these pages are here: tail first, so that its head is the newest page and the last
         to go. `new`: the others are coming; the merit of these, and of the last of the chain."""
         pool: Pool = space.account.pool
+        if pool.duel is None:
+            self.touch(reversed(pages), now_ms)
+            return FIRST, FIRST
         size = space.slot_nbytes
         merits = pool.chain_used(space.digest, prefix_hashes, pages, new)
         self.touch(pages[-1:], now_ms)
         self.touch(reversed(pages[:-1]), now_ms, merits.here)
-        if pool.duel is None or not new:
+        if not new:
             return FIRST, FIRST
         self._turn.left -= len(pages) // KEYS_A_STEP
         lacking = pages.count(None)
@@ -55,21 +73,25 @@ class UseOrder:
 
     def touch(self, chain: Iterable[Page | None], now_ms: int, merit: int = 0) -> None:
         """Visible pages are used now, one after the other, in a chain of this merit."""
-        block_of, visible = self._slots.block_of, State.VISIBLE
+        visible = State.VISIBLE
+        pages = [page for page in chain if page is not None and page.state is visible]
+        if not pages:
+            return
+        self._date(pages, now_ms)
         tick = -1
-        for page in chain:
-            if page is None or page.state is not visible:
-                continue
-            block_of(page.offset).used_sum += now_ms - page.used_ms
-            page.used_ms = now_ms
-            if page.order is not None:
+        for order, some in groupby(pages, attrgetter("order")):
+            if order is not None:
                 if tick < 0:
-                    tick = page.order.pool.next_tick()
-                if page.newer is not None:
-                    page.order.move_newest(page, tick, merit)
-                else:  # it was held when it was the oldest
-                    page.order.pool.used(page, tick, merit)
-                merit = page.merit
+                    tick = order.pool.next_tick()
+                merit = order.use(some, tick, merit)
+
+    def _date(self, pages: Sequence[Page], now_ms: int) -> None:
+        """They are used now."""
+        block_of = self._slots.block_of
+        for page in pages:
+            if page.used_ms != now_ms:
+                block_of(page.offset).used_sum += now_ms - page.used_ms
+                page.used_ms = now_ms
 
     def withdraw(self, page: Page) -> None:
         """A page is not visible any more: it is in no pool and has no pin."""
@@ -123,7 +145,7 @@ class UseOrder:
 
     def expire_pins(self, now_ms: int) -> int:
         """Ends pins whose time is over; so many of them. The rest follows with the next calls."""
-        ended = self.pins.ended(now_ms, PINS_ENDED)
+        ended = self.pins.ended(now_ms, PINS_ENDED) if self.pins.nbytes else []
         for page in ended:
             self.admit(page)
         return len(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from kvstore.keys import Namespace
@@ -30,11 +31,9 @@ class Space(Protocol):
 class Waiting(Protocol):
     """Where pages wait for their turn to go (`node.ram.pool.Pool`)."""
 
-    def admit(self, page: Page) -> None: ...
-
     def next_tick(self) -> int: ...
 
-    def used(self, page: Page, tick: int, merit: int) -> None: ...
+    def came_back(self, page: Page) -> None: ...
 
     def withdraw(self, page: Page) -> None: ...
 
@@ -48,7 +47,7 @@ class Order(Protocol):
 
     pool: Waiting
 
-    def move_newest(self, page: Page, tick: int, merit: int) -> None: ...
+    def use(self, pages: Iterable[Page], tick: int, merit: int) -> int: ...
 
 
 class State(enum.IntEnum):
@@ -92,7 +91,7 @@ class Page:
         "used_ms",
     )
 
-    def __init__(self, namespace: Space, prefix_hash: bytes, now_ms: int) -> None:
+    def __init__(self, namespace: Space, prefix_hash: bytes, now_ms: int, is_copy: bool = False) -> None:
         self.namespace = namespace
         self.prefix_hash = prefix_hash
         self.offset = -1
@@ -101,7 +100,7 @@ class Page:
         self.expiry_s = 0  # since the epoch; 0: no time to live
         self.state = State.WRITING
         self.holds = 0
-        self.is_copy = False  # other members of the cluster own it
+        self.is_copy = is_copy  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
         self.merit = FIRST  # only where the node learns (`node.ram.habits`) there are others
         self.tick = 0  # when it was used, by the clock of its pool

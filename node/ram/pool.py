@@ -33,29 +33,33 @@ class Pool:
 
     # ---- a page's life -------------------------------------------------------------------
 
-    def admit(self, page: Page) -> None:
-        """From now on it may go, as the newest."""
+    def admit(self, pages: Sequence[Page]) -> None:
+        """From now on they may go, as the newest, one after the other. All have one size."""
         if self.duel is not None:
-            self.duel.habits.tick = page.tick = self.duel.habits.tick + 1
-        lru = self._list(page)
-        lru.push_newest(page)
-        if page.is_copy or not lru.is_known:
-            self._make_known(lru, page)
+            for page in pages:
+                page.tick = self.duel.habits.next_tick()
+        lru = self._list(pages)
+        lru.push_newest(pages)
+        for page in pages:
+            if page.is_copy or not lru.is_known:
+                self._make_known(lru, page)
 
     def admit_oldest(self, page: Page) -> None:
         """The same, as the oldest."""
         page.tick = 0
-        lru = self._list(page)
+        lru = self._list([page])
         lru.push_oldest(page)
         self._make_known(lru, page)
 
-    def _list(self, page: Page) -> SizeOrder:
-        size = page.namespace.slot_nbytes
+    def _list(self, pages: Sequence[Page]) -> SizeOrder:
+        """For these, which are going to be in it."""
+        size = pages[0].namespace.slot_nbytes
         lru = self._lists.get(size)
         if lru is None:
             lru = self._lists[size] = SizeOrder(self)
-        page.order = lru
-        self._own_count += not page.is_copy
+        for page in pages:
+            page.order = lru
+            self._own_count += not page.is_copy
         self._is_grown = True
         return lru
 
@@ -63,10 +67,9 @@ class Pool:
         lru.is_known = True
         self._ages.add(page.namespace.slot_nbytes, rank_ms(page))
 
-    def used(self, page: Page, tick: int, merit: int) -> None:
-        """A page that was held when it was the oldest is the newest."""
+    def came_back(self, page: Page) -> None:
+        """One that was held when it was the oldest is the newest."""
         lru = self._lists[page.namespace.slot_nbytes]
-        lru.move_newest(page, tick, merit)
         if page.is_copy or not lru.is_known:
             self._make_known(lru, page)
 

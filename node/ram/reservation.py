@@ -1,6 +1,7 @@
 """What a writer has between asking and committing, and a reader until it releases."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,18 +24,22 @@ class Reservation:
     """`pages` are to be written, head first; `chain` also has those that exist already."""
 
     namespace: NamespaceIndex
-    prefix_hashes: list[bytes]
+    prefix_hashes: Sequence[bytes]
     merits: tuple[int, int] = (FIRST, FIRST)  # of new pages, and of the last one of the chain
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     chain: list[Page] = field(default_factory=list)
+    is_full: bool = False  # there is no room for one more
 
-    def write(self, page: Page) -> None:
-        """The next key is that of a new page."""
-        page.merit = self.merits[len(self.verdicts) + 1 == len(self.prefix_hashes)]
-        self.verdicts.append(Verdict.WRITE)
-        self.pages.append(page)
-        self.chain.append(page)
+    def write(self, pages: Sequence[Page]) -> None:
+        """The next keys are those of new pages, some of `pages`."""
+        merit, of_last = self.merits
+        for page in pages:
+            page.merit = merit
+        self.verdicts += [Verdict.WRITE] * len(pages)
+        self.chain += pages
+        if len(self.verdicts) == len(self.prefix_hashes):
+            pages[-1].merit = of_last
 
     def refuse(self, page: Page | None, is_below: bool) -> None:
         """The next key is stored already, in RAM or only below, is being written, or has no room."""

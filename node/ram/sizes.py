@@ -5,7 +5,7 @@ oldest of all is the oldest of one of them, and so is that which is worth least.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore.keys import short
@@ -43,11 +43,14 @@ class SizeOrder:
             own = self._own[page.merit] = LruList()
         return own
 
-    def push_newest(self, page: Page) -> None:
-        if page.merit == GO:
-            self._going = None
-        self.count += 1
-        self._list(page).push_newest(page)
+    def push_newest(self, pages: Sequence[Page]) -> None:
+        """One after the other."""
+        for page in pages:
+            if page.merit == GO:
+                self._going = None
+            lru = self._copies if page.is_copy else self._own.get(page.merit) or self._list(page)
+            lru.push_newest(page)
+        self.count += len(pages)
 
     def push_oldest(self, page: Page) -> None:
         self._going = None
@@ -56,18 +59,24 @@ class SizeOrder:
 
     def unlink(self, page: Page) -> None:
         self.count -= 1
-        self._list(page).unlink(page)
+        (self._copies if page.is_copy else self._own[page.merit]).unlink(page)
 
-    def move_newest(self, page: Page, tick: int, merit: int) -> None:
-        """Used then, in a chain of this merit."""
-        lru = self._list(page)
-        page.tick = tick
-        if merit <= page.merit:
-            lru.move_newest(page)
-        else:
-            lru.unlink(page)
-            page.merit = merit
-            self._list(page).push_newest(page)
+    def use(self, pages: Iterable[Page], tick: int, merit: int) -> int:
+        """They are used then, one after the other, in a chain of this merit; the merit of the last of them."""
+        for page in pages:
+            lru = self._copies if page.is_copy else self._own[page.merit]
+            page.tick = tick
+            was_aside = page.newer is None  # it was held when it was the oldest
+            if merit <= page.merit:
+                lru.move_newest(page)
+            else:
+                lru.unlink(page)
+                page.merit = merit
+                self._list(page).push_newest(page)
+            if was_aside:
+                self.pool.came_back(page)
+            merit = page.merit
+        return merit
 
     def oldest_copy(self, turn: Turn) -> Page | None:
         """None: there is none that nobody holds, or the turn is over."""
@@ -76,9 +85,10 @@ class SizeOrder:
     def oldest(self, turn: Turn) -> Page | None:
         """The page that was used before all others, of those that nobody holds. None: there is none, or the turn is
         over."""
-        copy = self.oldest_copy(turn)
-        if copy is not None or (self._copies.count and turn.over):
-            return copy
+        if self._copies.count:
+            copy = self._copies.oldest(turn)
+            if copy is not None or turn.over:
+                return copy
         if len(self._own) == 1:
             return next(iter(self._own.values())).oldest(turn)
         return self._first(turn, _by_tick)

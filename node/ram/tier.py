@@ -25,6 +25,7 @@ from node.ram.namespace import NamespaceIndex, Namespaces
 from node.ram.page import Page, State
 from node.ram.parts import Parts
 from node.ram.reservation import Acquired, Reservation, Verdict
+from node.ram.reserving import reserve_all
 from node.ram.turn import Move, Work, in_pieces, in_turns
 from node.ram.walk import remove_all
 from node.slots import SlotAllocator
@@ -49,12 +50,13 @@ class RamTier:
         self.below: Below = Nothing()
         self.clock_s = clock_s
         self.namespaces = namespaces
+        self.namespace = namespaces.find  # by its digest: one look into a dict, which needs no lock
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
         self.ghosts = Ghosts()
-        self.eviction = Eviction(slots, self._forget, self.hold_page, learns)
-        self.loads = Loads(self.lock, self._place, self.eviction.lend, self._settle, self._offer, clock_ms)
+        self.eviction = Eviction(slots, self._forget, self.hold_all, learns)
+        self.loads = Loads(self.lock, self.place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
@@ -78,10 +80,6 @@ class RamTier:
     def open_namespace(self, value: Namespace, digest: bytes, peer: str = "") -> tuple[NamespaceIndex, bool]:
         with self.lock:
             return self.namespaces.open(value, digest, peer)
-
-    def namespace(self, digest: bytes) -> NamespaceIndex:
-        with self.lock:
-            return self.namespaces.find(digest)
 
     # ---- lookup --------------------------------------------------------------------------
 
@@ -131,6 +129,14 @@ class RamTier:
                 present[i] = self.live(index, prefix_hashes[i]) is not None
                 pages[i] = index.pages.get(prefix_hashes[i])
 
+    def live_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[Page | None]:
+        """`live` of each."""
+        visible, live = State.VISIBLE, self.live
+        return [
+            page if page is None or (page.state is visible and not page.expiry_s) else live(index, page.prefix_hash)
+            for page in map(index.pages.get, prefix_hashes)
+        ]
+
     def live(self, index: NamespaceIndex, prefix_hash: bytes) -> Page | None:
         """The page if it is visible and its time to live, if it has one, is not over. The caller has
         the lock."""
@@ -159,35 +165,21 @@ class RamTier:
         if page_nbytes != index.page_nbytes:
             raise LayoutMismatch(f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}")
         self._order.expire_pins(now_ms)
-        here = [self.live(index, h) for h in prefix_hashes]
+        here = self.live_all(index, prefix_hashes)
         known = [page for page in here if page is not None]
         self._own([page for page in known if page.is_copy and page.prefix_hash not in copies])
         merits = self._order.use(index, prefix_hashes, here, now_ms, new=True)
-        for there in known:  # making room for the batch must not evict the batch
-            self.hold_page(there)
+        self.hold_all(known)  # making room for the batch must not evict the batch
         index.busy += 1
-        result = Reservation(index, list(prefix_hashes), merits)
+        result = Reservation(index, prefix_hashes, merits)
         try:
             below = self.below.present(digest, prefix_hashes)
-            full = False
-            turn = self.eviction.turn
-            for prefix_hash, is_below in zip(prefix_hashes, below, strict=True):
-                if not turn.take():
-                    yield None
-                page, new, is_copy = index.pages.get(prefix_hash), None, prefix_hash in copies
-                while page is None and new is None and not (is_below or full):
-                    new = self._place(index, prefix_hash, now_ms, is_copy)
-                    if new is None:
-                        full = not (yield from self.eviction.make_room(index, now_ms, is_copy))
-                        page = index.pages.get(prefix_hash)  # others had their turn
-                if new is not None:
-                    result.write(new)
-                else:
-                    result.refuse(page, is_below)
-            result.count()
+            yield from reserve_all(self, result, list(zip(prefix_hashes, below, strict=True)), copies, now_ms)
+            if len(result.pages) < len(prefix_hashes):
+                result.count()
             if not result.pages:
                 self.below.touch(digest, prefix_hashes)
-            if result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
+            if result.is_full and result.verdicts.count(Verdict.FULL) == len(prefix_hashes):
                 raise Exhausted(self.eviction.refusal(index, self.held_count, self.writing_count))
             return result
         except BaseException:  # a caller who is never told of them can not give them back
@@ -202,14 +194,14 @@ class RamTier:
             self.eviction.own(page)
         self._offer(copies, urgent=False)
 
-    def _place(self, index: NamespaceIndex, prefix_hash: bytes, now_ms: int, is_copy: bool) -> Page | None:
-        page = Page(index, prefix_hash, now_ms)
-        page.is_copy = is_copy
-        if not self.eviction.place(page):
-            return None
-        index.add(page)
-        self.writing_count += 1
-        return page
+    def place(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool) -> list[Page]:
+        """Pages to be written, of the keys from the first on, as far as there are slots for them. The caller has the
+        lock."""
+        pages = [Page(index, prefix_hash, now_ms, is_copy) for prefix_hash in prefix_hashes]
+        placed = pages[: self.eviction.place(pages)]
+        index.add(placed)
+        self.writing_count += len(placed)
+        return placed
 
     def _settle(self, page: Page, visible: bool) -> None:
         """A page whose load is over is visible, or forgotten: then its slot waits for its readers."""
@@ -224,24 +216,24 @@ class RamTier:
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
         """Makes the reserved pages visible, for `ttl_s` seconds, 0: no limit; the chain is the newest, head last."""
-        now_ms = self.clock_ms()
+        expiry_s = self.clock_s() + ttl_s if ttl_s else 0
+        writing, visible, pages = State.WRITING, State.VISIBLE, reservation.pages
         with self.lock:
-            for page, checksum in zip(reservation.pages, checksums, strict=True):
-                assert page.state is State.WRITING
+            now_ms = self.clock_ms()
+            for page, checksum in zip(pages, checksums, strict=True):
+                assert page.state is writing
                 page.checksum = checksum
-                page.expiry_s = self.clock_s() + ttl_s if ttl_s else 0
-                page.state = State.VISIBLE
+                page.expiry_s = expiry_s
+                page.state = visible
                 page.stored_ms = now_ms
-                self._order.admit(page)
-            stored = len(reservation.pages)
+            stored = len(pages)
             self.writing_count -= stored
             self.visible_count += stored
             reservation.count_stored()
-            self._order.touch(reversed(reservation.chain), self.clock_ms())
+            self._order.admit_new(pages, reservation.chain, now_ms)
             self.below.touch(reservation.namespace.digest, reservation.prefix_hashes)
-            wanted = [page for page in reservation.pages if not (page.is_copy or page in self._unwanted)]
-            self._offer(wanted, urgent=False)
-            for page in self._unwanted.intersection(reservation.pages):
+            self._offer([page for page in pages if not (page.is_copy or page in self._unwanted)], urgent=False)
+            for page in self._unwanted.intersection(pages) if self._unwanted else ():
                 self._unwanted.discard(page)
                 self._forget(page, "removed")
             return stored
@@ -259,14 +251,14 @@ class RamTier:
         """Holds those of the pages that are still visible, for the tier below."""
         with self.lock:
             held = [page for page in pages if page.state is State.VISIBLE]
-            for page in held:
-                self.hold_page(page)
+            self.hold_all(held)
             return held
 
     def _offer(self, pages: list[Page], urgent: bool) -> int:
+        if not pages:
+            return 0
         taken = self.below.offer(pages, urgent)
-        for page in pages[:taken]:
-            self.hold_page(page)
+        self.hold_all(pages[:taken])
         return taken
 
     def abort(self, reservation: Reservation) -> None:
@@ -321,10 +313,11 @@ class RamTier:
         with self.lock:
             self.namespaces.find(digest).counters.count_get(-count, count, wanted_nbytes)
 
-    def hold_page(self, page: Page) -> None:
+    def hold_all(self, pages: Sequence[Page]) -> None:
         """The caller has the lock."""
-        page.holds += 1
-        self.held_count += page.holds == 1
+        for page in pages:
+            page.holds += 1
+            self.held_count += page.holds == 1
 
     def release(self, pages: Sequence[Page]) -> None:
         with self.lock:

@@ -9,7 +9,7 @@ Whoever works may be asked for as much as he likes; a turn is short all the same
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from node.ram.page import Page
 
@@ -58,7 +58,8 @@ def in_turns(lock: threading.Lock, turn: Turn, work: Work[T], move: Callable[[Mo
                 try:
                     wanted = next(work)
                 except StopIteration as done:
-                    return cast(T, done.value)
+                    value: T = done.value
+                    return value
             if wanted is None:
                 time.sleep(0)  # else this thread would have the lock again
             else:

@@ -4,6 +4,7 @@ put   request -> verdicts -> page bytes -> commit -> reply       (reserved until
 get   request -> reply + page bytes                              (held until sent)
 """
 
+import itertools
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -91,15 +92,16 @@ class BulkConnection(Connection):
 
     def _received(self, slots: Sequence[memoryview]) -> Any:
         try:
-            with self.refusing():
-                return self._receive(slots)
+            return self._receive(slots)
         except TimeoutError as error:
             self.say_last(Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}"))
             raise
+        except (KVStoreError, OSError) as error:
+            raise self.told(error) from error
 
     def _receive(self, slots: Sequence[memoryview]) -> Any:
         """The page bytes, into the slots, and the commit."""
-        wanted = sum(slot.nbytes for slot in slots)
+        wanted = sum(map(len, slots))
         pace = Pace(wanted, self.stall_s)
         header, payload_nbytes = self._recv(pace)
         if header or payload_nbytes != wanted:
@@ -118,7 +120,7 @@ class BulkConnection(Connection):
         nbytes, reply, pieces = self.service.begin_get(session, request)
         pace = Pace(nbytes, self.stall_s)
         try:
-            self.send("get", reply, nbytes)
-            self.socket.send_all(pieces, pace.next_s)
+            head = self.socket.begun(pb.BulkReply(get=reply).SerializeToString(), nbytes)
+            self.socket.send_all(itertools.chain((memoryview(head),), pieces), pace.next_s)
         finally:
             session.release()

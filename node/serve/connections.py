@@ -165,9 +165,9 @@ class Connection(abc.ABC):
         try:
             yield
         except (KVStoreError, OSError) as error:
-            raise self._told(error) from error
+            raise self.told(error) from error
 
-    def _told(self, error: KVStoreError | OSError) -> OSError:
+    def told(self, error: KVStoreError | OSError) -> OSError:
         """What the connection ends with, said to the client if it is not the client's going."""
         if isinstance(error, KVStoreError):
             self.send_error(error)
@@ -188,7 +188,8 @@ class Connection(abc.ABC):
                     with tracing.serving(request[0], self._trace):
                         self._serve_request(session, *request)
                 request = None
-                self._give_back()
+                if self._request_nbytes:
+                    self._give_back()
                 if not self.unfinished(session) and not server.done(self):
                     return
             elif self.abandoned():
@@ -204,7 +205,7 @@ class Connection(abc.ABC):
             self.send_error(error)
             return None
         except (KVStoreError, OSError) as error:
-            raise self._told(error) from error
+            raise self.told(error) from error
 
     def _serve_request(self, session: Session, op: str, request: Any) -> None:
         began_ns = monotonic_ns()
@@ -234,7 +235,8 @@ class Connection(abc.ABC):
 
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""
-        self._took(self.service.forms.take(self.peer, header_nbytes))
+        if header_nbytes > REQUEST_NBYTES_FREE:
+            self._took(self.service.forms.take(self.peer, header_nbytes))
 
     def _took(self, nbytes: int) -> None:
         self._request_nbytes += nbytes
@@ -262,9 +264,9 @@ class Connection(abc.ABC):
             self._trace = unpacked(message.trace)
         return op, getattr(message, op)
 
-    def send(self, op: str, reply: Any, payload_nbytes: int = 0) -> None:
+    def send(self, op: str, reply: Any) -> None:
         self.socket.arm(self.stall_s)
-        self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString(), payload_nbytes)
+        self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 
     def send_error(self, error: KVStoreError) -> None:
         self.send("error", message_of(error))

@@ -16,10 +16,15 @@ class Content:
         self._arena = arena
         self._tier = tier
 
-    def views(self, page: Page, ranges: Sequence[Range]) -> Iterator[memoryview]:
-        """Of ranges of the page that are in its slot."""
-        at = places(page, ranges)
-        return (self._arena.view(place, nbytes) for place, (_, nbytes) in zip(at, ranges, strict=True))
+    def views(self, pages: Sequence[Page], ranges: Sequence[Range]) -> Iterator[memoryview]:
+        """Of ranges of each page that are in its slot; without any, of all of it."""
+        if pages and not ranges:
+            return iter(self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes))
+        return (
+            self._arena.view(place, nbytes)
+            for page in pages
+            for place, (_, nbytes) in zip(places(page, ranges), ranges, strict=True)
+        )
 
     def checksum(self, page: Page, ranges: Sequence[Range]) -> bytes:
         """For the way of these ranges, none if the page is not intact; nothing is copied for it. Their reader has not
@@ -27,7 +32,7 @@ class Content:
         if not isinstance(page.namespace, Parts) and not self.intact(page, ranges):
             return b""
         nbytes = sum(nbytes for _, nbytes in ranges)
-        return joined_checksum(self.views(page, ranges), nbytes, page.namespace.seed(page.prefix_hash))
+        return joined_checksum(self.views([page], ranges), nbytes, page.namespace.seed(page.prefix_hash))
 
     def checksums(self, pages: Sequence[Page], ranges: Sequence[Range], check: Callable[[], None]) -> dict[Page, bytes]:
         """Of each page that is intact, once for a page however often it is asked for. `check` may raise in between."""
@@ -59,8 +64,15 @@ def places(page: Page, ranges: Sequence[Range]) -> list[int]:
     return [page.offset + offset for offset, _ in ranges]
 
 
-def ttls_ms(pages: Sequence[Page], now_s: int) -> list[int]:
+def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
+    """The same of each page; without any ranges, where each page does."""
+    return [place for page in pages for place in places(page, ranges)] if ranges else [page.offset for page in pages]
+
+
+def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
     """Until each page is forgotten, 0 without a time to live; nothing if none has one."""
-    if not any(page.expiry_s for page in pages):
+    expiries_s = [page.expiry_s for page in pages]
+    if not any(expiries_s):
         return []
-    return [max(1, page.expiry_s - now_s) * 1000 if page.expiry_s else 0 for page in pages]
+    now_s = clock_s()
+    return [max(1, expiry_s - now_s) * 1000 if expiry_s else 0 for expiry_s in expiries_s]

@@ -149,17 +149,18 @@ class ConnectionServer(abc.ABC):
     def begin(self, connection: Connection) -> bool:
         """A request was received. False: the server stops, or this connection had to leave, and the request
         belongs to nothing that was begun before."""
-        with self._changed:
-            going = connection.busy or not self._stopping
-            connection.busy = True
-        return going and (connection.place is None or connection.place.busy())
+        if connection.busy:
+            return True
+        connection.busy = True  # without the lock: whoever stops says so first, then looks who is busy
+        return not self._stopping and (connection.place is None or connection.place.busy())
 
     def done(self, connection: Connection) -> bool:
         """What was begun is finished. False: the server stops, wait for nothing more."""
-        with self._changed:
-            connection.busy = False
-            self._changed.notify_all()
-            stopping = self._stopping
+        connection.busy = False
+        stopping = self._stopping
+        if stopping:
+            with self._changed:
+                self._changed.notify_all()
         if connection.place is not None:
             connection.place.idle()
         return not stopping

@@ -352,7 +352,8 @@ class Places:
 
     def set_busy(self, place: Place) -> bool:
         with self._lock:
-            self._not_idle(place)
+            if idle := self._idle.get(place.peer):
+                idle[place.known].pop(place, None)
             place.known = True
             return not place.taken_away
 

@@ -54,9 +54,9 @@ class Promises:
     def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
         """Of a put that was checked. What is stored already may be all of it: then it is kept now."""
         session.put_request = request
-        session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
         session.promised = []
         if request.durable or request.ack_all:  # what is or will be stored; not another's, or what has no room
+            session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
             verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
             session.promised = [h for h, verdict in verdicts if verdict in (Verdict.WRITE, Verdict.EXISTS)]
             if not result.pages:

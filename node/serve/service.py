@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic_ns
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import kvstore
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts, hashed_nbytes
@@ -14,7 +14,7 @@ from kvstore.config import GET_PIECES_MAX, MESSAGE_NBYTES_MAX, PROTOCOL_VERSION,
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
-from kvstore.messages import lookup_reply, namespace_value
+from kvstore.messages import get_reply, lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.tracing import current, named, within
 from node.access.caller import EVERYBODY, THE_NODE, Caller
@@ -29,7 +29,7 @@ from node.ram.parts import parts_wanted
 from node.ram.pinning import Pinning
 from node.ram.tier import RamTier
 from node.serve.cluster_calls import ClusterCalls
-from node.serve.content import Content, places, ttls_ms
+from node.serve.content import Content, offsets_of, ttls_ms
 from node.serve.disk_calls import DiskCalls
 from node.serve.erasure import Erasure
 from node.serve.heat import Heat
@@ -162,20 +162,20 @@ class Service:
         self.tenants.begin(principal, request)
         if self.draining:
             raise Unavailable("this node is draining and takes no new pages")
-        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
-        self._check_nbytes(len(request.prefix_hashes) * request.page_nbytes)
+        hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes  # a list is faster to go through
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
+        self._check_nbytes(len(hashes) * page_nbytes)
         self.promises.check(request)
-        copies = self._near.copies(request)
-        result = session.reserve(request.namespace, list(request.prefix_hashes), request.page_nbytes, copies)
+        result = session.reserve(request.namespace, hashes, page_nbytes, self._near.copies(request))
         self.promises.begin(session, request, result)
         if self.recorder.on and not request.forwarded_by:
-            self.recorder.note(request.namespace, list(request.prefix_hashes), stored=True)
-        self.tenants.moves(principal, len(result.pages) * request.page_nbytes)
+            self.recorder.note(request.namespace, hashes, stored=True)
+        self.tenants.moves(principal, len(result.pages) * page_nbytes)
+        verdicts: Any = result.verdicts
+        offsets = [page.offset for page in result.pages]
         if session.maps_arena:
-            offsets = [page.offset for page in result.pages]
-            return pb.PutReply(verdicts=cast(Any, result.verdicts), offsets=offsets), []
-        views = [self._arena.view(page.offset, request.page_nbytes) for page in result.pages]
-        return pb.PutReply(verdicts=cast(Any, result.verdicts)), views
+            return pb.PutReply(verdicts=verdicts, offsets=offsets), []
+        return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
         """The bytes are in place: makes the pages visible. An invalid commit aborts the put."""
@@ -186,15 +186,14 @@ class Service:
             raise
 
     def _commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        pages, put = list(session.reserved), session.put_request
+        pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
         wanted = len(pages)
         nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
-        if not wanted or len(request.leaves) != wanted or any(len(some) != nbytes for some in request.leaves):
+        if not wanted or len(leaves) != wanted or {*map(len, leaves)} != {nbytes}:
             raise InvalidRequest(
-                f"a commit of the leaves of {len(request.leaves)} pages for {wanted} written ones; "
-                f"send {nbytes} bytes for each"
+                f"a commit of the leaves of {len(leaves)} pages for {wanted} written ones; send {nbytes} bytes for each"
             )
-        stored = session.commit(list(request.leaves), -(-put.ttl_ms // 1000))
+        stored = session.commit(leaves, -(-put.ttl_ms // 1000))
         self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
         self.promises.keep(session, pages)
         return pb.CommitReply(stored=stored)
@@ -211,14 +210,15 @@ class Service:
         began_ns = monotonic_ns()
         principal = self.gate.admit("get", request, session.caller)
         self.tenants.begin(principal, request)
-        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=False)
-        hashes = list(request.prefix_hashes)
+        hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+        check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
         space = self._tier.namespace(request.namespace)
         page_nbytes = space.page_nbytes
-        if len(hashes) * len(request.ranges) > GET_PIECES_MAX:
-            what = f"{len(request.ranges)} ranges of {len(hashes)} keys"
+        asked = request.ranges
+        if len(hashes) * len(asked) > GET_PIECES_MAX:
+            what = f"{len(asked)} ranges of {len(hashes)} keys"
             raise InvalidRequest(f"{what} are more than {GET_PIECES_MAX} pieces; split the batch")
-        ranges = [(part.offset, part.nbytes) for part in request.ranges]
+        ranges = [(part.offset, part.nbytes) for part in asked] if asked else []
         check_ranges(ranges, page_nbytes)
         wanted_nbytes = sum(nbytes for _, nbytes in ranges) if ranges else page_nbytes
         self._check_nbytes(len(hashes) * wanted_nbytes)
@@ -228,19 +228,19 @@ class Service:
         fetching = self._near.fetching(request, hashes) if request.near else None
         session.tenant = principal.tenant
         pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
-        there = [page for page in pages if page is not None]
-        check = partial(self._check_there, session)
-        sums = self.content.checksums(there, ranges, check) if ranges else {page: page.checksum for page in there}
-        found = [page for page in there if page in sums]
-        reply = pb.GetReply(hits=[page in sums for page in pages], checksums=[sums[page] for page in found])
-        reply.ttls_ms.extend(ttls_ms(found, self._tier.clock_s()))
-        wanted = ranges or [(0, page_nbytes)]
+        found = [page for page in pages if page is not None]
+        if ranges:
+            sums = self.content.checksums(found, ranges, partial(self._check_there, session))
+            pages = [page if page in sums else None for page in pages]
+            found = [page for page in found if page in sums]
+        checksums = [sums[page] if ranges else page.checksum for page in found]
+        reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
         self.tenants.moves(principal, len(found) * wanted_nbytes)
         self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
         if session.maps_arena:
-            reply.offsets.extend([place for page in found for place in places(page, wanted)])
+            reply.offsets.extend(offsets_of(found, ranges))
             return 0, reply, iter(())
-        return len(found) * wanted_nbytes, reply, (view for page in found for view in self.content.views(page, wanted))
+        return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
 
     def _check_nbytes(self, nbytes: int, does: str = "moves") -> None:
         if nbytes > self._config.batch_nbytes_max:
@@ -288,7 +288,7 @@ class Service:
         return pb.ListNamespacesReply(namespaces=self.gate.of_his(principal, infos))
 
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
-        prefix_hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+        prefix_hashes = request.prefix_hashes[:]  # as above
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
         present = self._tier.lookup(request.namespace, prefix_hashes, request.touch)
         if self.recorder.on:

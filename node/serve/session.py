@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from kvstore.checksum import kept, root
+from kvstore.checksum import kept, roots
 from kvstore.errors import Exhausted
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
@@ -102,10 +102,11 @@ class Session:
     def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
         """`leaves`: of each reserved page. Those of a page that has several stay, for reads of its parts."""
         assert self._reservation is not None
-        checksums = []
-        for page, some in zip(self._reservation.pages, leaves, strict=True):
-            checksums.append(root(some, page.namespace.seed(page.prefix_hash)))
-            page.leaves = kept(some)
+        pages = self._reservation.pages
+        checksums = roots(leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages])
+        if kept(leaves[0]):  # all are as long
+            for page, some in zip(pages, leaves, strict=True):
+                page.leaves = some
         stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
         self._take_reservation()  # only now: if that broke, `abort` still knows what there is to give back
         return stored
@@ -138,13 +139,15 @@ class Session:
             self._held_nbytes = nbytes
         elsewhere = fetching.copies if fetching else NOWHERE
         acquired = self._tier.acquire(digest, prefix_hashes, prefix_only, wanted_nbytes, parts, elsewhere)
-        not_here = [page for page in acquired.pages if page is not None and not page.checksum]
-        self.tier = self._farthest(not_here) if not_here else RAM
-        if not_here:
-            with self._loading(acquired):
-                pages = self._keep(acquired, fetching)
-        else:
-            pages = self._keep(acquired, fetching)
+        assert not self._held, "a session reads one batch at a time"
+        self._held = [page for page in acquired.pages if page is not None]
+        not_here = [page for page in self._held if not page.checksum]
+        if not not_here:
+            self.tier = RAM
+            return acquired.pages
+        self.tier = self._farthest(not_here)
+        with self._loading(acquired):
+            pages = self._load(acquired, fetching)
         if acquired.fetched:  # they came in any order: the chain's end must go before its head
             self._tier.lookup(digest, prefix_hashes, touch=True)
         lost_count = pages.count(None) - acquired.pages.count(None)
@@ -163,17 +166,13 @@ class Session:
                 stack.enter_context(self._sessions.traffic.waiting(self.tier))
                 stack.enter_context(span("kvstore.load", tier=self.tier))
             except Exhausted:
-                self._held = [page for page in acquired.pages if page is not None]
                 self._end_loads(acquired)
                 raise
             yield
 
-    def _keep(self, acquired: Acquired, fetching: Fetching | None) -> list[Page | None]:
+    def _load(self, acquired: Acquired, fetching: Fetching | None) -> list[Page | None]:
         """Loads what is on disk only, tail first so that the head ends up newest, fetches what is at other nodes, and
         waits for what another session loads."""
-        assert not self._held, "a session reads one batch at a time"
-        pages = acquired.pages
-        self._held = [page for page in pages if page is not None]
         loads = acquired.loads
         try:
             while loads and not (acquired.in_part and self.gone()):  # a page others may wait for, but no part of one
@@ -188,7 +187,7 @@ class Session:
         finally:  # if one broke, nobody may wait for the others
             self._end_loads(acquired)
         end = min(time.monotonic() + LOAD_S_MAX, fetching.end if fetching else math.inf)
-        return [page if page is not None and self._ready(page, end) else None for page in pages]
+        return [page if page is not None and self._ready(page, end) else None for page in acquired.pages]
 
     def _end_loads(self, acquired: Acquired) -> None:
         """Those that have not ended."""

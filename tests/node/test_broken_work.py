@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from node.ram.below import Nothing
-from node.ram.page import Page
 
 PAGE, COUNT = 4096, 16
 
@@ -41,17 +40,17 @@ def box(sandbox: Any) -> Any:
     return made
 
 
-def fails_at(monkeypatch: pytest.MonkeyPatch, box: Any, number: int) -> None:
-    place, calls = box.tier.eviction.place, 0
+def fails_at(monkeypatch: pytest.MonkeyPatch, part: Any, name: str, number: int) -> None:
+    works, calls = getattr(part, name), 0
 
-    def placed(page: Page) -> bool:
+    def work(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == number:
             raise MemoryError("this node is in trouble")
-        return bool(place(page))
+        return works(*arguments)
 
-    monkeypatch.setattr(box.tier.eviction, "place", placed)
+    monkeypatch.setattr(part, name, work)
 
 
 @pytest.mark.parametrize("number", [1, 4, 12])
@@ -60,7 +59,7 @@ def test_a_put_that_breaks_keeps_no_slot(box: Any, monkeypatch: pytest.MonkeyPat
     old, new = pages.keys(*range(3)), pages.keys(*range(3, 15))
     box.put(pages, old)
     with monkeypatch.context() as patch:
-        fails_at(patch, box, number)
+        fails_at(patch, box.tier.slots, "_open", number)  # a block for each page
         with pytest.raises(MemoryError):
             box.reserve(pages, [*old, *new])
     tier = box.tier
@@ -68,6 +67,24 @@ def test_a_put_that_breaks_keeps_no_slot(box: Any, monkeypatch: pytest.MonkeyPat
     assert tier.check() == []
     assert box.put(pages, new) == [1] * 12
     assert box.get(pages, [*old, *new]) == [True] * 15
+
+
+@pytest.mark.parametrize("number", [1, 4, 12])
+def test_a_put_that_breaks_while_others_go_for_it_keeps_no_slot(
+    box: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    pages = box.open("broken", PAGE)
+    old, new = pages.keys(*range(COUNT)), pages.keys(*range(COUNT, COUNT + 12))
+    box.put(pages, old)
+    with monkeypatch.context() as patch:
+        fails_at(patch, box.tier.eviction, "_succeed_oldest", number)
+        with pytest.raises(MemoryError):
+            box.reserve(pages, new)
+    tier = box.tier
+    assert (tier.writing_count, tier.held_count, tier.slots.used_nbytes) == (0, 0, (COUNT + 1 - number) * PAGE)
+    assert tier.check() == []
+    assert box.put(pages, new) == [1] * 12
+    assert box.get(pages, new) == [True] * 12
 
 
 @pytest.mark.parametrize("broken_at", [1, 3, 5])

@@ -246,7 +246,7 @@ def test_what_goes_first_goes_before_the_ends_and_these_before_the_rest(ruled: A
     pool = newest.namespace.account.pool
     pool.withdraw(newest)
     newest.merit = GO
-    pool.admit(newest)
+    pool.admit([newest])
     box.put(space, space.keys(103))
     assert not box.present(space, space.keys(100)), "though it is the newest"
     assert box.tier.check() == []
