@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HARNESS = Path(__file__).parent.parent / "tests" / "engines" / "sglang"
-sys.path[:0] = [str(HARNESS), str(HARNESS / "stubs")]
+TESTS = Path(__file__).parent.parent / "tests"
+HARNESS = TESTS / "engines" / "sglang"
+sys.path[:0] = [str(HARNESS), str(HARNESS / "stubs"), str(TESTS / "common")]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
