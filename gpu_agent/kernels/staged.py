@@ -217,6 +217,9 @@ class StagedTransfer:
         in_words = not any(number % WORD_NBYTES for number in (nbytes, *((run.base, run.stride) if run else ())))
         return in_words and nbytes >= LEAVES_NBYTES_MIN and plan.whole.row_nbytes <= self._buffer_nbytes
 
+    def pieces(self, pool: KVPool, units: UnitTable) -> None:
+        """A GPU's slots are no host memory."""
+
     def gather(
         self,
         pool: KVPool,
