@@ -5,8 +5,9 @@ straight from and to the node's memory.
                     slots <-> client's put and get                                    the same, of host memory in pieces
     ArenaCarrier    slots <-> the node's slots, mapped here                           shared memory
 
-A keyed namespace's pages are sealed and checked in the buffer: in the node's memory others could change them before
-or after. Both save and load the same bytes. A chunk is loaded in order and only as far as its pages are intact.
+A keyed namespace's pages are sealed and checked in the buffer, or in the engine's own memory: in the node's others
+could change them before or after. Both save and load the same bytes. A chunk is loaded in order and only as far as its
+pages are intact.
 """
 
 import concurrent.futures
