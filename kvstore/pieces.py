@@ -17,13 +17,14 @@ Pieces: TypeAlias = tuple[memoryview, ...]  # flat views of bytes, one or more
 def page_pieces(pages: Iterable[Any], nbytes: int, writable: bool = False) -> list[Pieces]:
     """The callers' pages, each a buffer as `byte_view` takes it or a list or tuple of such; all of exactly `nbytes`
     bytes. Raises InvalidRequest."""
-    found = []
-    for position, page in enumerate(pages):
-        several = page if isinstance(page, list | tuple) else (page,)
-        found.append(tuple([byte_view(buffer, writable) for buffer in several]))
-        if pieces_nbytes(found[-1]) != nbytes:
-            of = f" in {len(several)} pieces" if len(several) > 1 else ""
-            raise InvalidRequest(f"buffer {position} has {pieces_nbytes(found[-1])} bytes{of}, expected {nbytes}")
+    found: list[Pieces] = []
+    for page in pages:
+        several = isinstance(page, list | tuple)
+        pieces = tuple([byte_view(piece, writable) for piece in page]) if several else (byte_view(page, writable),)
+        if (have := pieces_nbytes(pieces)) != nbytes:
+            of = f" in {len(pieces)} pieces" if len(pieces) > 1 else ""
+            raise InvalidRequest(f"buffer {len(found)} has {have} bytes{of}, expected {nbytes}")
+        found.append(pieces)
     return found
 
 

@@ -161,7 +161,7 @@ class ShmWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
-        nbytes = max(map(pieces_nbytes, buffers), default=0) + (seals.nbytes if seals else 0)
+        nbytes = (pieces_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
         count = max(1, len(request.ranges))  # of the parts of each hit
         with self.acquiring(request, nbytes, deadline) as acquired:
             hits = acquired.hits
