@@ -5,8 +5,9 @@ threads, with this store behind it and with SGLang's own `file` backend, in turn
     query      hashing of the prompt and the question how much of it is stored
     prefetch   from the allocated host slots until the last page is in them
 
-Batches of 128 MiB of new keys. limit: one copy of as many bytes within memory, in the same run. `file` calls
-no fsync: on a disk it is measured into the page cache. Every prefetched byte is compared.
+Batches of 128 MiB of new keys. limits, in the same run: one copy of as many bytes within memory; as many through one
+TCP connection, which nobody looks at. `file` calls no fsync: on a disk it is measured into the page cache. Every
+prefetched byte is compared.
 
 After `make test-sglang`; the node runs in the environment that has one (two minutes; no GPU):
 
@@ -15,6 +16,8 @@ After `make test-sglang`; the node runs in the environment that has one (two min
 
 import contextlib
 import itertools
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HARNESS = Path(__file__).parent.parent / "tests" / "engines" / "sglang"
-sys.path[:0] = [str(HARNESS), str(HARNESS / "stubs")]
+TESTS = Path(__file__).parent.parent / "tests"
+HARNESS = TESTS / "engines" / "sglang"
+sys.path[:0] = [str(HARNESS), str(HARNESS / "stubs"), str(TESTS / "common")]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,6 +36,8 @@ with warnings.catch_warnings():
     import torch
 from measure import Report, Samples, median, parser, progress, rounds  # noqa: E402
 from workplace import workplace  # noqa: E402
+
+from kvstore.checksum import CHUNK_NBYTES  # noqa: E402
 
 BATCH_NBYTES = 128 << 20
 PAGE_TOKENS = 64
@@ -100,6 +106,51 @@ def copies(entry: Any, pages: int) -> Callable[[], Samples]:
     return copy
 
 
+PEER = """
+import mmap, socket, sys
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+memory = mmap.mmap(-1, int(sys.argv[2]))
+view = memoryview(memory)
+while True:
+    left = view
+    while left.nbytes:
+        got = connection.recv_into(left, min(left.nbytes, int(sys.argv[3])), socket.MSG_WAITALL)
+        if not got:
+            sys.exit()
+        left = left[got:]
+    connection.sendall(view)
+"""
+
+
+@contextlib.contextmanager
+def tcp() -> Iterator[Callable[[], Samples]]:
+    """To a process that has received all of it, as the store's wire would without checksums, and back."""
+    memory = memoryview(bytearray(BATCH_NBYTES))
+    chunks = [memory[start : start + CHUNK_NBYTES] for start in range(0, BATCH_NBYTES, CHUNK_NBYTES)]
+
+    def turn() -> Samples:
+        start = time.perf_counter()
+        for chunk in chunks:
+            connection.sendall(chunk)
+        connection.recv(1, socket.MSG_PEEK)  # it answers when it has all
+        middle = time.perf_counter()
+        for chunk in chunks:
+            left = chunk
+            while left.nbytes:
+                got = connection.recv_into(left, left.nbytes, socket.MSG_WAITALL)
+                if not got:
+                    raise SystemExit("the other end of the TCP connection is gone")
+                left = left[got:]
+        return {"backup": [middle - start], "prefetch": [time.perf_counter() - middle]}
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sizes = [str(number) for number in (listener.getsockname()[1], BATCH_NBYTES, CHUNK_NBYTES)]
+        with subprocess.Popen([sys.executable, "-c", PEER, *sizes]):
+            connection, _ = listener.accept()
+            with connection:
+                yield turn
+
+
 @contextlib.contextmanager
 def backends(entries: dict[str, Any], pages: int, address: str, directories: dict[str, Path]) -> Iterator[Any]:
     ours = harness.options(address, revision="1", load_timeout_s=60.0, save_timeout_s=60.0)
@@ -135,9 +186,10 @@ def measured(shape: tuple[int, int, int], directories: dict[str, Path], count: i
     with (
         harness.start_node("--ram-bytes", "1GiB", "--extent-bytes", "64MiB") as node,
         backends(entries, pages, node.address, directories) as made,
+        tcp() as stream,
         progress(count + WARMUPS) as tick,
     ):
-        contenders = {"limit: one copy": copies(entries["default"], pages)}
+        contenders = {"limit: one copy": copies(entries["default"], pages), "limit: TCP": stream}
         contenders |= {name: backend.turn for name, backend in made.items()}
         return rounds(contenders, count, WARMUPS, tick)
 

@@ -55,7 +55,7 @@ def hashes(report: Report, count: int) -> None:
     works: dict[str, Callable[[memoryview], object]] = {
         "copy": lambda page: copy(target, page),
         "leaves (xxh3_64)": leaves,
-        "seal (HMAC-SHA256)": lambda page: seals.made(prefix_hash, page),
+        "seal (HMAC-SHA256)": lambda page: seals.made(prefix_hash, (page,)),
     }
     pages = [memory[start : start + MB] for start in range(0, memory.nbytes, MB)]
     contenders = {

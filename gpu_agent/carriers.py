@@ -2,10 +2,12 @@
 straight from and to the node's memory.
 
     BufferCarrier   slots <-> page buffer of the lane <-> client's put and get        any wire; pages that are sealed
+                    slots <-> client's put and get                                    the same, of host memory in pieces
     ArenaCarrier    slots <-> the node's slots, mapped here                           shared memory
 
-A keyed namespace's pages are sealed and checked in the buffer: in the node's memory others could change them before
-or after. Both save and load the same bytes. A chunk is loaded in order and only as far as its pages are intact.
+A keyed namespace's pages are sealed and checked in the buffer, or in the engine's own memory: in the node's others
+could change them before or after. Both save and load the same bytes. A chunk is loaded in order and only as far as its
+pages are intact.
 """
 
 import concurrent.futures
@@ -14,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -118,7 +120,8 @@ class Fetched:
 
 
 class BufferCarrier:
-    """`buffer`: uint8 CPU tensor `[pages, page_nbytes]`, at least as many pages as a chunk has."""
+    """`buffer`: uint8 CPU tensor `[pages, page_nbytes]`, at least as many pages as a chunk has. Not used for pages that
+    the transfer knows in pieces: they are sent from the slots, and received there and then verified."""
 
     asks_first = False
     overlaps = False  # there is one buffer
@@ -129,23 +132,41 @@ class BufferCarrier:
         self._buffer = buffer
 
     def save(self, chunk: Chunk, gathered: Gathered | None) -> list[PutOutcome]:
+        pieces = self._transfer.pieces(chunk.pool, chunk.table)
+        if pieces is not None:
+            outcomes = self._put(chunk, pieces)
+            if gathered:
+                gathered()
+            return outcomes
         pages = list(self._buffer[: len(chunk.prefix_hashes)])
         self._transfer.gather(chunk.pool, chunk.table, pages, chunk.fence, gathered)
-        return self._client.put(chunk.namespace, chunk.prefix_hashes, pages, timeout_s=chunk.deadline.remaining())
+        return self._put(chunk, pages)
 
     def fetch(self, chunk: Chunk) -> Fetched:
         return Fetched(chunk, contextlib.ExitStack())
 
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         chunk = fetched.chunk
+        whole = not (skip_tokens or placed)  # else some slots are not written, or layer by layer
+        pieces = self._transfer.pieces(chunk.pool, chunk.table) if whole else None
+        if pieces is not None:
+            return self._get(chunk, pieces)
         pages = list(self._buffer[: len(chunk.prefix_hashes)])
-        timeout_s = chunk.deadline.remaining()
-        hits = self._client.get(chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s)
-        run = [*hits, False].index(False)
+        run = self._get(chunk, pages)
         if run:
             table = chunk.table.select(slice(run))
             self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
         return run
+
+    def _put(self, chunk: Chunk, pages: Sequence[Any]) -> list[PutOutcome]:
+        timeout_s = chunk.deadline.remaining()
+        return self._client.put(chunk.namespace, chunk.prefix_hashes, pages, timeout_s=timeout_s)
+
+    def _get(self, chunk: Chunk, pages: Sequence[Any]) -> int:
+        """Leading pages that came."""
+        timeout_s = chunk.deadline.remaining()
+        hits = self._client.get(chunk.namespace, chunk.prefix_hashes, pages, prefix=True, timeout_s=timeout_s)
+        return [*hits, False].index(False)
 
 
 class ArenaCarrier:

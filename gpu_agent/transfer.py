@@ -17,6 +17,7 @@ import torch
 from gpu_agent.pool import KVPool
 from gpu_agent.units import UnitTable
 from kvstore.errors import InvalidRequest
+from kvstore.pieces import Pieces
 
 # What the engine had enqueued on its stream at some moment; None where there are no streams.
 Fence: TypeAlias = torch.cuda.Event | None
@@ -73,6 +74,10 @@ class Transfer(Protocol):
     def makes_leaves(self, pool: KVPool) -> bool:
         """Whether the moves can make the leaves of this pool's pages in GPU memory: what happens to the bytes on
         the link and in host memory is found then, and no core hashes them."""
+
+    def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
+        """The pages as they lie in the slots, for whoever can do without either move. None: they are to be moved: the
+        slots are no host memory, too small, or the engine's also where a load fails."""
 
     def gather(
         self,
@@ -131,6 +136,9 @@ class TorchTransfer:
 
     def makes_leaves(self, pool: KVPool) -> bool:
         return False
+
+    def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
+        return None
 
     @torch.inference_mode()
     def gather(

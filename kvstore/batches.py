@@ -12,6 +12,7 @@ from kvstore.errors import DeadlineExceeded, Exhausted, InvalidRequest, Protocol
 from kvstore.keys import Namespace
 from kvstore.link import Link
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pieces import Pieces
 from kvstore.results import ACK_ALL, Keep, PutOutcome
 
 # So long before a caller's deadline a node ends its waiting for the disk, at least.
@@ -137,6 +138,6 @@ def batch_pages_max(nbytes: int, limits: pb.Limits, pieces: int = 1) -> int:
     return max(1, min(limits.batch_keys_max, limits.batch_nbytes_max // max(nbytes, 1), GET_PIECES_MAX // pieces))
 
 
-def check_lengths(prefix_hashes: Sequence[bytes], views: Sequence[memoryview]) -> None:
-    if len(prefix_hashes) != len(views):
-        raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(views)} buffers")
+def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> None:
+    if len(prefix_hashes) != len(pages):
+        raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(pages)} buffers")

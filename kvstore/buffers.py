@@ -5,7 +5,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore.errors import InvalidRequest
@@ -59,15 +59,6 @@ def byte_view(buffer: Any, writable: bool = False) -> memoryview:
     if writable and view.readonly:
         raise InvalidRequest(f"a {type(buffer).__name__} is read-only; pass a writable buffer to read into")
     return view
-
-
-def byte_views(buffers: Iterable[Any], nbytes: int, writable: bool = False) -> list[memoryview]:
-    """`byte_view` of each, each of exactly `nbytes` bytes."""
-    views = [byte_view(buffer, writable) for buffer in buffers]
-    for position, view in enumerate(views):
-        if view.nbytes != nbytes:
-            raise InvalidRequest(f"buffer {position} has {view.nbytes} bytes, expected {nbytes}")
-    return views
 
 
 def copy(target: memoryview, source: memoryview) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.batches import batches, key_seeds, leading, look_up, near_wait_ms, put_outcomes, put_request
-from kvstore.buffers import copy
 from kvstore.checksum import hashed_nbytes
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted
@@ -13,6 +12,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import ByteRange, check_ranges
 from kvstore.link import Link
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pieces import Pieces, copy_pieces
 from kvstore.results import Keep, PutOutcome
 from kvstore.seals import SealedRanges, Seals
 
@@ -23,7 +23,7 @@ def put_pages(
     link: Link,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
-    views: Sequence[memoryview],
+    pages: Sequence[Pieces],
     keep: Keep,
     deadline: Deadline,
     key: bytes | None = None,
@@ -31,14 +31,14 @@ def put_pages(
     """An outcome per key. `key`: of a keyed namespace. Raises Exhausted if nothing at all could be kept."""
     outcomes: list[PutOutcome] = []
     seals = None if key is None else Seals(key, namespace.layout.page_nbytes)
-    parts = list(batches(len(views), namespace.stored_nbytes, link.limits))
+    parts = list(batches(len(pages), namespace.stored_nbytes, link.limits))
     for part in parts:
         hashes = prefix_hashes[part]
         if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
             look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
         request = put_request(namespace, hashes, keep, deadline)
         try:
-            verdicts = link.wire.put(request, views[part], deadline, seals)
+            verdicts = link.wire.put(request, pages[part], deadline, seals)
         except Exhausted:
             if not outcomes or keep.promised:
                 raise
@@ -77,7 +77,7 @@ def get_pages(
     link: Link,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
-    views: Sequence[memoryview],
+    pages: Sequence[Pieces],
     wanted: Wanted,
     deadline: Deadline,
 ) -> Found:
@@ -85,11 +85,11 @@ def get_pages(
     whole = wanted.ranges == (ByteRange(0, page_nbytes),)
     ranges = tuple((part.offset, part.nbytes) for part in wanted.ranges)
     if wanted.key is None:
-        return _get(link, namespace, prefix_hashes, views, _Asked(() if whole else ranges), wanted, deadline)
+        return _get(link, namespace, prefix_hashes, pages, _Asked(() if whole else ranges), wanted, deadline)
     if whole:
         asked = _Asked((), Seals(wanted.key, page_nbytes))
-        return _get(link, namespace, prefix_hashes, views, asked, wanted, deadline)
-    return _get_sealed_ranges(link, namespace, prefix_hashes, views, ranges, wanted, deadline)
+        return _get(link, namespace, prefix_hashes, pages, asked, wanted, deadline)
+    return _get_sealed_ranges(link, namespace, prefix_hashes, pages, ranges, wanted, deadline)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _get(
     link: Link,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
-    views: Sequence[memoryview],
+    pages: Sequence[Pieces],
     asked: _Asked,
     wanted: Wanted,
     deadline: Deadline,
@@ -116,7 +116,7 @@ def _get(
     checked = hashed_nbytes(stored_nbytes, ranges or [(0, stored_nbytes)])
     hits: list[bool] = []
     corrupt: list[bytes] = []
-    parts = list(batches(len(views), checked, link.limits, max(1, len(ranges))))
+    parts = list(batches(len(pages), checked, link.limits, max(1, len(ranges))))
     for part in parts:
         hashes = prefix_hashes[part]
         request = pb.GetRequest(
@@ -128,7 +128,7 @@ def _get(
             wait_ms=near_wait_ms(deadline) if wanted.near else 0,
         )
         seeds = key_seeds(namespace, hashes)
-        found, damaged = link.wire.get(request, views[part], seeds, deadline, asked.seals)
+        found, damaged = link.wire.get(request, pages[part], seeds, deadline, asked.seals)
         hits.extend(found)
         corrupt.extend(hashes[place] for place in damaged)
         if wanted.prefix and not all(found):
@@ -137,14 +137,14 @@ def _get(
         look_up(link, namespace, prefix_hashes[: len(hits)], True, deadline)
     length = leading(hits) if wanted.prefix else len(hits)
     forged = asked.seals.forged if asked.seals else []
-    return Found(hits[:length] + [False] * (len(views) - length), corrupt, forged)
+    return Found(hits[:length] + [False] * (len(pages) - length), corrupt, forged)
 
 
 def _get_sealed_ranges(
     link: Link,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
-    views: Sequence[memoryview],
+    pages: Sequence[Pieces],
     ranges: Sequence[tuple[int, int]],
     wanted: Wanted,
     deadline: Deadline,
@@ -157,18 +157,16 @@ def _get_sealed_ranges(
     sealed = SealedRanges(page_nbytes, ranges)
     behind = (page_nbytes, namespace.stored_nbytes - page_nbytes)
     found = Found([], [], [])
-    step = min(len(views), max(1, SCRATCH_NBYTES // sealed.nbytes))
-    scratch = [memoryview(bytearray(sealed.nbytes)) for _ in range(step)]
-    for start in range(0, len(views), step):
+    step = min(len(pages), max(1, SCRATCH_NBYTES // sealed.nbytes))
+    scratch = [(memoryview(bytearray(sealed.nbytes)),) for _ in range(step)]
+    for start in range(0, len(pages), step):
         hashes = prefix_hashes[start : start + step]
         asked = _Asked((*sealed.runs, behind), Seals(wanted.key, page_nbytes, sealed.numbers))
         some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, wanted, deadline)
-        for hit, view, parts in zip(some.hits, views[start : start + step], scratch, strict=False):
-            position = 0
-            for piece in sealed.pick(parts) if hit else ():
-                copy(view[position : position + piece.nbytes], piece)
-                position += piece.nbytes
+        for hit, page, (parts,) in zip(some.hits, pages[start : start + step], scratch, strict=False):
+            if hit:
+                copy_pieces(page, sealed.pick(parts))
         found = Found(found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged)
-    if step < len(views):
+    if step < len(pages):
         look_up(link, namespace, prefix_hashes, True, deadline)
     return found

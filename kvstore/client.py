@@ -22,7 +22,6 @@ from kvstore.batches import (
     near_wait_ms,
     put_request,
 )
-from kvstore.buffers import byte_views, copy
 from kvstore.calls import Wanted, get_pages, put_pages
 from kvstore.cluster.fan_out import Places, check_knows_members, chosen
 from kvstore.cluster.spread import ELSEWHERE
@@ -42,6 +41,7 @@ from kvstore.link import Link
 from kvstore.management import PREFIX_HASHES_MAX, Management
 from kvstore.page_keys import page_keys
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pieces import Pieces, copy_pieces, page_pieces
 from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult
 from kvstore.results import PutOutcome as PutOutcome
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
@@ -121,13 +121,13 @@ class Client(Management):
     ) -> list[PutOutcome]:
         """Stores pages; one outcome per key. Pages that exist are touched, not sent.
 
-        `pages`: buffers of exactly `layout.page_nbytes` bytes each. Give the whole chain, head
-        first: the node ages it tail first. Raises Exhausted only if nothing at all could be kept,
-        and Exhausted for a durable put whose pages are visible but not safe. Here and in gets, ConfigError for a
-        namespace that is keyed with another key than this client has.
+        `pages`: a buffer for each, or a list or tuple of buffers in which its bytes lie one after the other; of exactly
+        `layout.page_nbytes` bytes. Give the whole chain, head first: the node ages it tail first. Raises Exhausted only
+        if nothing at all could be kept, and Exhausted for a durable put whose pages are visible but not safe. Here and
+        in gets, ConfigError for a namespace that is keyed with another key than this client has.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
-        views = byte_views(pages, namespace.layout.page_nbytes)
+        views = page_pieces(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
         key = self._key(namespace)
 
@@ -155,7 +155,7 @@ class Client(Management):
         self,
         namespace: Namespace,
         prefix_hashes: Sequence[bytes],
-        views: Sequence[memoryview],
+        views: Sequence[Pieces],
         keep: Keep,
         deadline: Deadline,
     ) -> list[PutOutcome]:
@@ -198,8 +198,8 @@ class Client(Management):
         """Reads pages into the callers' buffers; True for each that is there, intact and, if the namespace is keyed,
         sealed by who has the key.
 
-        `buffers`: writable, `layout.page_nbytes` bytes each; those of misses hold nothing of
-        meaning afterwards. `prefix` stops at the first miss.
+        `buffers`: writable, for each page as in `put`; those of misses hold nothing of meaning afterwards. Nothing is
+        written to any when this has returned or raised. `prefix` stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
         wanted = Wanted(whole, prefix, key=self._key(namespace))
@@ -215,7 +215,7 @@ class Client(Management):
     ) -> list[bool]:
         """Like `get` for parts of each page: for a layer, `ranges=layout.layer_ranges(layer)`.
 
-        A buffer takes the ranges one after the other. The node checks the parts of the page in which they
+        A page's buffers take the ranges one after the other. The node checks the parts of the page in which they
         lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it sends all of these parts.
         """
         if not ranges:
@@ -232,7 +232,7 @@ class Client(Management):
         timeout_s: float | None,
     ) -> list[bool]:
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
-        views = byte_views(buffers, wanted.nbytes, writable=True)
+        views = page_pieces(buffers, wanted.nbytes, writable=True)
         check_lengths(prefix_hashes, views)
 
         deadline = self._deadline(timeout_s)
@@ -243,7 +243,7 @@ class Client(Management):
         asked = replace(wanted, prefix=False) if several else wanted
 
         def read(
-            link: Link, deadline: Deadline, places: Places, into: Sequence[memoryview], asked: Wanted = asked
+            link: Link, deadline: Deadline, places: Places, into: Sequence[Pieces], asked: Wanted = asked
         ) -> list[bool]:
             hashes = chosen(prefix_hashes, places)
             found = get_pages(link, namespace, hashes, into, asked, deadline)
@@ -257,12 +257,12 @@ class Client(Management):
         def ask_near(link: Link, deadline: Deadline, places: Places) -> list[bool]:
             return read(link, deadline, places, views, replace(wanted, near=True))
 
-        def ask_apart(link: Link, deadline: Deadline, places: Places) -> list[memoryview | None]:
+        def ask_apart(link: Link, deadline: Deadline, places: Places) -> list[Pieces | None]:
             """Into memory of its own: two members may be asked for a page, and who is late may write when the call has
             returned."""
-            apart = [memoryview(bytearray(wanted.nbytes)) for _ in places]
+            apart = [(memoryview(bytearray(wanted.nbytes)),) for _ in places]
             hits = read(link, deadline, places, apart)
-            return [view if hit else None for view, hit in zip(apart, hits, strict=True)]
+            return [page if hit else None for page, hit in zip(apart, hits, strict=True)]
 
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
         if hits is not None and forged:  # it may have them from one owner, and another have the page
@@ -280,7 +280,7 @@ class Client(Management):
             found = self._fan_out.hedged(ask_apart, namespace, prefix_hashes, not_, None, deadline)
             for view_, page in zip(views, found, strict=True):
                 if page is not None:
-                    copy(view_, page)
+                    copy_pieces(view_, page)
             hits = [page is not None for page in found]
         elif hits is None:
             hits = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.checksum import cuts, parts_of
 from kvstore.errors import ConfigError
+from kvstore.pieces import Pieces, grouped
 
 SECRET_NBYTES = 32
 MAC_NBYTES = 16
@@ -55,43 +56,39 @@ class Seals:
         self.nbytes = seal_nbytes(page_nbytes)
         self.forged: list[bytes] = []
 
-    def made(self, prefix_hash: bytes, page: memoryview) -> memoryview:
+    def made(self, prefix_hash: bytes, page: Pieces) -> memoryview:
         """Of a whole page."""
-        parts = enumerate(self._cuts)
-        return memoryview(b"".join([self._mac(prefix_hash, i, page[start:end]) for i, (start, end) in parts]))
+        parts = enumerate(grouped(page, [end - start for start, end in self._cuts]))
+        return memoryview(b"".join([self._mac(prefix_hash, number, part) for number, part in parts]))
 
-    def fits(self, prefix_hash: bytes, parts: memoryview, seal: memoryview) -> bool:
-        """Whether what arrived was made with this key, for this page; counts what was not. `parts`: one after the
-        other."""
-        position = 0
-        for number in self._numbers:
-            start, end = self._cuts[number]
-            part, position = parts[position : position + end - start], position + end - start
+    def fits(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
+        """Whether what arrived was made with this key, for this page; counts what was not. `arrived`: its parts, one
+        after the other."""
+        sizes = [end - start for start, end in (self._cuts[number] for number in self._numbers)]
+        for number, part in zip(self._numbers, grouped(arrived, sizes), strict=True):
             mac = seal[MAC_NBYTES * number : MAC_NBYTES * (number + 1)]
             if not hmac.compare_digest(mac, self._mac(prefix_hash, number, part)):
                 self.forged.append(prefix_hash)
                 return False
         return True
 
-    def _mac(self, prefix_hash: bytes, number: int, part: memoryview) -> bytes:
+    def _mac(self, prefix_hash: bytes, number: int, part: Iterable[memoryview]) -> bytes:
         """The GIL is given up meanwhile, as hashlib does it from 2 KiB on."""
         running = self._begun.copy()
         running.update(struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, len(self._cuts)))
-        running.update(part)
+        for piece in part:
+            running.update(piece)
         return running.digest()[:MAC_NBYTES]
 
 
-def pieces(
-    pages: Sequence[memoryview], prefix_hashes: Sequence[bytes], place: int, seals: Seals | None
-) -> tuple[memoryview, ...]:
-    """What is stored of one of the pages: its bytes and, if it has one, its seal, which is made now."""
-    page = pages[place]
-    return (page,) if seals is None else (page, seals.made(prefix_hashes[place], page))
+def sealed(page: Pieces, prefix_hash: bytes, seals: Seals | None) -> Pieces:
+    """What is stored of a page: its bytes and, if it has one, its seal, which is made now."""
+    return page if seals is None else (*page, seals.made(prefix_hash, page))
 
 
-def room(page: memoryview, seals: Seals | None) -> tuple[memoryview, ...]:
-    """Where what arrives of a page goes: the caller's buffer and, if there is one, a place for its seal."""
-    return (page,) if seals is None else (page, memoryview(bytearray(seals.nbytes)))
+def room(page: Pieces, seals: Seals | None) -> Pieces:
+    """Where what arrives of a page goes: the caller's memory and, if there is one, a place for its seal."""
+    return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
 
 
 class SealedRanges:

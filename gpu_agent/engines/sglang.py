@@ -5,8 +5,9 @@
       "address": "store:7440"}'
 
 A page of a host pool is the unit (`layouts/sglang_host.py`), so pages move between the engine's pool and
-the node in one copy. Each pool (KV, indexer, Mamba, ...) has a namespace of its own; a prefix counts as
-stored as far as all of them can restore it. How to use it: docs/engines/sglang.md.
+the node's memory in one copy, and over a wire without one. Each pool (KV, indexer, Mamba, ...) has a
+namespace of its own; a prefix counts as stored as far as all of them can restore it. How to use it:
+docs/engines/sglang.md.
 """
 
 import collections

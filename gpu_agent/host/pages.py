@@ -14,7 +14,7 @@ import torch
 
 from gpu_agent.agent import Agent
 from gpu_agent.config import AgentConfig
-from gpu_agent.host.unit_copies import UnitCopies
+from gpu_agent.host.unit_pieces import UnitPieces
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import KVStoreError
@@ -45,7 +45,7 @@ class HostPages:
         )
         self.namespace = namespace
         self._client = client
-        self.agent = Agent(client, namespace, pool, config, UnitCopies())
+        self.agent = Agent(client, namespace, pool, config, UnitPieces(pool))
 
     @property
     def page_nbytes(self) -> int:
@@ -62,7 +62,7 @@ class HostPages:
         return self.present(hashes, self.agent.config.lookup_timeout_s)
 
     def load(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Which pages are in the pool now: a leading run. The others' are untouched."""
+        """Which pages are in the pool now: a leading run. The others' slots hold nothing of meaning."""
         result = self.agent.load(hashes, numbers, timeout_s=timeout_s).done.result()
         return _leading(result.pages, len(hashes))
 

@@ -5,7 +5,8 @@ own and asks for a tier below it.
 
 The engine waits for what it asks here, so all of it is short: a store that does not answer is a miss.
 What `present` finds stays readable until it can be loaded: it is held by a pin that ends by itself, for such
-an engine throws a whole load away if one page of it is gone.
+an engine throws a whole load away if one page of it is gone. Pages are copied (`UnitCopies`), never received in
+a row: two requests may load the same row, and the later one would write what it has not verified over what is in use.
 """
 
 import concurrent.futures

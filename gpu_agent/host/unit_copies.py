@@ -33,7 +33,7 @@ class UnitCopies(TorchTransfer):
         summed: Summed | None = None,
     ) -> None:
         check_pages(pool, units, pages)
-        rows = _rows(pool, units)
+        rows = slots_of(pool, units)
         for run in _runs(pool, units.page_count):
             for number in run:
                 for plane in pool.planes:
@@ -59,7 +59,7 @@ class UnitCopies(TorchTransfer):
         if placed or skip_tokens:  # by layers, or parts of a page: not what whole host pages are for
             return super().scatter(pool, units, pages, fence, skip_tokens, placed, ready)
         check_pages(pool, units, pages)
-        rows = _rows(pool, units)
+        rows = slots_of(pool, units)
         for run in _runs(pool, units.page_count):
             if ready:
                 ready(run)
@@ -69,7 +69,7 @@ class UnitCopies(TorchTransfer):
                         _empty(source, slot)
 
 
-def _rows(pool: KVPool, units: UnitTable) -> dict[str, list[list[int]]]:
+def slots_of(pool: KVPool, units: UnitTable) -> dict[str, list[list[int]]]:
     """By space and page: the slots' numbers."""
     return {space: units.flat(space).view(units.page_count, -1).tolist() for space in pool.spaces}
 

@@ -242,6 +242,9 @@ class StagedTransfer:
         """Where no page is cut into chunks, and words can be read."""
         return self._tables_of(pool).makes_leaves
 
+    def pieces(self, pool: KVPool, units: UnitTable) -> None:
+        """A GPU's slots are no host memory."""
+
     def gather(
         self,
         pool: KVPool,

@@ -2,6 +2,7 @@
 caller's buffers and the socket."""
 
 import contextlib
+import itertools
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.seals import Seals, pieces, room
+from kvstore.pieces import Pieces, grouped, pieces_nbytes
+from kvstore.seals import Seals, room, sealed
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.connections import ConnectionPool, exchange, greeting
 from kvstore.wires.frames import FrameSocket
@@ -74,7 +76,7 @@ class BulkWire:
     def put(
         self,
         request: pb.PutRequest,
-        pages: Sequence[memoryview],
+        pages: Sequence[Pieces],
         deadline: Deadline,
         seals: Seals | None = None,
         good: Good | None = None,
@@ -96,7 +98,7 @@ class BulkWire:
     def _put(
         self,
         request: pb.PutRequest,
-        pages: Sequence[memoryview],
+        pages: Sequence[Pieces],
         deadline: Deadline,
         seals: Seals | None,
         good: Good | None,
@@ -110,8 +112,8 @@ class BulkWire:
                 return verdicts
             # The bytes, then their leaves in the commit: each chunk is hashed right behind its sending,
             # while it is in the cache.
-            connection.send_frame(b"", sum(pages[i].nbytes + _nbytes(seals) for i in chosen))
-            leaves = [_send_page(connection, pieces(pages, request.prefix_hashes, i, seals)) for i in chosen]
+            connection.send_frame(b"", sum(pieces_nbytes(pages[i]) + _nbytes(seals) for i in chosen))
+            leaves = [_send_page(connection, sealed(pages[i], request.prefix_hashes[i], seals)) for i in chosen]
             said = (
                 [good(request.prefix_hashes[i], some) for i, some in zip(chosen, leaves, strict=True)] if good else []
             )
@@ -125,7 +127,7 @@ class BulkWire:
     def get(
         self,
         request: pb.GetRequest,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
         seals: Seals | None = None,
@@ -137,7 +139,7 @@ class BulkWire:
     def fetch(
         self,
         request: pb.GetRequest,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
         seals: Seals | None = None,
@@ -156,14 +158,14 @@ class BulkWire:
     def _shared(
         self,
         request: Request,
-        views: Sequence[memoryview],
+        pages: Sequence[Pieces],
         call: Callable[[Request, slice], Result],
         deadline: Deadline,
     ) -> list[tuple[slice, Result | KVStoreError]]:
         """What `call` returned or raised for each share of the request's keys, over a connection each. The share that
         ended last is the newest then, so the chain is touched as a whole: its end must go before its head."""
         self._pool.check_process()
-        parts = shares(len(views), lane_count(len(views), len(views[0]) if views else 0))
+        parts = shares(len(pages), lane_count(len(pages), pieces_nbytes(pages[0]) if pages else 0))
         if len(parts) == 1:
             return [(parts[0], call(request, parts[0]))]
         said = self._abreast.run([partial(call, _share(request, part), part) for part in parts])
@@ -176,7 +178,7 @@ class BulkWire:
     def _get(
         self,
         request: pb.GetRequest,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
         seals: Seals | None,
@@ -187,7 +189,7 @@ class BulkWire:
             found = [i for i, hit in enumerate(hits) if hit]
             if (
                 len(hits) != len(buffers)
-                or payload_nbytes != sum(buffers[i].nbytes + _nbytes(seals) for i in found)
+                or payload_nbytes != sum(pieces_nbytes(buffers[i]) + _nbytes(seals) for i in found)
                 or len(reply.checksums) != len(found)
                 or len(reply.ttls_ms) not in (0, len(found))
             ):
@@ -195,10 +197,10 @@ class BulkWire:
             arrived: list[Arrived | None] = [None] * len(hits)
             ttls_ms = reply.ttls_ms or [0] * len(found)
             for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-                buffer, *seal = targets = room(buffers[i], seals)
-                leaves = _recv_page(connection, targets)
+                target = room(buffers[i], seals)
+                leaves = _recv_page(connection, target)
                 intact = root(leaves, seeds[i]) == expected
-                if not (intact and seals) or seals.fits(request.prefix_hashes[i], buffer, seal[0]):
+                if not (intact and seals) or seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
                     arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
             return arrived
 
@@ -267,25 +269,27 @@ def _nbytes(seals: Seals | None) -> int:
     return seals.nbytes if seals else 0
 
 
-def _send_page(connection: FrameSocket, page: Sequence[memoryview]) -> bytes:
+def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
     """The leaves of what was sent."""
-    running = Leaves(sum(piece.nbytes for piece in page))
-    for chunk in _chunks(page):
-        connection.send(chunk)
-        running.update(chunk)
+    running = Leaves(pieces_nbytes(page))
+    for chunk in grouped(page, itertools.repeat(CHUNK_NBYTES)):
+        if len(chunk) == 1:  # most are, and small pages feel the difference
+            connection.send(chunk[0])
+        else:
+            connection.send_all(chunk)
+        for piece in chunk:
+            running.update(piece)
     return running.digest()
 
 
-def _recv_page(connection: FrameSocket, buffers: Sequence[memoryview]) -> bytes:
+def _recv_page(connection: FrameSocket, page: Pieces) -> bytes:
     """The leaves of what was received."""
-    running = Leaves(sum(buffer.nbytes for buffer in buffers))
-    for chunk in _chunks(buffers):
-        connection.recv_into(chunk)
-        running.update(chunk)
+    running = Leaves(pieces_nbytes(page))
+    for chunk in grouped(page, itertools.repeat(CHUNK_NBYTES)):
+        if len(chunk) == 1:
+            connection.recv_into(chunk[0])
+        else:
+            connection.recv_all(chunk)
+        for piece in chunk:
+            running.update(piece)
     return running.digest()
-
-
-def _chunks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    for view in views:
-        for start in range(0, view.nbytes, CHUNK_NBYTES):
-            yield view[start : start + CHUNK_NBYTES]

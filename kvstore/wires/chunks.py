@@ -1,28 +1,19 @@
 """Page bytes in gRPC messages: a run of pages is cut into chunks that know no page borders."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvstore.buffers import copy
 from kvstore.checksum import Leaves
 from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
+from kvstore.pieces import grouped
 
 
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """The concatenated views in chunks of GRPC_CHUNK_NBYTES, each as the pieces that it is made of; the last one may
     be shorter. A view is taken when those before it are used up."""
-    gathered: list[memoryview] = []
-    room = GRPC_CHUNK_NBYTES
-    for view in views:
-        while view.nbytes:
-            piece, view = view[:room], view[room:]
-            gathered.append(piece)
-            room -= piece.nbytes
-            if not room:
-                yield gathered
-                gathered, room = [], GRPC_CHUNK_NBYTES
-    if gathered:
-        yield gathered
+    return grouped(views, itertools.repeat(GRPC_CHUNK_NBYTES))
 
 
 def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:

@@ -192,16 +192,16 @@ class FrameSocket:
                 raise ConnectionResetError("the peer closed the connection")
             view = view[got:]
 
-    def send_all(self, views: Iterable[memoryview], next_s: Callable[[], float]) -> None:
+    def send_all(self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None) -> None:
         """All the views in few system calls: after each, a thread among many waits for its turn at the GIL. `next_s`:
-        seconds that the next CHUNK_NBYTES, or what is left, may take; it may raise."""
+        seconds that the next CHUNK_NBYTES, or what is left, may take; it may raise. None: what was armed is for all."""
         left = collections.deque(views)
         try:
             self._through(left, next_s, "send", self._send_some)
         finally:
             self.torn = self.torn or bool(left)
 
-    def recv_all(self, views: Iterable[memoryview], next_s: Callable[[], float]) -> None:
+    def recv_all(self, views: Iterable[memoryview], next_s: Callable[[], float] | None = None) -> None:
         """Fills the views, as `send_all` sends them."""
         left = collections.deque(views)
         while left and self._early.nbytes:
@@ -222,13 +222,13 @@ class FrameSocket:
     def _through(
         self,
         left: collections.deque[memoryview],
-        next_s: Callable[[], float],
+        next_s: Callable[[], float] | None,
         doing: str,
         some: Callable[[list[memoryview]], int],
     ) -> None:
         moved = CHUNK_NBYTES
         while left:
-            if moved >= CHUNK_NBYTES:
+            if next_s and moved >= CHUNK_NBYTES:
                 self.arm(next_s())
                 moved = 0
             self._check_deadline(doing)

@@ -14,7 +14,8 @@ from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
 from kvstore.messages import chunk_frame, chunk_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
-from kvstore.seals import Seals, pieces, room
+from kvstore.pieces import Pieces, pieces_nbytes
+from kvstore.seals import Seals, room, sealed
 from kvstore.tracing import HEADER, current
 from kvstore.wires.chunks import fill, runs
 from kvstore.wires.outbox import Outbox
@@ -90,7 +91,7 @@ class GrpcWire:
             raise _translated(error) from error
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, seals: Seals | None = None
+        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
     ) -> list[int]:
         outbox = Outbox()
         try:
@@ -102,7 +103,7 @@ class GrpcWire:
                     raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
                 chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if chosen:
-                    _send((pieces(pages, request.prefix_hashes, i, seals) for i in chosen), outbox)
+                    _send((sealed(pages[i], request.prefix_hashes[i], seals) for i in chosen), outbox)
                 outbox.end()
                 if chosen:
                     next(replies)  # of the commit
@@ -119,7 +120,7 @@ class GrpcWire:
     def get(
         self,
         request: pb.GetRequest,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
         seals: Seals | None = None,
@@ -145,7 +146,7 @@ class GrpcWire:
                 hits[i] = False
                 corrupt.append(i)
             elif seals:
-                hits[i] = seals.fits(request.prefix_hashes[i], *target)
+                hits[i] = seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
         return hits, corrupt
 
     def follow(self, number: int, seconds: float) -> "Followed":
@@ -180,14 +181,14 @@ class Followed:
         self._views.cancel()
 
 
-def _send(pages: Iterable[Sequence[memoryview]], outbox: Outbox) -> None:
+def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
     """The pages, of one or more pieces, in chunks, each page hashed right behind its last one, then the commit."""
     made = []
 
     def hashed() -> Iterator[memoryview]:
         for page in pages:
             yield from page
-            made.append(joined_leaves(page, sum(piece.nbytes for piece in page)))
+            made.append(joined_leaves(page, pieces_nbytes(page)))
 
     if all(outbox.put(chunk_frame(run)) for run in runs(hashed())):
         outbox.put(pb.PutFrame(commit=pb.CommitRequest(leaves=made)).SerializeToString())

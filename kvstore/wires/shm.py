@@ -25,7 +25,8 @@ from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.seals import Seals, pieces, room
+from kvstore.pieces import Pieces, meeting, pieces_nbytes
+from kvstore.seals import Seals, room, sealed
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
@@ -138,14 +139,14 @@ class ShmWire:
     # ---- with the caller's buffers -------------------------------------------------------
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, seals: Seals | None = None
+        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
     ) -> list[int]:
         with self.reserving(request, deadline) as reserved:
             chosen = [i for i, verdict in enumerate(reserved.verdicts) if verdict == pb.WRITE]
 
             def write(number: int) -> bytes:
                 i = chosen[number]
-                return _write_page(reserved.pages[number], pieces(pages, request.prefix_hashes, i, seals))
+                return _write_page(reserved.pages[number], sealed(pages[i], request.prefix_hashes[i], seals))
 
             leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
             if chosen:
@@ -155,12 +156,12 @@ class ShmWire:
     def get(
         self,
         request: pb.GetRequest,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
-        nbytes = max(map(len, buffers), default=0) + (seals.nbytes if seals else 0)
+        nbytes = (pieces_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
         count = max(1, len(request.ranges))  # of the parts of each hit
         with self.acquiring(request, nbytes, deadline) as acquired:
             hits = acquired.hits
@@ -168,9 +169,9 @@ class ShmWire:
 
             def read(number: int) -> bool:
                 i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
-                buffer, *seal = targets = room(buffers[i], seals)
-                intact = root(_read_page(targets, parts), seeds[i]) == acquired.checksums[number]
-                if intact and seals and not seals.fits(request.prefix_hashes[i], buffer, seal[0]):
+                target = room(buffers[i], seals)
+                intact = root(_read_page(target, parts), seeds[i]) == acquired.checksums[number]
+                if intact and seals and not seals.fits(request.prefix_hashes[i], target[:-1], target[-1]):
                     hits[i] = False
                 return intact
 
@@ -296,33 +297,21 @@ class _Pace:
 _pace = _Pace()
 
 
-def _write_page(slot: memoryview, page: Sequence[memoryview]) -> bytes:
+def _write_page(slot: memoryview, page: Pieces) -> bytes:
     """Copies the pieces of a page and hashes the caller's bytes. Returns their leaves."""
-    running = Leaves(sum(piece.nbytes for piece in page))
-    for target, piece in _meeting([slot], page):
+    running = Leaves(pieces_nbytes(page))
+    for target, piece in meeting([slot], page):
         _copy_hashed(target, piece, piece, running)
     return running.digest()
 
 
-def _read_page(buffers: Sequence[memoryview], parts: Sequence[memoryview]) -> bytes:
+def _read_page(page: Pieces, parts: Sequence[memoryview]) -> bytes:
     """Copies the parts one after the other and hashes the copy: that, not the slot, is what the caller
     is going to use. Returns its leaves."""
-    running = Leaves(sum(buffer.nbytes for buffer in buffers))
-    for target, part in _meeting(buffers, parts):
+    running = Leaves(pieces_nbytes(page))
+    for target, part in meeting(page, parts):
         _copy_hashed(target, part, target, running)
     return running.digest()
-
-
-def _meeting(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """Runs of bytes in both, of the same length, in order."""
-    target, *targets = targets
-    for source in sources:
-        while source.nbytes:
-            if not target.nbytes:
-                target, *targets = targets
-            count = min(target.nbytes, source.nbytes)
-            yield target[:count], source[:count]
-            target, source = target[count:], source[count:]
 
 
 def _copy_hashed(target: memoryview, source: memoryview, hashed: memoryview, running: Leaves) -> None:

@@ -5,14 +5,16 @@ from typing import Any, Protocol
 
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pieces import Pieces
 from kvstore.seals import Seals
 
 
 class Wire(Protocol):
     """Thread-safe. Methods raise the errors of `kvstore.errors` and nothing else.
 
-    `seeds[i]` seeds the checksum of key i. Buffers are flat byte views of the right size. `seals`: of a keyed
-    namespace, those that follow the pages' bytes: made where a page is sent, checked where it has arrived.
+    `seeds[i]` seeds the checksum of key i. The pieces of a page are flat byte views, all together of the right size.
+    `seals`: of a keyed namespace, those that follow the pages' bytes: made where a page is sent, checked where it has
+    arrived. Nobody touches a page's memory any more when a method has ended, also by an error.
     """
 
     name: str
@@ -21,14 +23,14 @@ class Wire(Protocol):
         """One request, one reply. `op` is the field's name in BulkRequest."""
 
     def put(
-        self, request: pb.PutRequest, pages: Sequence[memoryview], deadline: Deadline, seals: Seals | None = None
+        self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
     ) -> list[int]:
         """One PutVerdict per key; WRITE means: sent and committed."""
 
     def get(
         self,
         request: pb.GetRequest,
-        buffers: Sequence[memoryview],
+        buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
         seals: Seals | None = None,

@@ -250,7 +250,7 @@ class Couriers:
                 wait_ms=max(1, int(900 * deadline.remaining())) if group.durable else 0,
                 forwarded_by=self._membership.member,
             )
-            views = [self._view(pages[key].offset, nbytes) for key in keys[part]]
+            views = [(self._view(pages[key].offset, nbytes),) for key in keys[part]]
             try:
                 verdicts = link.wire.put(request, views, deadline, good=good)
             except REFUSED:

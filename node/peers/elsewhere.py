@@ -161,7 +161,7 @@ class Elsewhere:
     ) -> list[int]:
         """Of the pages at these places, those that came. The member is told of what does not match its checksum."""
         hashes = [pages[place].prefix_hash for place in places]
-        slots = [self._view(pages[place].offset, namespace.stored_nbytes) for place in places]
+        slots = [(self._view(pages[place].offset, namespace.stored_nbytes),) for place in places]
         request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes)
         arrived = cast(BulkWire, link.wire).fetch(request, slots, key_seeds(namespace, hashes), limit)
         if corrupt := [h for h, page in zip(hashes, arrived, strict=True) if page is not None and not page.leaves]:

@@ -243,7 +243,7 @@ class Sweep:
     def _get(self, member: str, namespace: Namespace, pages: Sequence[Page]) -> list[Arrived | None]:
         """In as many requests as the other one's limits ask for."""
         hashes, nbytes = [page.prefix_hash for page in pages], namespace.stored_nbytes
-        views = [self._view(page.offset, nbytes) for page in pages]
+        views = [(self._view(page.offset, nbytes),) for page in pages]
         seeds = key_seeds(namespace, hashes)
 
         def call(link: Link, limit: Deadline) -> list[Arrived | None]:

@@ -137,9 +137,9 @@ def moved(wire: Any, op: str, deadline: Deadline) -> None:
             with wire.acquiring(message, PAGE_NBYTES, deadline):
                 pass
     elif op == "put":
-        wire.put(message, [memoryview(bytes(PAGE_NBYTES))], deadline)
+        wire.put(message, [(memoryview(bytes(PAGE_NBYTES)),)], deadline)
     else:
-        wire.get(message, [memoryview(bytearray(PAGE_NBYTES))], [0], deadline)
+        wire.get(message, [(memoryview(bytearray(PAGE_NBYTES)),)], [0], deadline)
 
 
 def asked(wire: Any, op: str) -> None:

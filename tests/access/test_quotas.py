@@ -233,9 +233,9 @@ def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, q
         for number in range(1, 200):
             about: Any = {"namespace": LOUD.digest, "prefix_hashes": keys(number if op == "put" else 0)}
             if op == "put":
-                wire.put(pb.PutRequest(**about, page_nbytes=PAGE_NBYTES), [page], Deadline(20.0))
+                wire.put(pb.PutRequest(**about, page_nbytes=PAGE_NBYTES), [(page,)], Deadline(20.0))
             else:
-                wire.get(pb.GetRequest(**about), [page], [0], Deadline(20.0))
+                wire.get(pb.GetRequest(**about), [(page,)], [0], Deadline(20.0))
 
     with contextlib.closing(wire), pytest.raises(Exhausted, match=f"1 {quota} a second of its quota"):
         ask_often()

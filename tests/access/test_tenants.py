@@ -122,7 +122,7 @@ def test_only_members_hand_on_what_others_gave(node: Node, people: People) -> No
     def forward(name: str) -> type[KVStoreError]:
         wire = GrpcWire(f"127.0.0.1:{node.grpc.port}", token=people.tokens[name])
         with pytest.raises(KVStoreError) as caught:
-            wire.put(request, [memoryview(PAGE)], Deadline(20.0))
+            wire.put(request, [(memoryview(PAGE),)], Deadline(20.0))
         wire.close()
         return caught.type
 

@@ -22,6 +22,7 @@ from kvstore.layout import opaque_layout
 from kvstore.measure.content import page_content
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pieces import Pieces
 from kvstore.wires.bulk import Arrived
 from node.peers.hand_over import Batch, Group, HandOver, Ticket
 from node.peers.membership import Membership
@@ -229,14 +230,14 @@ class SimLink:
         return self._node.cluster.ask(self._node.name, self._member, lambda node: node.list_pages(request), deadline)
 
     def fetch(
-        self, request: pb.GetRequest, views: Sequence[memoryview], seeds: Sequence[int], deadline: Deadline
+        self, request: pb.GetRequest, views: Sequence[Pieces], seeds: Sequence[int], deadline: Deadline
     ) -> list[Arrived | None]:
         keys = list(request.prefix_hashes)
         found = self._node.cluster.ask(self._node.name, self._member, lambda node: node.get(keys), deadline)
         hits = [
             page is not None and checksum(page[0], seed) == page[1] for page, seed in zip(found, seeds, strict=True)
         ]
-        for view, page, hit in zip(views, found, hits, strict=True):
+        for (view,), page, hit in zip(views, found, hits, strict=True):
             if hit:
                 view[:] = page[0]
         return [Arrived(leaves(p[0]), p[1], 0) if hit else None for p, hit in zip(found, hits, strict=True)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvstore import InvalidRequest
-from kvstore.buffers import HELD_NBYTES_MAX, advise, byte_view, byte_views, copy, copying
+from kvstore.buffers import HELD_NBYTES_MAX, advise, byte_view, copy, copying
 
 MADV_POPULATE_WRITE = 23
 
@@ -77,11 +77,6 @@ def test_read_only_memory_may_be_sent_but_not_received_into(buffer: Any) -> None
     assert byte_view(buffer).nbytes == 64
     with pytest.raises(InvalidRequest, match="is read-only"):
         byte_view(buffer, writable=True)
-
-
-def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
-    with pytest.raises(InvalidRequest, match="buffer 1 has 63 bytes, expected 64"):
-        byte_views([bytearray(64), bytearray(63)], 64)
 
 
 LARGE = 16 << 20

@@ -35,9 +35,9 @@ def error(code: grpc.StatusCode) -> bytes:
 def call(wire: BulkWire, op: str, timeout_s: float = 2.0) -> Any:
     deadline = Deadline(timeout_s)
     if op == "put":
-        return wire.put(PUT, [memoryview(PAGE)] * 2, deadline)
+        return wire.put(PUT, [(memoryview(PAGE),)] * 2, deadline)
     if op == "get":
-        return wire.get(GET, [memoryview(bytearray(8)) for _ in KEYS], [0, 1], deadline)
+        return wire.get(GET, [(memoryview(bytearray(8)),) for _ in KEYS], [0, 1], deadline)
     return wire.call("lookup", LOOKUP, deadline)
 
 

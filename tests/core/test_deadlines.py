@@ -41,9 +41,9 @@ def calling(wire: Any, op: str) -> Callable[[], object]:
     def call() -> object:
         deadline = Deadline(DEADLINE_S)
         if op == "put":
-            return wire.put(PUT, [memoryview(bytes(PAGE))], deadline)
+            return wire.put(PUT, [(memoryview(bytes(PAGE)),)], deadline)
         if op == "get":
-            return wire.get(GET, [memoryview(bytearray(PAGE))], [0], deadline)
+            return wire.get(GET, [(memoryview(bytearray(PAGE)),)], [0], deadline)
         return wire.call("lookup", LOOKUP, deadline)
 
     return call
@@ -189,7 +189,7 @@ def small_buffers(connection: FrameSocket) -> None:
 def test_a_request_too_large_for_a_node_that_does_not_read(unix_path: str, by_deadline: Any) -> None:
     """It is left in the middle; the release that ends other calls would be taken for its rest, and waited for."""
     large = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)])
-    buffers = [memoryview(bytearray(1))] * 50_000
+    buffers = [(memoryview(bytearray(1)),)] * 50_000
     hello = pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=b"fakenode", arena_nbytes=1 << 20)
     arena = os.memfd_create("arena", os.MFD_ALLOW_SEALING)
     os.ftruncate(arena, 1 << 20)

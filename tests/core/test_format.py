@@ -104,7 +104,7 @@ def test_seal() -> None:
     for number, part in enumerate((page[: 1 << 20], page[1 << 20 :])):
         named = struct.pack("<I", len(prefix_hash)) + prefix_hash + struct.pack("<II", number, 2)
         seal += hmac_sha256(key, b"kvstore-page-seal-1\0" + named + part)[:16]
-    assert seal.hex() == example["seal"] == Seals(key, len(page)).made(prefix_hash, memoryview(page)).hex()
+    assert seal.hex() == example["seal"] == Seals(key, len(page)).made(prefix_hash, (memoryview(page),)).hex()
 
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:

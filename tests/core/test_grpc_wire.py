@@ -39,11 +39,13 @@ def wire_to() -> Iterator[Callable[[Replies], GrpcWire]]:
 
 
 def put(wire: GrpcWire, count: int = 2, seconds: float = 20.0) -> list[int]:
-    return wire.put(pb.PutRequest(), [memoryview(bytes(PAGE))] * count, Deadline(seconds))
+    return wire.put(
+        pb.PutRequest(prefix_hashes=[b"key"] * count), [(memoryview(bytes(PAGE)),)] * count, Deadline(seconds)
+    )
 
 
 def get(wire: GrpcWire) -> Any:
-    return wire.get(pb.GetRequest(), [memoryview(bytearray(8))], [0], Deadline(20.0))
+    return wire.get(pb.GetRequest(), [(memoryview(bytearray(8)),)], [0], Deadline(20.0))
 
 
 def writes(count: int) -> bytes:

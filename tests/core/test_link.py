@@ -334,9 +334,9 @@ def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: 
     with pytest.raises(Unavailable):
         wire.call("hello", pb.HelloRequest(), Deadline(5))
     with pytest.raises(Unavailable):
-        wire.put(put, [memoryview(bytes(4096))], Deadline(5))
+        wire.put(put, [(memoryview(bytes(4096)),)], Deadline(5))
     with pytest.raises(Unavailable):
-        wire.get(get, [memoryview(bytearray(4096))], [0], Deadline(5))
+        wire.get(get, [(memoryview(bytearray(4096)),)], [0], Deadline(5))
 
 
 def test_threads_that_lose_one_link_make_one_new_link(fake_node: Any) -> None:
@@ -379,7 +379,7 @@ def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: Any) -> None
     before = threading.active_count()
     for _ in range(20):
         with pytest.raises(ProtocolError):  # the fake does not implement Put
-            wire.put(request, [memoryview(bytes(4096))], Deadline(600))
+            wire.put(request, [(memoryview(bytes(4096)),)], Deadline(600))
     for _ in range(100):
         if threading.active_count() <= before + 4:  # the fake's own pool may have grown
             break

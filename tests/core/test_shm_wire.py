@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[str, pb.BulkReply]] = {
 def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: Any, what: str) -> None:
     op, answer = WRONG[what]
     node, wire = unix_node(answer)
-    pages = [memoryview(bytearray(b"1" * PAGE)) for _ in KEYS]
+    pages = [(memoryview(bytearray(b"1" * PAGE)),) for _ in KEYS]
     with pytest.raises(ProtocolError):
         wire.put(PUT, pages, Deadline(20)) if op == "put" else wire.get(GET, pages, [0, 1], Deadline(20))
     while "release" not in node.heard:
@@ -177,10 +177,10 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: Any) -> N
         pb.BulkReply(commit=pb.CommitReply(stored=2)),
         pb.BulkReply(get=pb.GetReply(hits=[True, True], checksums=[good[0], good[0]], offsets=[PAGE, 3 * PAGE])),
     )
-    assert wire.put(PUT, [memoryview(page), memoryview(other)], Deadline(20)) == [WRITE, WRITE]
+    assert wire.put(PUT, [(memoryview(page),), (memoryview(other),)], Deadline(20)) == [WRITE, WRITE]
     assert wire.arena.memory[: 5 * PAGE] == bytes(PAGE) + page + bytes(PAGE) + other + bytes(PAGE)
     buffers = [bytearray(PAGE), bytearray(PAGE)]
-    assert wire.get(GET, list(map(memoryview, buffers)), [0, 1], Deadline(20)) == ([True, False], [1])
+    assert wire.get(GET, [(memoryview(buffer),) for buffer in buffers], [0, 1], Deadline(20)) == ([True, False], [1])
     assert buffers[0] == page
     while node.heard != ["put", "commit", "get", "release"]:
         threading.Event().wait(0.03)

@@ -43,12 +43,12 @@ def answers() -> Target:
         buffers = [bytearray(PAGE_NBYTES) for _ in ASKED]
         try:
             if op == "get":
-                hits, _ = wire.get(get, [memoryview(buffer) for buffer in buffers], seeds, Deadline(5.0))
+                hits, _ = wire.get(get, [(memoryview(buffer),) for buffer in buffers], seeds, Deadline(5.0))
                 assert all(page == PAGE for page, hit in zip(buffers, hits, strict=True) if hit), (
                     "a wrong page is a hit"
                 )
             elif op == "put":
-                wire.put(put(ASKED), [memoryview(PAGE)] * 2, Deadline(5.0))
+                wire.put(put(ASKED), [(memoryview(PAGE),)] * 2, Deadline(5.0))
             else:
                 wire.call(op, unary()[op], Deadline(5.0))
         finally:

@@ -91,7 +91,7 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
     monkeypatch.setattr(BulkWire, "_put", failing)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
     with pytest.raises(type(error)):
-        wire.put(request, [memoryview(pages.content(key)) for key in keys], Deadline(10.0))
+        wire.put(request, [(memoryview(pages.content(key)),) for key in keys], Deadline(10.0))
     assert ended == [2, 2]
 
 
@@ -113,7 +113,7 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
 
     monkeypatch.setattr(BulkWire, "_put", without_room)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
-    views = [memoryview(pages.content(key)) for key in keys]
+    views = [(memoryview(pages.content(key)),) for key in keys]
     assert wire.put(request, views, Deadline(10.0)) == [pb.WRITE, pb.WRITE, pb.FULL, pb.FULL, pb.WRITE, pb.WRITE]
     request.durable = True
     with pytest.raises(Exhausted):
@@ -134,7 +134,7 @@ def test_without_threads_one_connection_does_it_all(
     keys = pages.keys(*range(6))
     wire = link_of_opened(client, pages)
     request = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=keys, page_nbytes=pages.nbytes)
-    assert wire.put(request, [memoryview(pages.content(key)) for key in keys], Deadline(10.0)) == [pb.WRITE] * 6
+    assert wire.put(request, [(memoryview(pages.content(key)),) for key in keys], Deadline(10.0)) == [pb.WRITE] * 6
 
 
 def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
@@ -206,7 +206,7 @@ def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
     wire._pool._pid = os.getpid() + 1  # what a fork looks like from within
     monkeypatch.setattr(wire._abreast, "run", None)
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
-    buffers = [memoryview(bytearray(pages.nbytes)) for _ in keys]
+    buffers = [(memoryview(bytearray(pages.nbytes)),) for _ in keys]
     with pytest.raises(InvalidRequest, match="before a fork"):
         wire.get(request, buffers, [0] * 6, Deadline(10.0))
 

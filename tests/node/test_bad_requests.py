@@ -52,9 +52,9 @@ def wire(request: pytest.FixtureRequest, node: Node) -> Iterator[Wire]:
 
 def send(wire: Wire, op: str, request: Any) -> Any:
     if op == "put":
-        return wire.put(request, [memoryview(bytes(4096))] * len(request.prefix_hashes), Deadline(5))
+        return wire.put(request, [(memoryview(bytes(4096)),)] * len(request.prefix_hashes), Deadline(5))
     if op == "get":
-        return wire.get(request, [memoryview(bytearray(4096))] * len(request.prefix_hashes), [0] * 99, Deadline(5))
+        return wire.get(request, [(memoryview(bytearray(4096)),)] * len(request.prefix_hashes), [0] * 99, Deadline(5))
     return wire.call(op, request, Deadline(5))
 
 

@@ -1,5 +1,6 @@
 """Pages of a keyed namespace: what a node, or a writer without the key, makes or changes is a miss, on every wire."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,28 @@ def test_pages_come_back_whole_and_in_ranges(node: Node, client: Client, keyed: 
     ((space, info),) = [entry for entry in client.namespaces() if entry[0].model == keyed.namespace.model]
     assert (space, info.page_nbytes) == (keyed.namespace, NBYTES + SEAL)
     assert client.verify(keyed.namespace, keys) == (4, 0, 0)
+
+
+def in_pieces(data: bytearray | bytes, rng: random.Random) -> list[memoryview]:
+    """Cut where no part ends."""
+    edges = [0, *sorted(rng.sample(range(1, len(data)), 6)), len(data)]
+    return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def test_pages_in_pieces_have_the_same_seals(node: Node, client: Client, keyed: Any, seed: int) -> None:
+    keys, rng = keyed.keys(*range(4)), random.Random(seed)
+    client.put(keyed.namespace, keys, [in_pieces(keyed.content(key), rng) for key in keys])
+    assert keyed.get(client, keys) == [True] * 4
+    forge(node, keyed, keys[2], flip_last)
+    pages = [bytearray(NBYTES) for _ in keys]
+    hits = [True, True, False, True]
+    assert client.get(keyed.namespace, keys, [in_pieces(page, rng) for page in pages]) == hits
+    assert [page == keyed.content(key) for page, key in zip(pages, keys, strict=True)] == hits
+    ranges = [ByteRange(1000, 380), ByteRange(0, 300)]
+    parts = [bytearray(680) for _ in keys]
+    assert client.get_ranges(keyed.namespace, keys, ranges, [in_pieces(part, rng) for part in parts]) == hits
+    for part, key, hit in zip(parts, keys, hits, strict=True):
+        assert not hit or part == keyed.content(key)[1000:1380] + keyed.content(key)[:300]
 
 
 def flip_first(data: bytearray) -> None:

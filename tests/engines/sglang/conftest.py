@@ -61,6 +61,12 @@ def config(shared_node: NodeProcess) -> dict[str, Any]:
     return harness.options(shared_node.address, revision=str(uuid.uuid4()))
 
 
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of small pools, too, are sent from there and received there, where they are not mapped."""
+    monkeypatch.setattr("gpu_agent.host.unit_pieces.PIECE_NBYTES_MIN", 1)
+
+
 @pytest.fixture
 def engine(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     """`engine(entry, ..., model="other")`: a rank with these pools and options, detached at the end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+sys.path[:0] = [str(HERE), str(HERE / "stubs"), str(HERE.parent.parent / "common")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 Make = Callable[..., Any]
 TOKENS = list(range(12 * PAGE))
+COPIED = "bulk, copied"
 POOLS: dict[str, Callable[[], Any]] = {
     **{f"mha {layout}": lambda layout=layout: mha(layout) for layout in ("layer_first", "page_first")},
     **{f"mha {layout}": lambda layout=layout: mha(layout) for layout in ("page_first_direct", "page_head")},
@@ -47,11 +48,16 @@ def round_trip(writer: Any, reader: Any) -> None:
         assert page in touched or before == now, f"page {page} was not asked for"
 
 
-@pytest.mark.parametrize("wire", ["shm", "bulk"])
+@pytest.mark.parametrize("wire", ["shm", "bulk", COPIED])
 @pytest.mark.parametrize("writes", [0, 1])
 @pytest.mark.parametrize("reads", [0, 1])
 @pytest.mark.parametrize("pool", POOLS)
-def test_pages_come_back_through_both_interfaces(engine: Make, pool: str, writes: int, reads: int, wire: str) -> None:
+def test_pages_come_back_through_both_interfaces(
+    engine: Make, pool: str, writes: int, reads: int, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wire == COPIED:
+        monkeypatch.setattr("gpu_agent.host.unit_pieces.PIECE_NBYTES_MIN", 1 << 40)
+        wire = "bulk"
     writer = engine(POOLS[pool](), interface_v1=writes, wire=wire)
     reader = engine(POOLS[pool](), interface_v1=reads, wire=wire)
     round_trip(writer, reader)
