@@ -140,6 +140,11 @@ class Lookups:
             done = self._asker.touch([group for _, question in used for group in question], self._timeout_s)
         done.add_done_callback(self._ended)
 
+    @property
+    def counted(self) -> bool:
+        """Whether `take_counts` would bring anything."""
+        return bool(self._counts.lookups or self._counts.lookups_failed)
+
     def take_counts(self) -> LookupCounts:
         """Counts since the last call."""
         with self._lock:

@@ -172,6 +172,11 @@ class BlockRank:
         """Whether loads or saves are under way, or ended since the last call of `take_counts`."""
         return bool(self._loads or self._outcomes)
 
+    @property
+    def counted(self) -> bool:
+        """Whether `take_counts` may bring anything."""
+        return bool(self._outcomes) or any(vars(self.counts).values())
+
     def take_counts(self) -> RankCounts:
         """Counts since the last call."""
         going = []

@@ -268,6 +268,11 @@ class BlockScheduler:
             self._stored.forget()
         return self._stored.take()
 
+    @property
+    def counted(self) -> bool:
+        """Whether `take_counts` would bring anything."""
+        return any(vars(self._counts).values())
+
     def take_counts(self) -> MatchCounts:
         """Counts since the last call."""
         counts, self._counts = self._counts, MatchCounts()

@@ -322,19 +322,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVStoreStats | None:
-        parts = [part for part in (self._rank, self._scheduler) if part]
+        counting = [part for part in (self._rank, self._scheduler, self._lookups) if part and part.counted]
+        if not counting:
+            return None
         now = time.monotonic()
-        if now < self._told_at + STATS_S and any(part.busy for part in parts):
+        if now < self._told_at + STATS_S and any(part.busy for part in (self._rank, self._scheduler) if part):
             return None
         self._told_at = now
-        found: list[Any] = []
-        if self._rank:
-            found.append(self._rank.take_counts())
-        if self._scheduler and self._lookups:
-            found += [self._scheduler.take_counts(), self._lookups.take_counts()]
         data: dict[str, float] = {}
-        for counts in found:
-            for name, count in vars(counts).items():
+        for part in counting:
+            for name, count in vars(part.take_counts()).items():
                 if count:
                     data[name] = data.get(name, 0) + count
         return KVStoreStats(data) if data else None
