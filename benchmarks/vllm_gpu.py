@@ -10,7 +10,8 @@ installed.
     local      a hit in its own cache
 
 Seconds are those of `LLM.generate` with one token. Throughput: requests of new prompts at once, their prompt's and
-answer's tokens. Prompts are new in each round, the same for all engines, and the order changes from round to round.
+answer's tokens. Prompts are new in each round, the same for all engines, and the order changes from round to round. A
+machine's speed changes more from minute to minute than connectors change it: engines are compared within a round.
 
     PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5] [--connectors none store ...]
                     [--tokens 131079 --first-tokens] [--json]
@@ -200,12 +201,14 @@ def throughput_rows(names: dict[str, Contender], count: int, new: Prompts, tick:
     calls = {name: lambda one=one: one.throughput(lambda: new(PROMPT_TOKENS)) for name, one in names.items()}
     tokens = REQUESTS * (PROMPT_TOKENS + ANSWER_TOKENS)
     samples_of = rounds(calls, count, WARMUPS, tick)
-    bare = median(samples_of["none"]["new"]) if "none" in samples_of else None
+    bare = samples_of.get("none", {}).get("new", [])
     for name, samples in samples_of.items():
         for op, seconds in samples.items():
             what = f"{name}, all skip" if op == "skip" else name
             rate = spread([tokens / value for value in seconds], 1e-3)
-            yield {"connector": what, "thousand tokens/s": rate, "of none": bare and bare / median(seconds)}
+            beside = [one / value for one, value in zip(bare, seconds, strict=False)]  # in the same round
+            ratio = f"{median(beside):.2f} ({min(beside):.2f}–{max(beside):.2f})" if beside else None
+            yield {"connector": what, "thousand tokens/s": rate, "of none, by rounds": ratio}
 
 
 def main(argv: list[str]) -> None:
