@@ -133,7 +133,10 @@ def _buffer_view(buffer: Any) -> memoryview:
         raise InvalidRequest(
             f"a {type(buffer).__name__} with strides {view.strides} is not contiguous; pass a contiguous one"
         )
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    # Nothing, in several dims, can not be cast: a slice of a pool that has no slot.
+    return view.cast("B") if view.nbytes else memoryview(b"" if view.readonly else bytearray())
 
 
 def _tensor_view(tensor: Any) -> memoryview:

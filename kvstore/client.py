@@ -198,8 +198,9 @@ class Client(Management):
         """Reads pages into the callers' buffers; True for each that is there, intact and, if the namespace is keyed,
         sealed by who has the key.
 
-        `buffers`: writable, for each page as in `put`; those of misses hold nothing of meaning afterwards. Nothing is
-        written to any when this has returned or raised. `prefix` stops at the first miss.
+        `buffers`: writable, for each page as in `put`, no byte of them named twice: bytes are checked where they arrive
+        and not again when others arrive there. Those of misses hold nothing of meaning afterwards. Nothing is written
+        to any when this has returned or raised. `prefix` stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
         wanted = Wanted(whole, prefix, key=self._key(namespace))

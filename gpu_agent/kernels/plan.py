@@ -162,7 +162,8 @@ class Plan:
         page, row = 0, self.whole.row_nbytes
         if page_count * row > buffer_nbytes:
             if row > buffer_nbytes // 4:
-                yield from self._split(0, bisect_left(self._offsets, buffer_nbytes // 4), buffer_nbytes)
+                tile = bisect_left(self._offsets, buffer_nbytes // 4)  # behind the last: a page is less than its row
+                yield from self._split(0, min(tile, len(self.tiles)), buffer_nbytes)
                 page = 1
             else:
                 page = buffer_nbytes // 4 // row

@@ -45,6 +45,15 @@ def test_a_view_is_the_callers_own_memory(kind: str) -> None:
     assert bytes(again) == bytes(range(64))
 
 
+@pytest.mark.parametrize(
+    "nothing", [bytearray(), (ctypes.c_float * 3 * 0)(), (ctypes.c_float * 0 * 3)(), torch.empty(0, 3)]
+)
+def test_a_view_of_nothing_is_one_too(nothing: Any) -> None:
+    """Several dims of which one is 0, as a slice of a pool that has no slot."""
+    view = byte_view(nothing, writable=True)
+    assert (view.nbytes, view.format, view.ndim) == (0, "B", 1)
+
+
 def test_a_view_keeps_the_tensor_alive() -> None:
     view = byte_view(torch.arange(256, dtype=torch.uint8))
     torch.zeros(256, dtype=torch.uint8)

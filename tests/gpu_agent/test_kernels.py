@@ -213,6 +213,8 @@ def test_the_link_waits_for_a_small_chunk_only() -> None:
     assert sizes == [(0, 6144), (1, 6144), (2, 4096), (2, 2048)]
     one_tile = plan_of(1, 1, Plane("x", "uint8", (1600,)))
     assert [c.span.nbytes for c in one_tile.gather_chunks(4, 4096)] == [1600, 1600, 1600]
+    for cut in (one_tile.gather_chunks, one_tile.scatter_chunks):  # the quarter is more than a page, not than its row
+        assert [c.span.nbytes for c in cut(5, 4 * 1601)] == [1600, 1600, 1600]
 
 
 def test_small_layers_travel_together() -> None:
