@@ -62,3 +62,6 @@ def _reserve_some(tier: Places, result: Reservation, asked: Asked, copies: Conta
             result.write([page])
         else:
             result.refuse(page, is_below)
+    # In the order of the verdicts, by which the writer finds them: a page that was here may have gone for those that
+    # came at once, and has been given a new place behind them.
+    result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]

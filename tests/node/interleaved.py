@@ -23,7 +23,7 @@ from node.ram.namespace import Namespaces
 from node.ram.page import Page, State
 from node.ram.parts import Parts
 from node.ram.pinning import Pinning
-from node.ram.reservation import Reservation
+from node.ram.reservation import Reservation, Verdict
 from node.ram.tier import RamTier
 from node.ram.turn import Move, Work
 from node.slots import SlotAllocator
@@ -235,6 +235,9 @@ class Life:
         except Exhausted:
             self.done["exhausted"] += 1
             return
+        verdicts = zip(prefix_hashes, reservation.verdicts, strict=True)
+        to_write = [prefix_hash for prefix_hash, verdict in verdicts if verdict == Verdict.WRITE]
+        assert [page.prefix_hash for page in reservation.pages] == to_write, "a writer takes a slot for another's"
         checksums = [self._checksum(page) for page in reservation.pages]
         for page, checksum in zip(reservation.pages, checksums, strict=True):
             yield from self._write(page, checksum)

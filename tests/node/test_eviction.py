@@ -11,6 +11,7 @@ from kvstore.errors import Exhausted
 from node.ram.habits import FIRST
 from node.ram.page import State
 from node.ram.reservation import Verdict
+from node.ram.reserving import KEYS_A_TURN
 
 PAGE = 4096
 EXTENT = 16 * PAGE
@@ -86,6 +87,24 @@ def test_a_put_does_not_evict_the_rest_of_its_own_chain(sandbox: Any) -> None:
     verdicts = box.put(pages, chain)
     assert verdicts == [Verdict.EXISTS] * 16 + [Verdict.FULL] * 4
     assert box.present(pages, chain) == set(chain[:16])
+
+
+def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them(sandbox: Any) -> None:
+    """A page that another writer stored meanwhile went for those behind it in the batch, and its new slot came last:
+    the writer, who goes by the verdicts, wrote each page's bytes under its neighbour's key, and no checksum told."""
+    box = sandbox(128 * 4096, 128 * 4096)
+    pages = box.open("order", 4096)
+    keys = pages.keys(*range(KEYS_A_TURN + 60))
+    other = box.reserve(pages, [*pages.keys(*range(1000, 1030)), keys[KEYS_A_TURN]])
+    work = box.tier._reserve(pages.namespace.digest, keys, pages.nbytes)
+    with box.tier.lock:
+        assert next(work) is None
+    box.commit(other)
+    result = box.tier._in_turns(work)
+    assert result.verdicts == [Verdict.WRITE] * len(keys)
+    assert [page.prefix_hash for page in result.pages] == keys
+    box.commit(result)
+    assert box.tier.check() == []
 
 
 def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored(sandbox: Any) -> None:
