@@ -8,6 +8,7 @@ An engine's scheduler may ask a hundred times for one waiting request, and must 
 """
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from kvstore.tracing import carried, request
 
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
 TOUCHED_TOGETHER = 16  # requests
+TOUCHED_KEYS_MAX = 1 << 16  # of theirs, unless one has more: 2 MiB, of the 16 that another process is told at once
 OUTAGE_WAIT_S = 0.05  # how long a request waits when the last call failed: enough for a store that is back
 
 
@@ -126,9 +128,10 @@ class Lookups:
 
     def poll(self) -> None:
         """What the store said since the last time is known afterwards."""
-        used, self._used = self._used, []
-        for first in range(0, len(used), TOUCHED_TOGETHER):
-            self._touch(used[first : first + TOUCHED_TOGETHER])
+        while self._used:
+            count = _together(self._used)
+            used, self._used = self._used[:count], self._used[count:]
+            self._touch(used)
         self._asker.poll()
 
     def _touch(self, used: Sequence[tuple[str, Question]]) -> None:
@@ -168,3 +171,9 @@ class Lookups:
             self._counts.lookups_failed += error is not None
         if not done.cancelled():
             self._outage.report(error)
+
+
+def _together(used: Sequence[tuple[str, Question]]) -> int:
+    """How many of these, from the first on, are told of at once."""
+    keys = itertools.accumulate(sum(len(keys) for _, keys in question) for _, question in used[:TOUCHED_TOGETHER])
+    return max(1, sum(count <= TOUCHED_KEYS_MAX for count in keys))

@@ -74,7 +74,10 @@ class _Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class _Orders(KVConnectorMetadata):
+    """`computes`: whether requests wait for the step."""
+
     orders: StepOrders
+    computes: bool = True
 
 
 @dataclass
@@ -100,6 +103,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._warn(groups)
         self._told_at = 0.0
+        self._computes = True
         # Scheduler
         self._pool: Any = None
         self._scheduler: BlockScheduler | None = None
@@ -166,8 +170,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, _Orders)
+        self._computes = connector_metadata.computes
         if self._rank:
-            self._rank.begin(self._orders)
+            self._rank.begin(connector_metadata.orders)
 
     @property
     def _orders(self) -> StepOrders:
@@ -278,7 +284,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return _Orders(StepOrders(0, None, [], []))
         scheduled = scheduler_output.num_scheduled_tokens
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
-        return _Orders(self._scheduler.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids))
+        self._computes = bool(scheduled)
+        orders = self._scheduler.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids)
+        return _Orders(orders, self._computes)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -326,7 +334,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not counting:
             return None
         now = time.monotonic()
+<<<<<<< HEAD
         if now < self._told_at + STATS_S and any(part.busy for part in (self._rank, self._scheduler) if part):
+=======
+        # A step that computes nothing may be the last one: what it does not tell waits for the next request.
+        if self._computes and now < self._told_at + STATS_S and any(part.busy for part in parts):
+>>>>>>> eyes3
             return None
         self._told_at = now
         data: dict[str, float] = {}

@@ -270,6 +270,22 @@ def test_requests_that_end_in_one_step_are_told_of_together(played: Any) -> None
     assert heard(sock) == []
 
 
+def test_what_is_told_together_fits_a_frame(played: Any) -> None:
+    """Sixteen requests of a million tokens each."""
+    asker, sock = played
+    lookups = Lookups(asker, 5.0)
+    lookups.open([NAMESPACE])
+    heard(sock)
+    some = keys(1) * (1 << 16)
+    for number in range(16):
+        lookups.touch(f"r{number}", [([NAMESPACE], some)])
+    told: list[int] = []
+    asker._child.give = lambda frame: told.append(len(frame))
+    lookups.poll()
+    assert lookups.take_counts().lookups_failed == 0
+    assert len(told) == 16
+
+
 def test_an_engine_that_loads_listens_in_every_step(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     patience: list[float] = []
     monkeypatch.setattr(Child, "poll", lambda self, patience_s=0.0: patience.append(patience_s))

@@ -35,6 +35,11 @@ class RestartableNode:
     def running(self) -> bool:
         return self._node is not None and self._node.running
 
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP)."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
     def start(self) -> None:
         """Ends the old one, if there is any, and starts one on the same directory and address."""
         self.end()

@@ -168,7 +168,13 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
     expected = answers(plain().alone(whole, next_one))
     reconnect(victim)
     victim.arm("save", "stop", node_pid=store.pid)
-    found: list[dict[str, Any]] = [victim.ask("generate", prompts=[one], max_tokens=8) for one in (whole, next_one)]
+    found: list[dict[str, Any]] = [victim.ask("generate", prompts=[whole], max_tokens=8)]
+    for _ in range(100):  # blocks wait a moment for more of them: a fast engine has answered before
+        if store.stopped:
+            break
+        victim.ask("generate", prompts=[prompt(800 + len(mode), 20)], max_tokens=8)  # less than a block
+    assert store.stopped
+    found.append(victim.ask("generate", prompts=[next_one], max_tokens=8))
     store.go_on()
     assert [answers(one["requests"])[0] for one in found] == expected
     assert found[0]["seconds"] < COMPUTING_S

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from asking import traces_of_calls
-from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
+from scheduler_engine import BLOCK, Engines, adapter, answer, start_node, tokens
 
 from gpu_agent.blocks import scheduler
 from kvstore.client import Client
@@ -245,6 +245,17 @@ def test_counts_reach_vllms_statistics(make: Engines) -> None:
     assert "loads_failed" not in counts
     rebuilt = type(engine.connector).build_kv_connector_stats(counts)
     assert rebuilt.aggregate(type(engine.connector).build_kv_connector_stats(counts)).reduce()["hit_tokens"] == 96
+
+
+def test_an_engine_tells_its_counts_before_it_falls_silent(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside work it tells them seldom, but what is not told by its last step waits for the next request."""
+    monkeypatch.setattr(adapter, "STATS_S", 3600.0)
+    engine = make()
+    for number in range(3):
+        engine.generate(tokens(13 + number, 60), name=f"r{number}")
+    engine.step()  # empty, as the last one of every engine
+    assert engine.stats.data["pages_saved"] == 3 * 4
+    assert engine.ranks[0].connector._rank.counts.pages_saved == 0, "nothing is left to tell"
 
 
 def test_blocks_are_announced_when_they_are_in_the_store(make: Engines) -> None:
