@@ -334,12 +334,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not counting:
             return None
         now = time.monotonic()
-<<<<<<< HEAD
-        if now < self._told_at + STATS_S and any(part.busy for part in (self._rank, self._scheduler) if part):
-=======
+        busy = any(part.busy for part in (self._rank, self._scheduler) if part)
         # A step that computes nothing may be the last one: what it does not tell waits for the next request.
-        if self._computes and now < self._told_at + STATS_S and any(part.busy for part in parts):
->>>>>>> eyes3
+        if busy and self._computes and now < self._told_at + STATS_S:
             return None
         self._told_at = now
         data: dict[str, float] = {}
