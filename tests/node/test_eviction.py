@@ -70,6 +70,21 @@ def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any, learns
     assert box.tier.check() == []
 
 
+@pytest.mark.parametrize("stored", [range(64, 128), range(70, 80), range(128)], ids=["a turn", "some", "all"])
+def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(sandbox: Any, stored: range) -> None:
+    box = sandbox(16 * EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    keys = pages.keys(*range(192))
+    box.put(pages, [keys[number] for number in stored])
+    counters = box.tier.namespace(pages.namespace.digest).counters
+    result = box.reserve(pages, keys)
+    assert result.verdicts == [Verdict.EXISTS if number in stored else Verdict.WRITE for number in range(192)]
+    assert [page.prefix_hash for page in result.pages] == [key for n, key in enumerate(keys) if n not in stored]
+    assert counters.pages_put_exists == len(stored)
+    box.tier.abort(result)
+    assert box.tier.check() == []
+
+
 def test_only_what_is_needed_is_evicted(sandbox: Any) -> None:
     box = sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
