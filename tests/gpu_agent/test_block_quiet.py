@@ -254,6 +254,22 @@ def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(pla
     assert len(heard(sock)) == 1  # alone again
 
 
+def test_what_a_process_that_died_owed_nobody_waits_for(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asker, sock = played
+    asker.open([NAMESPACE], 5.0)
+    asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
+    asker.lost()
+    assert isinstance(asked.exception(), asking.Unavailable)
+    patience: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+        asker.poll()
+    assert patience == [IDLE_S]
+    heard(sock)
+    asker.look_up([([NAMESPACE], keys(1))], 5.0)
+    assert len(heard(sock)) == 1  # alone: at once
+
+
 def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asker, sock = played
     asker.open([NAMESPACE], 5.0)
