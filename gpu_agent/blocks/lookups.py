@@ -125,7 +125,7 @@ class Lookups:
         self._asker.open(namespaces, self._timeout_s).add_done_callback(self._ended)
 
     def poll(self) -> None:
-        """What the store said since the last time is known afterwards."""
+        """Tells of the requests that have ended. What the store answered since the last time is known afterwards."""
         used, self._used = self._used, []
         for first in range(0, len(used), TOUCHED_TOGETHER):
             self._touch(used[first : first + TOUCHED_TOGETHER])
