@@ -17,6 +17,7 @@ from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup
 from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import Report
+from gpu_agent.blocks.request import STAGED_BLOCKS
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.config import AgentConfig
@@ -171,7 +172,7 @@ def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
 
 
 def test_who_may_have_read_what_a_failed_load_left_is_not_stored_though_steps_were_quiet() -> None:
-    side, tables = Side(False, 1000, sync=True), {"r": list(range(1, 20)), "s": list(range(21, 25))}
+    side, tables = Side(False, 1000, sync=True), {"r": list(range(1, 30)), "s": list(range(31, 35))}
     side.admit(reader := FakeRequest("r", list(range(40))), tables["r"])
     side.admit(loader := FakeRequest("s", list(range(100, 140))), tables["s"], BLOCK)
     scheduler, saved = side.scheduler, list[Any]()
@@ -185,7 +186,7 @@ def test_who_may_have_read_what_a_failed_load_left_is_not_stored_though_steps_we
     loader.num_computed_tokens = 40  # computed again
     for step in (ahead.step, reads.step):
         scheduler.ran(Report(step))
-    for _ in range(200):
+    for _ in range(STAGED_BLOCKS * BLOCK + 60):
         reader.tokens.append(len(reader.tokens))
         reader.num_computed_tokens += 1
         FakeRequest.__post_init__(reader)
