@@ -25,7 +25,7 @@ from gpu_agent.transfer import Fence, Gathered, MappedPages, Placed, Transfer
 from gpu_agent.units import UnitTable
 from kvstore import PutOutcome
 from kvstore.batches import leading, put_outcomes
-from kvstore.checksum import cuts, key_seed, leaf, root
+from kvstore.checksum import cuts, leaf, roots
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError
@@ -112,8 +112,7 @@ class Fetched:
         """How many of the pages from `first` on have their checksum, up to one that has not; `leaves`: of each."""
         assert self.slots is not None
         digest, keys = self.chunk.namespace.digest, self.chunk.prefix_hashes[first : first + len(leaves)]
-        found = [root(page, key_seed(digest, key)) for page, key in zip(leaves, keys, strict=True)]
-        return leading(list(map(eq, found, self.slots.checksums[first : first + len(leaves)])))
+        return leading(list(map(eq, roots(leaves, digest, keys), self.slots.checksums[first : first + len(leaves)])))
 
     def close(self) -> None:
         self.held.close()

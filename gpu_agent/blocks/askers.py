@@ -41,7 +41,7 @@ class Asker(Protocol):
         """Connects and registers."""
 
     def poll(self) -> None:
-        """Futures of questions that were answered are done afterwards."""
+        """Futures of lookups that were answered are done afterwards, those of touches then or some steps later."""
 
     def pause(self, timeout_s: float) -> None:
         """Waits until a question may have been answered, and no longer than that."""

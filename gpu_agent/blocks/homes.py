@@ -64,7 +64,7 @@ class Home(Protocol):
         """Whether there is somebody to load anything now."""
 
     def poll(self) -> None:
-        """Futures of jobs that have ended are done afterwards."""
+        """Futures of loads that have ended are done afterwards, those of saves then or a few steps later."""
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         """Until all are done: by the deadlines of their jobs."""

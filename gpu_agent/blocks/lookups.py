@@ -127,7 +127,7 @@ class Lookups:
         self._asker.open(namespaces, self._timeout_s).add_done_callback(self._ended)
 
     def poll(self) -> None:
-        """What the store said since the last time is known afterwards."""
+        """Tells of the requests that have ended. What the store answered since the last time is known afterwards."""
         while self._used:
             count = _together(self._used)
             used, self._used = self._used[:count], self._used[count:]

@@ -9,18 +9,14 @@ still: bytes lie in them before they are known to be the right ones.
 """
 
 import itertools
-import math
-from typing import NamedTuple, TypeAlias
-
-import torch
+from typing import NamedTuple
 
 from gpu_agent.host.unit_copies import UnitCopies, slots_of
+from gpu_agent.kernels.plan import Unit, unit_of
 from gpu_agent.pool import KVPool, PoolPlane
 from gpu_agent.units import UnitTable
 from kvstore.buffers import byte_view
 from kvstore.pieces import Pieces
-
-Dims: TypeAlias = list[tuple[int, int]]
 
 # On average, of a page's: smaller ones cost more, one by one, than a copy of the page.
 PIECE_NBYTES_MIN = 16 << 10
@@ -31,12 +27,9 @@ class UnitPieces(UnitCopies):
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        dims = [_dims(plane.bits) for plane in pool.planes]
-        count = sum(math.prod(count for count, _ in outer) for outer, _ in dims)
-        worth = pool.layout.page_nbytes >= count * PIECE_NBYTES_MIN
-        self._planes = (
-            [_Runs.of(plane, *found) for plane, found in zip(pool.planes, dims, strict=True)] if worth else []
-        )
+        planes = [(plane, unit_of(plane)) for plane in pool.planes]
+        worth = pool.layout.page_nbytes >= sum(unit.rows for _, unit in planes) * PIECE_NBYTES_MIN
+        self._planes = [_Runs.of(plane, unit) for plane, unit in planes] if worth else []
 
     def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
         if pool is not self._pool or not self._planes:
@@ -60,9 +53,10 @@ class _Runs(NamedTuple):
     nbytes: int
 
     @staticmethod
-    def of(plane: PoolPlane, outer: Dims, nbytes: int) -> "_Runs":
-        bits, size = plane.bits, plane.bits.element_size()
-        starts = [sum(steps) for steps in itertools.product(*[range(0, count * step, step) for count, step in outer])]
+    def of(plane: PoolPlane, unit: Unit) -> "_Runs":
+        bits, size, nbytes = plane.bits, plane.bits.element_size(), unit.row_nbytes
+        steps = [range(0, count * step, step) for count, step in reversed(unit.outer)]
+        starts = list(map(sum, itertools.product(*steps)))
         slot_nbytes = bits.stride(0) * size
         extent = (bits.shape[0] - 1) * slot_nbytes + starts[-1] + nbytes
         return _Runs(plane.space, byte_view(bits.as_strided((extent // size,), (1,))), slot_nbytes, starts, nbytes)
@@ -70,13 +64,3 @@ class _Runs(NamedTuple):
     def pieces(self, slot: int) -> list[memoryview]:
         first = slot * self.slot_nbytes
         return [self.memory[first + start : first + start + self.nbytes] for start in self.starts]
-
-
-def _dims(bits: torch.Tensor) -> tuple[Dims, int]:
-    """Of a unit: (count, bytes from one to the next) of the outer dims, and bytes of a run: of the inner ones, which
-    lie one behind the other."""
-    size = nbytes = bits.element_size()
-    dims = [(n, step * size) for n, step in zip(bits.shape[1:], bits.stride()[1:], strict=True) if n > 1]
-    while dims and dims[-1][1] == nbytes:
-        nbytes *= dims.pop()[0]
-    return dims, nbytes

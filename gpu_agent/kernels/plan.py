@@ -83,6 +83,11 @@ def merged(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> U
     return Unit(row_nbytes, tuple(outer))
 
 
+def unit_of(plane: PoolPlane) -> Unit:
+    bits = plane.bits
+    return merged(tuple(bits.shape[1:]), bits.stride()[1:], bits.element_size())
+
+
 @dataclass(frozen=True)
 class Span:
     """Whole tiles, and the bytes `offset .. offset + nbytes` of the page that they cover."""
@@ -125,8 +130,7 @@ def run_of(pool: KVPool) -> Run | None:
     """None if a page is put together from several places. `BLHNC` is made for this (docs/layouts.md)."""
     found = set()
     for plane in pool.planes:
-        bits, piece = plane.bits, plane.piece
-        unit = merged(tuple(bits.shape[1:]), bits.stride()[1:], bits.element_size())
+        bits, piece, unit = plane.bits, plane.piece, unit_of(plane)
         if piece.units != 1 or unit.outer or unit.row_nbytes != piece.nbytes:
             return None
         found.add(Run(plane.space, bits.data_ptr() - piece.offset, bits.stride(0) * bits.element_size()))
@@ -250,8 +254,7 @@ class Plan:
 
 def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int]:
     """Fields of `struct Plane` in transfer.cu."""
-    bits, piece = plane.bits, plane.piece
-    unit = merged(tuple(bits.shape[1:]), bits.stride()[1:], bits.element_size())
+    bits, piece, unit = plane.bits, plane.piece, unit_of(plane)
     slot_stride = bits.stride(0) * bits.element_size()
     word = math.gcd(
         16,

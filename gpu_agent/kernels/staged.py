@@ -40,9 +40,8 @@ RUN_CHUNK_NBYTES = 64 << 20
 # leaves.cu reads words of 8 bytes, and knows only the hash of more than 240 bytes.
 WORD_NBYTES = 8
 LEAVES_NBYTES_MIN = 241
-SUMS_NBYTES = (
-    64 << 10
-)  # of the leaves of one job, in host memory that the next one uses again; a larger job's is larger
+# Of the leaves of one job, in host memory that the next one uses again; a larger job's is larger.
+SUMS_NBYTES = 64 << 10
 CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 

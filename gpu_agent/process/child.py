@@ -129,7 +129,7 @@ class Child:
 
     def poll(self, patience_s: float = 0.0) -> None:
         """Hears what was said, sees to the end, and starts the next one. `patience_s`: for so long since the last time
-        nobody minds what was said; what is to be sent is."""
+        what was said may wait; what is to be sent does not."""
         now = time.monotonic()
         if self._process is None:
             if now >= self._restart_at and not self._closed:

@@ -352,8 +352,7 @@ class Places:
 
     def set_busy(self, place: Place) -> bool:
         with self._lock:
-            if idle := self._idle.get(place.peer):
-                idle[place.known].pop(place, None)
+            self._not_idle(place)
             place.known = True
             return not place.taken_away
 

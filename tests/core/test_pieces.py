@@ -158,6 +158,13 @@ def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
         page_pieces([(bytearray(64), bytearray(1))], 64)
 
 
+@pytest.mark.parametrize("page", [bytes(64), (bytearray(60), bytes(4))], ids=["one", "several"])
+def test_memory_that_may_not_be_written_is_refused_where_bytes_arrive(page: Any) -> None:
+    assert pieces_nbytes(page_pieces([page], 64)[0]) == 64
+    with pytest.raises(InvalidRequest, match="is read-only"):
+        page_pieces([page], 64, writable=True)
+
+
 def views(rng: random.Random, data: bytes) -> list[memoryview]:
     sizes = [] if not data else cut(rng, len(data), rng.randrange(1, 9)) if len(data) > 9 else [len(data)]
     starts = itertools.accumulate(sizes, initial=0)
@@ -177,8 +184,8 @@ def test_groups_have_their_sizes_and_all_bytes_in_order(rng: random.Random) -> N
 def test_nothing_is_taken_behind_the_last_group() -> None:
     taken = iter([memoryview(b"abc"), memoryview(b"def"), memoryview(b"ghi")])
     assert [b"".join(group) for group in grouped(taken, [2, 3])] == [b"ab", b"cde"]
-    assert next(taken) == b"ghi"
     assert list(grouped(taken, [])) == []
+    assert next(taken) == b"ghi"
 
 
 def test_bytes_meet_in_order_and_empty_pieces_meet_nothing(rng: random.Random) -> None:

@@ -90,6 +90,9 @@ def test_what_a_group_has_to_save_is_what_its_table_has_and_the_store_has_not() 
             expected = [i for i in range(first, end) if table[i] != NULL_BLOCK and not stored[i]]
             assert list(unsaved_blocks(table, some, first, end)) == expected
     assert unsaved_blocks([5] * 9, bytes(3), 2, 9) == range(2, 9)
+    assert unsaved_blocks([5] * 9, b"\1\1\0", 2, 9) == range(
+        2, 9
+    )  # what is there in front of it takes nothing from that
 
 
 def test_where_there_is_no_room_for_all_a_shorter_prefix_is_whole() -> None:

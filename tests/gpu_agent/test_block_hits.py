@@ -12,7 +12,7 @@ from gpu_agent.blocks.hits import HUNG_S, PAUSE_S_MAX
 from gpu_agent.blocks.orders import Report
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
-from gpu_agent.blocks.worth import Worth
+from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
 from kvstore.breaker import CircuitBreaker
 
 BLOCK = 16
@@ -111,6 +111,18 @@ def experienced(load_s: float) -> Worth:
         worth.loaded(1, tokens, now - load_s, now)
     worth._ended_at = worth._prompts_at = worth._loaded_at = 0.0  # the clock of the test goes on from here
     return worth
+
+
+def test_what_a_step_computes_of_prompts_is_told_long_or_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, told = scheduler_of(), list[Any]()
+    requests = [Request(number, 64) for number in range(2)]
+    for request in requests:
+        admitted(scheduler, request, asked(scheduler, request) and 0)
+    monkeypatch.setattr(scheduler._hits, "begins", lambda step, now, *what: told.append(what))
+    requests[0].num_computed_tokens = 32
+    for tokens in (1, 2, PROMPT_TOKENS_MIN - 1, PROMPT_TOKENS_MIN):
+        scheduler.step({"r0": tokens, "r1": 1}, lambda _: [list(range(1, 70))])
+    assert told == [([], False), ([], True), ([], True), ([(32, PROMPT_TOKENS_MIN)], False)]
 
 
 # ---- loads that hang -------------------------------------------------------------------------------

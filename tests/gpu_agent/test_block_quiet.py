@@ -13,10 +13,11 @@ import torch
 from block_store import BLOCK, FakeRequest
 
 from gpu_agent.blocks import request as request_module
-from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup
 from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import Report
+from gpu_agent.blocks.request import STAGED_BLOCKS
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.config import AgentConfig
@@ -58,12 +59,17 @@ class Nothing:
 class Side:
     """A scheduler's side whose tables are looked at, and how often. `looks`: at every request in every step."""
 
-    def __init__(self, looks: bool, blocks_max: int) -> None:
+    def __init__(self, looks: bool, blocks_max: int, sync: bool = False) -> None:
         self.looks, self.scarce, self.looked = looks, False, 0
         plan = SavePlan(1, blocks_max, 4, lambda _: None, lambda _: None, scarce=lambda: self.scarce)
         lookups = Lookups(Nothing(), 5.0)
-        self.scheduler = BlockScheduler([BlockGroup(BLOCK)], [[NAMESPACE]], BLOCK, BLOCK, lookups, plan)
+        self.scheduler = BlockScheduler([BlockGroup(BLOCK)], [[NAMESPACE]], BLOCK, BLOCK, lookups, plan, sync)
         self.jobs: list[int] = []
+
+    def admit(self, request: FakeRequest, table: list[int], tokens: int = 0) -> None:
+        self.scheduler.ask(request)
+        assert self.scheduler.matched(request, 0) == 0
+        self.scheduler.allocated(request, [table], tokens)
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]], clean: bool) -> list[Any]:
         if self.looks:
@@ -152,6 +158,51 @@ def test_requests_that_end_no_block_are_not_looked_at(monkeypatch: pytest.Monkey
     assert side.looked > looked  # 96 tokens are six blocks, four of them of the answer
 
 
+def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
+    side, tables = Side(False, 1000), {"r": list(range(1, 9)), "s": [11, 12]}
+    side.admit(request := FakeRequest("r", list(range(40))), tables["r"])
+    side.step({"r": 40}, tables, True)
+    request.num_computed_tokens = 40
+    side.step({"r": 1}, tables, True)
+    request.num_computed_tokens = 41
+    side.admit(FakeRequest("s", list(range(100, 117)), BLOCK - 1), tables["s"])  # all but a token of it is cached
+    side.step({"r": 1, "s": 1}, tables, True)
+    request.num_computed_tokens = 42
+    assert [part.blocks for parts in side.step({"r": 1}, tables, True) for part in parts] == [[11]]
+
+
+def test_who_may_have_read_what_a_failed_load_left_is_not_stored_though_steps_were_quiet() -> None:
+    side, tables = Side(False, 1000, sync=True), {"r": list(range(1, 30)), "s": list(range(31, 35))}
+    side.admit(reader := FakeRequest("r", list(range(40))), tables["r"])
+    side.admit(loader := FakeRequest("s", list(range(100, 140))), tables["s"], BLOCK)
+    scheduler, saved = side.scheduler, list[Any]()
+    orders = scheduler.step({"r": 40, "s": 24}, lambda name: [tables[name]])
+    assert [load.request_id for load in orders.loads] == ["s"]
+    reader.num_computed_tokens, loader.num_computed_tokens = 40, 0
+    ahead = scheduler.step({"r": 1}, lambda name: [tables[name]])  # the engine is a step ahead
+    reader.num_computed_tokens = 41
+    scheduler.ran(Report(orders.step, failed={"s"}))
+    reads = scheduler.step({"r": 1}, lambda name: [tables[name]])
+    loader.num_computed_tokens = 40  # computed again
+    for step in (ahead.step, reads.step):
+        scheduler.ran(Report(step))
+    for _ in range(STAGED_BLOCKS * BLOCK + 60):
+        reader.tokens.append(len(reader.tokens))
+        reader.num_computed_tokens += 1
+        FakeRequest.__post_init__(reader)
+        saved += side.step({"r": 1}, tables, True)
+    assert saved == []
+
+
+def test_what_is_being_loaded_is_not_stored_and_what_a_window_left_is_not_loaded() -> None:
+    side, tables = Side(False, 1000), {"r": [1, NULL_BLOCK, 3, 4]}
+    side.admit(FakeRequest("r", list(range(60)), 3 * BLOCK), tables["r"], 3 * BLOCK)
+    (load,) = side.scheduler.step({"r": 12}, lambda name: [tables[name]]).loads
+    hashes = side.scheduler._requests["r"].request.block_hashes
+    assert [(part.blocks, part.keys) for part in load.parts] == [([1, 3], [hashes[0], hashes[2]])]
+    assert not side.scheduler.busy
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AskProcess, socket.socket]]:
     """A process that asks, played by the test: the other end of its socket."""
@@ -202,6 +253,22 @@ def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(pla
     assert [future.result() for future in futures] == [(b"\1\0\1",)] * 5
     asker.look_up([([NAMESPACE], keys(1))], 5.0)
     assert len(heard(sock)) == 1  # alone again
+
+
+def test_what_a_process_that_died_owed_nobody_waits_for(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asker, sock = played
+    asker.open([NAMESPACE], 5.0)
+    asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
+    asker.lost()
+    assert isinstance(asked.exception(), asking.Unavailable)
+    patience: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "poll", lambda self, patience_s=0.0: patience.append(patience_s))
+        asker.poll()
+    assert patience == [IDLE_S]
+    heard(sock)
+    asker.look_up([([NAMESPACE], keys(1))], 5.0)
+    assert len(heard(sock)) == 1  # alone: at once
 
 
 def test_a_process_that_owes_nothing_is_not_asked_what_it_said(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +351,38 @@ def test_what_is_told_together_fits_a_frame(played: Any) -> None:
     lookups.poll()
     assert lookups.take_counts().lookups_failed == 0
     assert len(told) == 16
+
+
+def test_of_very_many_requests_that_end_in_one_step_some_are_not_told_of(
+    played: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 80)
+    asker, sock = played
+    lookups = Lookups(asker, 5.0)
+    for step in range(2):
+        for number in range(50):
+            lookups.touch(f"r{step}-{number}", [([NAMESPACE], keys(1))])
+        lookups.poll()
+    told = [frames.parse_question(body) for kind, body in heard(sock) if kind is Kind.TOUCH]
+    assert [len(question.groups) for question in told] == [16, 16, 8] * 2
+
+
+def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
+    played: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 8)
+    monkeypatch.setattr("gpu_agent.process.asking.IDLE_S", 0.0)
+    asker, sock = played
+    lookups = Lookups(asker, 5.0)
+    for _ in range(2):
+        for number in range(6):
+            lookups.touch(f"r{number}", [([NAMESPACE], keys(1))])
+            lookups.poll()
+        told = [frames.parse_question(body) for kind, body in heard(sock) if kind is Kind.TOUCH]
+        assert len(told) == 4
+        for question in told:
+            sock.send(frames.answer_frame(Answer(question.number, 0, None, ())))
+        lookups.poll()
 
 
 def test_an_engine_that_loads_listens_in_every_step(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:

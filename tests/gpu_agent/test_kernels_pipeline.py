@@ -15,7 +15,7 @@ import torch
 from gpu_agent import KVPool, TorchTransfer
 from gpu_agent.kernels import pipeline
 from gpu_agent.kernels import plan as plans
-from gpu_agent.kernels.pipeline import CHUNKS_AHEAD, JOBS_MAX, Job, Pipeline
+from gpu_agent.kernels.pipeline import CHUNKS_AHEAD, JOBS_MAX, Job, Pipeline, _Ticket
 from gpu_agent.kernels.plan import Chunk, Span
 from gpu_agent.kernels.simulated import SimulatedDevice, Stream
 from gpu_agent.kernels.staged import StagedTransfer
@@ -264,3 +264,13 @@ def test_a_buffer_has_one_owner_from_fill_to_drain() -> None:
     assert sum(map(len, halves.values())) == 2 * len(threads) * len(chunks)
     assert all(order == ["fill", "drain"] * (len(order) // 2) for order in halves.values())
     assert len(halves) == pipeline.LANES
+
+
+def test_a_job_s_indices_lie_one_behind_the_other_in_memory_that_has_room_for_them() -> None:
+    ticket = _Ticket(SimulatedDevice(0))
+    for count in (3, pipeline.SLOTS_NBYTES // 8 - 4, pipeline.SLOTS_NBYTES // 8, 3):
+        tables = [torch.arange(4), torch.arange(100, 100 + count)]
+        ticket.stage(tables)
+        whole = torch.cat(tables)
+        assert ticket._room_nbytes == ticket._host.nbytes >= whole.nbytes
+        assert torch.equal(ticket._host[: whole.nbytes].view(torch.int64), whole)

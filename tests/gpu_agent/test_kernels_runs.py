@@ -69,6 +69,12 @@ def test_what_the_engine_has_of_a_page_is_left_alone(token_pool: KVPool, seed: i
     StagedTransfer(device, 4096).scatter(token_pool, table, pages, None, skip_tokens=3)
     assert all(torch.equal(p.bits[:3], b[:3]) for p, b in zip(token_pool.planes, before, strict=True))
     assert device.launches > 0
+    pool = packed_pool()
+    expected, blocks = blocks_at(pool, torch.arange(BLOCKS)), torch.tensor([3, 7, 5])
+    fresh = torch.randint(0, 256, (3, pool.layout.page_nbytes), dtype=torch.uint8)
+    StagedTransfer(device, 4096).scatter(pool, pool.unit_table(blocks, 3), list(fresh), None, skip_tokens=16)
+    expected[blocks[1:]] = fresh[1:]
+    assert torch.equal(blocks_at(pool, torch.arange(BLOCKS)), expected)
 
 
 def test_small_pages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -93,6 +93,26 @@ def test_where_they_can_be_made(cell: int, buffer_nbytes: int, made: bool) -> No
     assert StagedTransfer(SimulatedDevice(0), buffer_nbytes).makes_leaves(pool) == made
 
 
+def test_not_of_runs_that_begin_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
+    memory = torch.zeros(4 * 424 + 8, dtype=torch.uint8)
+    for start, stride, made in ((0, 424, True), (8, 424, True), (4, 424, False), (0, 420, False)):
+        pool = table_pool({"layers.0": memory.as_strided((4, 2, 16, 13), (stride, 208, 13, 1), start)}, 4, 16)
+        assert StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(pool) == made
+
+
+def test_jobs_at_a_time_have_memory_of_their_own_for_them() -> None:
+    device, kept = SimulatedDevice(0), list[Any]()
+    first = staged._Sums(device, kept, 4096, 3)
+    other = staged._Sums(device, kept, 4096, 3)
+    first.of_pages()
+    second, third = staged._Sums(device, kept, 4096, 3), staged._Sums(device, kept, 4096, 3)
+    assert second._out == first._out
+    assert len({other._out, second._out, third._out}) == 3
+    count = staged.SUMS_NBYTES // 8 + 1
+    assert staged._Sums(device, kept, 4096, count)._memory.nbytes >= 8 * count
+
+
 def test_not_of_pages_that_are_no_words() -> None:
     memory = torch.zeros((4, 1, 2, 16, 13), dtype=torch.uint8)  # 416 bytes a page, every second at a multiple of 8
     pool = table_pool({"layers.0": memory[:, 0]}, 4, 16)

@@ -111,6 +111,7 @@ def test_units_are_copied_because_engines_reuse_their_buffers(token_pool: KVPool
     mine.fill_(0)
     assert table.flat("token").tolist() == list(range(16))
     assert table.select([1]).flat("token").tolist() == list(range(8, 16))
+    assert table.select([1, 0]).flat("token").tolist() == [*range(8, 16), *range(8)]
     assert table.select(slice(0, 1)).flat("token").tolist() == list(range(8))
 
 

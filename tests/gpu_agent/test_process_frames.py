@@ -45,6 +45,8 @@ def test_what_is_said_is_what_is_heard() -> None:
         frames.parse_saved,
         frames.parse_loaded,
         frames.parse_number,
+        frames.parse_question,
+        frames.parse_answer,
         frames.parse_close,
         frames.parse_facts,
     ],
@@ -70,6 +72,17 @@ def test_any_other_bytes_are_refused_by_name(parse: object, seed: int) -> None:
 def test_a_frame_that_nobody_would_take_is_not_sent() -> None:
     with pytest.raises(InvalidRequest, match="at most"):
         frames.frame(Kind.SETUP, bytes(frames.BODY_NBYTES_MAX + 1))
+
+
+def test_questions_of_many_requests_are_heard_and_keys_that_are_none_refused() -> None:
+    """Those that end in one step are told of in one frame, each with all its groups."""
+    groups = [([number % 3, 2], [b"k" * 32, bytes([number % 256]) * 32]) for number in range(16 * 20)]
+    question = frames.Question(7, 2.5, groups, b"")
+    assert frames.parse_question(body_of(frames.question_frame(Kind.TOUCH, question))) == question
+    for lengths in ((65,), (65, 65), (64, 65)):
+        head = frames._QUESTION.pack(7, 2.5, 1) + frames._GROUP.pack(0, len(lengths)) + bytes(lengths)
+        with pytest.raises(ProtocolError, match="a key of 65 bytes"):
+            frames.parse_question(head + bytes(sum(lengths)) + b"\0")
 
 
 def test_frames_arrive_whole_in_whatever_pieces_they_come() -> None:

@@ -115,6 +115,16 @@ def test_blocks_stay_pinned_until_every_rank_has_read_them() -> None:
     assert pins.held == []
 
 
+def test_the_last_block_is_given_back_first() -> None:
+    """What is free first is used again first, and a chain should lose its end."""
+    freed: list[int] = []
+    plan = SavePlan(1, 8, 4, lambda _: None, freed.extend)
+    plan.stage("a", blocks(1, 2) + blocks(3, 4, group=1))
+    (order,) = plan.orders()
+    plan.acknowledge(order.job)
+    assert freed == [4, 3, 2, 1]
+
+
 def test_an_order_is_bounded_and_names_groups() -> None:
     pins = Pins()
     plan = plan_of(pins, order_blocks=3)

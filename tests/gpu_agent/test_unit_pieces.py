@@ -19,7 +19,7 @@ from relays import relayed as relayed
 from stopping import stop
 from waiting import wait_until
 
-from gpu_agent import AgentConfig, KVPool, TorchTransfer
+from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
 from gpu_agent.host import unit_pieces
 from gpu_agent.host.pages import HostPages
 from gpu_agent.host.unit_copies import UnitCopies
@@ -227,6 +227,26 @@ def test_pages_in_pieces_are_those_of_copies(client: Client, monkeypatch: pytest
     assert torch.equal(reader.at(TARGET), writer.at(SOURCE))
     writer.close()
     reader.close()
+
+
+@pytest.mark.parametrize(("skip_tokens", "layers"), [(0, False), (1, False), (0, True), (6, True)])
+def test_what_the_engine_has_is_left_alone_and_layers_come_one_by_one(
+    shared_node: NodeProcess, skip_tokens: int, layers: bool
+) -> None:
+    slots = random_bytes(32, RUN)
+    pool = pool_of(4, GroupView("host", (0,), {"kv": [slots]}))
+    source, target = torch.arange(8), torch.arange(16, 24)
+    with Client(ClientConfig(address=shared_node.address, wire="bulk", timeout_s=WAIT_S)) as client:
+        config = AgentConfig(workers=1, staging_nbytes=8 * RUN)
+        agent = Agent(client, Namespace(f"pieces-{uuid.uuid4()}", pool.layout), pool, config, UnitPieces(pool))
+        assert agent.save(HASHES[:2], source).done.result(WAIT_S).stored == 2
+        expected, placed = slots.clone(), list[int]()
+        expected[target[skip_tokens:]] = slots[source[skip_tokens:]]
+        told = (lambda layer, _: placed.append(layer)) if layers else None
+        result = agent.load(HASHES[:2], target, skip_tokens, placed=told).done.result(WAIT_S)
+        assert (result.pages, placed) == (2, [0] if layers else [])
+        assert torch.equal(slots, expected)
+        agent.close()
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------

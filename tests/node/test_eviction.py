@@ -71,6 +71,38 @@ def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any, learns
     assert box.tier.check() == []
 
 
+@pytest.mark.parametrize("stored", [range(64, 128), range(70, 80), range(128)], ids=["a turn", "some", "all"])
+def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(sandbox: Any, stored: range) -> None:
+    box = sandbox(16 * EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    keys = pages.keys(*range(192))
+    box.put(pages, [keys[number] for number in stored])
+    counters = box.tier.namespace(pages.namespace.digest).counters
+    result = box.reserve(pages, keys)
+    assert result.verdicts == [Verdict.EXISTS if number in stored else Verdict.WRITE for number in range(192)]
+    assert [page.prefix_hash for page in result.pages] == [key for n, key in enumerate(keys) if n not in stored]
+    assert counters.pages_put_exists == len(stored)
+    box.tier.abort(result)
+    assert box.tier.check() == []
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["own", "copies"])
+def test_only_pages_that_got_a_slot_are_counted(sandbox: Any, copies: bool) -> None:
+    box = sandbox(EXTENT, EXTENT)
+    pages = box.open("model", PAGE)
+    keys, held, eviction = pages.keys(*range(20)), pages.keys(100, 101), box.tier.eviction
+    box.put(pages, held)
+    box.acquire(pages, held)
+    before = eviction.placed_nbytes
+    result = box.tier.reserve(pages.namespace.digest, keys, PAGE, keys if copies else ())
+    assert [page.is_copy for page in result.pages] == [copies] * 14
+    assert eviction.placed_nbytes - before == 14 * PAGE
+    assert (eviction.copy_count, eviction.copy_nbytes) == ((14, 14 * PAGE) if copies else (0, 0))
+    box.tier.abort(result)
+    assert eviction.copy_count == 0
+    assert box.present(pages, held) == set(held)
+
+
 def test_only_what_is_needed_is_evicted(sandbox: Any) -> None:
     box = sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)

@@ -34,6 +34,19 @@ def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page(sandbox: Any) -> Non
     assert box.tier.check() == []
 
 
+@pytest.mark.parametrize("there", [0, 5, 32])
+def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(sandbox: Any, there: int) -> None:
+    box = sandbox(8 * EXTENT, EXTENT)
+    box.limit(loud=32 * PAGE)
+    loud = box.open("m", PAGE, tenant="loud")
+    old = fill(box, loud, *range(there))
+    keys = loud.keys(*range(1000, 1050))
+    assert box.put(loud, keys) == [Verdict.WRITE] * 32 + [Verdict.FULL] * 18
+    assert box.nbytes("loud") == 32 * PAGE
+    assert box.present(loud, [*old, *keys]) == set(keys[:32])
+    assert box.tier.check() == []
+
+
 def test_one_without_a_quota_has_what_the_others_leave(sandbox: Any) -> None:
     box = sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE)

@@ -1,0 +1,41 @@
+"""Which blocks of a request are to be saved, and when there are more: pure, without a scheduler."""
+
+import pytest
+from block_store import FakeRequest
+
+from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.request import STAGED_BLOCKS, Request
+
+
+def test_a_request_is_looked_at_again_when_the_first_of_its_groups_ends_a_block() -> None:
+    groups, tables = [BlockGroup(16), BlockGroup(48)], [list(range(1, 14)), list(range(20, 25))]
+    state = Request(FakeRequest("r", list(range(200))), [0, 0])
+    state.plan(groups, 16, 0, tables, 100)
+    for computed in range(1, 193):
+        due = computed >= state.next_tokens
+        assert state.due_tokens == state.next_tokens  # of a prompt
+        found, _ = state.plan(groups, 16, computed, tables, 100)
+        assert any(found) == due
+    answer = Request(FakeRequest("r", list(range(10))), [0, 0])
+    answer.plan(groups, 16, 10, tables, 100)
+    assert (answer.next_tokens, answer.due_tokens) == (16, 16 * STAGED_BLOCKS)
+
+
+def test_blocks_without_room_are_due_in_the_next_step() -> None:
+    groups, tables, tokens = [BlockGroup(16)], [[1, 2, 3, 4]], list(range(20))
+    state = Request(FakeRequest("r", tokens), [0])
+    assert state.plan(groups, 16, 20, tables, 8) == ([range(1)], 0)
+    state.request = FakeRequest("r", list(range(50)))
+    assert state.due_tokens > 50
+    assert state.plan(groups, 16, 50, tables, 1) == ([range(1, 2)], 1)  # blocks were scarce, or it was not due
+    assert state.due_tokens <= 50
+    assert state.plan(groups, 16, 50, tables, 1) == ([range(2, 3)], 0)
+
+
+@pytest.mark.parametrize(("computed", "table", "blocks"), [(70, [1, 2, 3, 4, 5], 2), (40, [1], 1)])
+def test_tokens_that_may_not_stay_and_blocks_that_are_not_there_are_not_saved(
+    computed: int, table: list[int], blocks: int
+) -> None:
+    """A draft counts as computed, has a block, and no hash."""
+    state = Request(FakeRequest("r", list(range(40))), [0])
+    assert state.plan([BlockGroup(16)], 16, computed, [table], 8) == ([range(blocks)], 0)
