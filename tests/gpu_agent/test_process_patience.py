@@ -54,6 +54,17 @@ def heard(sock: socket.socket) -> list[tuple[Kind, bytes]]:
     return found
 
 
+def touched(sock: socket.socket) -> list[frames.Question]:
+    """What was told of requests that have ended."""
+    return [frames.parse_question(body) for kind, body in heard(sock) if kind is Kind.TOUCH]
+
+
+def answer(sock: socket.socket, touches: Sequence[frames.Question]) -> None:
+    """They were counted as used."""
+    for touch in touches:
+        sock.send(frames.answer_frame(Answer(touch.number, 0, None, ())))
+
+
 def keys(count: int) -> Sequence[bytes]:
     return [secrets.token_bytes(32) for _ in range(count)]
 
@@ -154,8 +165,7 @@ def test_requests_that_end_in_one_step_are_told_of_together(played: Any) -> None
     assert [kind for kind, _ in told] == [Kind.TOUCH] * 2
     questions = [frames.parse_question(body) for _, body in told]
     assert [list(group[1]) for question in questions for group in question.groups] == used
-    for question in questions:
-        sock.send(frames.answer_frame(Answer(question.number, 0, None, ())))
+    answer(sock, questions)
     lookups.poll()
     assert heard(sock) == []
 
@@ -186,7 +196,7 @@ def test_of_very_many_requests_that_end_in_one_step_some_are_not_told_of(
         for number in range(50):
             lookups.touch(f"r{step}-{number}", [([NAMESPACE], keys(1))])
         lookups.poll()
-    told = [frames.parse_question(body) for kind, body in heard(sock) if kind is Kind.TOUCH]
+    told = touched(sock)
     assert [len(question.groups) for question in told] == [16, 16, 8] * 2
 
 
@@ -201,10 +211,9 @@ def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
         for number in range(6):
             lookups.touch(f"r{number}", [([NAMESPACE], keys(1))])
             lookups.poll()
-        told = [frames.parse_question(body) for kind, body in heard(sock) if kind is Kind.TOUCH]
+        told = touched(sock)
         assert len(told) == 4
-        for question in told:
-            sock.send(frames.answer_frame(Answer(question.number, 0, None, ())))
+        answer(sock, told)
         lookups.poll()
 
 

@@ -1,8 +1,10 @@
 """Nodes in this process as one cluster, and what its tests ask of them."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from waiting import wait_until
 
 from kvstore.checksum import checksum
@@ -10,6 +12,7 @@ from kvstore.cluster.view import Member, State, View
 from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb
 from node.ram.reservation import Reservation
+from node.serve.bulk import BulkConnection
 from node.server import Node
 
 NUMBERS = range(48)
@@ -100,3 +103,16 @@ def owned(view: View, pages: Any, keys: Sequence[bytes], member: str) -> list[by
 
 def copies(node: Node) -> tuple[int, int]:
     return node.tier.eviction.copy_count, node.tier.eviction.copy_nbytes
+
+
+def hang_gets(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """This node answers no get over the bulk wire until the event is set; then with what was asked for."""
+    go, get = threading.Event(), BulkConnection._get
+
+    def slow(self: BulkConnection, *arguments: Any) -> None:
+        if self.service is node.service:
+            go.wait(60.0)
+        get(self, *arguments)
+
+    monkeypatch.setattr(BulkConnection, "_get", slow)
+    return go

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from authorities import of_client, of_node
-from fleet import calm, owners, tell, view_of
+from fleet import calm, hang_gets, owners, tell, view_of
 from known_pages import Pages
 
 from kvstore import Client, PutOutcome
 from kvstore.cli.authority import Authority
-from node.serve.bulk import BulkConnection
 from node.server import Node
 
 NUMBERS = range(24)
@@ -92,14 +91,7 @@ def test_who_is_late_writes_into_no_piece(
     client, keys = connect(trio[0], timeout_s=60.0, hedge_s=0.1), cut.keys(*NUMBERS)
     cut.put(client, keys)
     calm(trio)
-    go, get = threading.Event(), BulkConnection._get
-
-    def slow(self: BulkConnection, *arguments: Any) -> None:
-        if self.service is trio[1].service:
-            go.wait(60.0)
-        get(self, *arguments)
-
-    monkeypatch.setattr(BulkConnection, "_get", slow)
+    go = hang_gets(trio[1], monkeypatch)
     buffers = [bytearray(cut.nbytes) for _ in keys]
     assert client.get(cut.namespace, keys, [cut.cut(buffer) for buffer in buffers]) == [True] * len(keys)
     assert [bytes(buffer) for buffer in buffers] == [cut.content(key) for key in keys]

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fleet import calm, owners, plant, present, tell, view_of
+from fleet import calm, hang_gets, owners, plant, present, tell, view_of
 
 from kvstore import PutOutcome
-from node.serve.bulk import BulkConnection
 from node.server import Node
 
 NUMBERS = range(24)
@@ -71,19 +70,6 @@ def test_the_longest_prefix_is_put_together_from_replicas(
     for node in trio:
         node.tier.remove(pages.namespace.digest, keys[5:6])
     assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 5 + [False] * (len(keys) - 5)
-
-
-def hang_gets(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """This node answers no get over the bulk wire until the event is set; then with what was asked for."""
-    go, get = threading.Event(), BulkConnection._get
-
-    def slow(self: BulkConnection, *arguments: Any) -> None:
-        if self.service is node.service:
-            go.wait(60.0)
-        get(self, *arguments)
-
-    monkeypatch.setattr(BulkConnection, "_get", slow)
-    return go
 
 
 def test_a_slow_owner_costs_half_of_the_time(
