@@ -6,6 +6,7 @@ BlockRank --- Home --- agents of the groups --- saves and loads
 import concurrent.futures
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -62,6 +63,10 @@ class Home(Protocol):
     @property
     def loads(self) -> bool:
         """Whether there is somebody to load anything now."""
+
+    @property
+    def starts(self) -> deque[float]:
+        """For each process that became ready the seconds that its start took. The caller takes them out."""
 
     def poll(self) -> None:
         """Futures of loads that have ended are done afterwards, those of saves then or a few steps later."""
@@ -131,6 +136,7 @@ class InProcess:
         self._config = config
         self._transfer = transfer
         self._live: list[LocalAgent] = []
+        self.starts: deque[float] = deque()  # none: there is no process
 
     def agents(self, epoch: int | None) -> list[LocalAgent | None]:
         made = [self._made(place, epoch) if place else None for place in self._places]

@@ -26,7 +26,8 @@ log.addFilter(NamesRequest())
 
 @dataclass
 class RankCounts:
-    """Since the object was made; seconds from order to end, summed over loads."""
+    """Since the object was made; seconds from order to end, summed over loads. `agents_ready`: how often a process
+    of agents became ready, and `agents_ready_seconds`: how long that took from its start, summed."""
 
     loads: int = 0
     loads_failed: int = 0
@@ -37,6 +38,8 @@ class RankCounts:
     saved_nbytes: int = 0
     pages_existing: int = 0
     pages_dropped: int = 0
+    agents_ready: int = 0
+    agents_ready_seconds: float = 0.0
 
 
 @dataclass
@@ -135,6 +138,9 @@ class BlockRank:
     def loads_ended(self) -> LoadsEnded:
         """What the engine has to know; each load once."""
         self._home.poll()
+        while self._home.starts:
+            self.counts.agents_ready += 1
+            self.counts.agents_ready_seconds += self._home.starts.popleft()
         ended = LoadsEnded()
         going = []
         for load in self._loads:

@@ -39,7 +39,7 @@ class LookupHost:
         self._namespaces: list[Namespace] = []
         for facts in named:
             self._add(facts)
-        channel.send(frames.frame(Kind.READY))
+        channel.send(frames.ready_frame(time.monotonic()))
 
     def run(self) -> None:
         """Until CLOSE. Raises ConnectionError when the engine is gone, ProtocolError for what it may not say."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ GRACE_S = 2.0
 START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
 CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
 RESTART_S, RESTART_S_MAX = 1.0, 60.0
+SOON_S = 5.0  # until the next start: who waits for a process waits for that too
+STARTS_MAX = 64
 LIVED_S = 60.0  # after so long a death is the first again
 _POLL_S = 0.01
 # Asking the system whether something was said costs an engine's step 10 us (a machine with an H200). Of a child that
@@ -70,7 +73,17 @@ class Child:
         self._deaths = 0
         self._restart_at = 0.0
         self._closed = False
+        self._failed = False  # the last start did not get as far as being ready
         self.ready = False
+        self.starts: deque[float] = deque(maxlen=STARTS_MAX)  # seconds until it was ready, for the owner to take
+
+    @property
+    def awaited(self) -> bool:
+        """Whether it will be ready soon, as far as is known: it starts, or is about to. After a start that failed
+        nobody waits for the next ones, until one succeeds."""
+        if self._closed or self._failed:
+            return False
+        return self.listens or self._restart_at <= time.monotonic() + SOON_S
 
     @property
     def listens(self) -> bool:
@@ -174,12 +187,18 @@ class Child:
             channel.flush()
             for kind, body in channel.received():
                 if kind is Kind.READY:
-                    self.ready = True
-                    log.info("the process of the %s, %s, is ready", self._owner.name, self.pid)
+                    self._is_ready(frames.parse_ready(body))
                 else:
                     self._owner.hear(kind, body)
         except (OSError, ProtocolError) as error:
             self._end(str(error))
+
+    def _is_ready(self, at: float) -> None:
+        """`at`: as the process says. An idle engine may hear of it much later."""
+        took_s = min(max(at, self._started_at), time.monotonic()) - self._started_at
+        self.ready, self._failed = True, False
+        self.starts.append(took_s)
+        log.info("the process of the %s, %s, was ready after %.1f s", self._owner.name, self.pid, took_s)
 
     def _stands_still(self, now: float) -> bool:
         """It is no fault of its own that it had to start first, or that the engine stood still and did not listen: when
@@ -198,6 +217,7 @@ class Child:
             self.start()
         except Exception as error:  # noqa: BLE001 the edge to an engine's step, which any of them would end
             log.warning("the process of the %s can not be started: %r", self._owner.name, error)
+            self._failed = True
             self._died()
 
     def replace(self, why: str) -> None:
@@ -218,6 +238,7 @@ class Child:
         lost = self._owner.lost()
         if self.ready and time.monotonic() - self._started_at > LIVED_S:
             self._deaths = 0
+        self._failed = not self.ready
         self._process, self.ready = None, False
         if not self._closed:
             self._died()

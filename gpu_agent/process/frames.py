@@ -11,7 +11,7 @@
     ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
     TOUCH     engine -> agents   likewise: they are used
     CLOSE     engine -> agents   seconds: all end what they have, then the process ends
-    READY     agents -> engine   nothing
+    READY     agents -> engine   since when, on the monotonic clock
     GATHERED  agents -> engine   order: its blocks have been read
     SAVED     agents -> engine   order, pages stored, existing, dropped; why
     LOADED    agents -> engine   order, pages in place, pages loaded; why it ended early
@@ -224,6 +224,14 @@ def close_frame(seconds: float) -> bytes:
 
 
 def parse_close(body: bytes) -> float:
+    return float(_whole(_SECONDS, body)[0])
+
+
+def ready_frame(at: float) -> bytes:
+    return frame(Kind.READY, _SECONDS.pack(at))
+
+
+def parse_ready(body: bytes) -> float:
     return float(_whole(_SECONDS, body)[0])
 
 

@@ -8,6 +8,7 @@ nobody writes them.
 import concurrent.futures
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -21,12 +22,14 @@ from gpu_agent.process.frames import Kind
 from gpu_agent.process.marks import Marks
 from gpu_agent.process.memory import described_pools
 from gpu_agent.process.orders import Orders, new_load, new_save
+from gpu_agent.process.staged import StagedSaves
 from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.tracing import packed_now
 
+GIVEN_MAX = 16  # staged saves given at a time: each costs the engine's step some microseconds
 SAVING_S = 0.01  # that the engine may not know of blocks that have been read; of loads it wants to know at once
 
 
@@ -52,6 +55,7 @@ class AgentProcess:
         self._device = next(place.pool.device for place in places if place)
         self._marks = Marks(self._device)
         self._orders = Orders()
+        self._staged = StagedSaves()
         self._agents: dict[int, RemoteAgent] = {}
         self._made = 0
         self._child = Child(self, command)
@@ -75,12 +79,36 @@ class AgentProcess:
     def loads(self) -> bool:
         return self._child.listens and self._child.ready
 
+    @property
+    def starts(self) -> deque[float]:
+        return self._child.starts
+
     def poll(self) -> None:
         saving_s = SAVING_S if len(self._orders) else IDLE_S
         self._child.poll(0.0 if self._orders.loading else saving_s)
+        if len(self._staged):
+            self._see_to_staged()
+
+    def _see_to_staged(self) -> None:
+        """Give what waited for the process, a few at a time, or drop what waits in vain."""
+        if self.loads:
+            self._give_staged(GIVEN_MAX)
+        elif not self._child.awaited:
+            self._staged.drop("the agents' process could not be started")
+        else:
+            self._staged.expire(time.monotonic())
+
+    def _give_staged(self, at_most: int) -> None:
+        for _ in range(min(at_most, len(self._staged))):
+            save = self._staged.take()
+            number, until = self._order(len(save.keys), save.job)
+            self._give(Kind.SAVE, number, save.agent, until, save.keys, save.units, save.mark, save.trace)
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         waited = list(futures)
+        if self.loads:
+            self._give_staged(len(self._staged))
+        self._staged.drop("the engine waits for its blocks, and the agents' process is not ready")
         self._child.poll()
         while not all(future.done() for future in waited):
             self._child.pause()
@@ -91,8 +119,12 @@ class AgentProcess:
             if isinstance(agent, RemoteAgent) and agent.number in self._agents:
                 del self._agents[agent.number]
                 self._child.tell(frames.number_frame(Kind.RETIRE, agent.number))
+        self._staged.drop("its namespace is not used any more", lambda save: save.agent not in self._agents)
 
     def close(self) -> None:
+        if self.loads:
+            self._give_staged(len(self._staged))
+        self._staged.drop("the engine ends")
         self._child.close(lambda: len(self._orders) > 0)
 
     def check(self) -> list[str]:
@@ -103,16 +135,23 @@ class AgentProcess:
     # ---- the agents' calls -----------------------------------------------------------------
 
     def save(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> SaveJob:
-        """While the process starts, saves wait for it."""
-        if not self._child.listens:
+        """While the process starts, saves are staged: their deadline begins when they are given to it."""
+        if self.loads:
             job = new_save()
-            job.gathered.set_result(None)
-            job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process is not there"))
+            number, until = self._order(len(keys), job)
+            self._give(Kind.SAVE, number, agent.number, until, keys, units, self._marks.record(), packed_now())
             return job
-        until = time.monotonic() + self._config.save_timeout_s
-        number, job = self._orders.save(len(keys), until + GRACE_S)
-        self._give(Kind.SAVE, number, agent, until, keys, units)
+        if self._child.awaited:
+            return self._staged.add(agent.number, self._marks.record(), keys, units, packed_now())
+        job = new_save()
+        job.gathered.set_result(None)
+        job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process is not there"))
         return job
+
+    def _order(self, pages: int, job: SaveJob) -> tuple[int, float]:
+        """The number of a save that is given now, and its deadline."""
+        until = time.monotonic() + self._config.save_timeout_s
+        return self._orders.save(pages, until + GRACE_S, job), until
 
     def load(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> LoadJob:
         """Only when the process is ready: computing is sooner done than a process started."""
@@ -122,19 +161,21 @@ class AgentProcess:
             return job
         until = time.monotonic() + self._config.load_timeout_s
         number, job = self._orders.load(len(keys), until + GRACE_S)
-        self._give(Kind.LOAD, number, agent, until, keys, units)
+        self._give(Kind.LOAD, number, agent.number, until, keys, units, self._marks.record(), packed_now())
         return job
 
     def _give(
         self,
         kind: Kind,
         number: int,
-        agent: "RemoteAgent",
+        agent: int,
         until: float,
         keys: Sequence[bytes],
         units: dict[str, bytes],
+        mark: int,
+        trace: bytes,
     ) -> None:
-        order = frames.Order(number, agent.number, self._marks.record(), until, keys, units, packed_now())
+        order = frames.Order(number, agent, mark, until, keys, units, trace)
         try:
             self._child.give(frames.order_frame(kind, order))
         except (Exhausted, InvalidRequest) as error:  # it was not given

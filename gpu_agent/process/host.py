@@ -53,7 +53,7 @@ class AgentHost:
         self._agents: dict[int, Agent] = {}
         for facts in wanted:
             self._add(facts)
-        channel.send(frames.frame(Kind.READY))
+        channel.send(frames.ready_frame(time.monotonic()))
 
     def run(self) -> None:
         """Until CLOSE. Raises ConnectionError when the engine is gone, ProtocolError for what it may not say."""

@@ -48,10 +48,10 @@ class Orders:
         self._loads: dict[int, _Load] = {}
         self._next = 0
 
-    def save(self, pages: int, overdue_at: float) -> tuple[int, SaveJob]:
-        number, save = self._number(), _Save(new_save(), pages, overdue_at)
-        self._saves[number] = save
-        return number, save.job
+    def save(self, pages: int, overdue_at: float, job: SaveJob) -> int:
+        number = self._number()
+        self._saves[number] = _Save(job, pages, overdue_at)
+        return number
 
     def load(self, pages: int, overdue_at: float) -> tuple[int, LoadJob]:
         number, load = self._number(), _Load(new_load(), pages, overdue_at)

@@ -59,7 +59,7 @@ for data in sys.argv[1:-1]:
     time.sleep(0.3)
 time.sleep(60)
 """
-READY = "0000000011"
+READY = "0800000011" + "00" * 8  # since when: long ago
 
 
 def until(reached: Callable[[], bool], home: AgentProcess | None = None) -> None:
