@@ -21,8 +21,7 @@ from gpu_agent.pool import KVPool
 from gpu_agent.process import frames
 from gpu_agent.process.channel import AgentsEnd
 from gpu_agent.process.frames import Kind, Loaded, Saved
-from gpu_agent.process.marks import KnownMarks
-from gpu_agent.process.memory import opened_pool, opened_storages
+from gpu_agent.process.memory import opened_memory, opened_pool
 from kvstore.client import Client
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest, ProtocolError
@@ -38,12 +37,7 @@ class AgentHost:
     def __init__(self, channel: AgentsEnd, setup: Mapping[str, Any]) -> None:
         try:
             self._client = Client(ClientConfig(**setup["client"]))
-            device = torch.device(setup["device"])
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-                torch.cuda.init()  # type: ignore[no-untyped-call]  # which nothing that is opened here would do by itself
-            self._marks = KnownMarks(device, setup["marks"])
-            self._storages = opened_storages(setup["storages"])
+            self._marks, self._storages = opened_memory(setup)
             self._views = setup["pools"]
             wanted = setup["agents"]
         except (KeyError, TypeError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpu_agent.pool import KVPool
+from gpu_agent.process.marks import KnownMarks
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.layout import DTYPE_NBYTES, PageLayout
 
@@ -64,6 +65,28 @@ def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> di
     return {"descriptor": descriptor, "nbytes": nbytes}
 
 
+def opened_memory(setup: Mapping[str, Any]) -> tuple[KnownMarks, list[torch.UntypedStorage]]:
+    """Open what `SETUP` describes of the engine's device, in the other process: its marks and its storages.
+
+    Both users take this way, the agents' process and the probe of `kvstore doctor --gpu`, so that the probe can not
+    say otherwise than the agents find it. Raises KeyError, ProtocolError or ConfigError.
+    """
+    device = torch.device(setup["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        _begin_cuda()
+    return KnownMarks(device, setup["marks"]), opened_storages(setup["storages"])
+
+
+def _begin_cuda() -> None:
+    """Initialise CUDA, which nothing that is opened here does by itself: torch's allocator has no devices before,
+    and looks for this one's all the same, which ends the process by SIGSEGV."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"CUDA can not be used here: {error}") from error
+
+
 def opened_storages(described: Iterable[Mapping[str, Any]]) -> list[torch.UntypedStorage]:
     """In the other process. Raises ProtocolError for what is no description, ConfigError if mapping fails."""
     return [_opened_storage(storage) for storage in described]
@@ -76,6 +99,7 @@ def _opened_storage(described: Mapping[str, Any]) -> torch.UntypedStorage:
             opened: torch.UntypedStorage = storages._new_shared_fd_cpu(described["descriptor"], described["nbytes"])
             return opened
         values = [described[name] for name in _CUDA_FIELDS]
+        _begin_cuda()
         opened = storages._new_shared_cuda(*(bytes.fromhex(v) if isinstance(v, str) else v for v in values))
         return opened
     except (KeyError, TypeError, ValueError) as error:

@@ -11,14 +11,15 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from gpu_agent.process.memory import described_storage, opened_storages
+from gpu_agent.process.marks import Marks
+from gpu_agent.process.memory import described_storage, opened_memory
 from kvstore.doctor.finding import Finding, fail, ok, skipped, warn
-from kvstore.doctor.probe import tell
+from kvstore.doctor.probe import ending, tell
 from kvstore.errors import ConfigError, KVStoreError
 
 try:
@@ -33,6 +34,8 @@ MIB = 1 << 20
 LOCKED_NBYTES, SHARED_NBYTES = 64 * MIB, 2 * MIB
 VALUE = 0x5A
 OTHER_S = 60.0
+READ = "the memory holds the right bytes"
+IPC_REMEDY = "run engine and agents in one container, with its default IPC and pid namespaces; or agents=threads"
 
 
 def findings() -> Iterator[Finding]:
@@ -46,7 +49,7 @@ def findings() -> Iterator[Finding]:
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     yield ok("GPU", ", ".join(names))
     yield from _kernels()
-    yield _ipc()
+    yield _ipc(torch.device("cuda", 0))
 
 
 def _kernels() -> Iterator[Finding]:
@@ -87,34 +90,61 @@ def _locking(device: Any) -> Finding:
     return ok("page-locking", f"{LOCKED_NBYTES // MIB} MiB of shared memory")
 
 
-def _ipc() -> Finding:
-    """Another process maps memory of this one, as that of agents maps the engine's."""
-    remedy = "run engine and agents in one container, with its default IPC and pid namespaces; or agents=threads"
-    tensor = torch.full((SHARED_NBYTES,), VALUE, dtype=torch.uint8, device="cuda:0")
-    torch.cuda.synchronize()
+def _ipc(device: torch.device, command: Sequence[str] = ()) -> Finding:
+    """Another process maps memory of this one as the agents' process maps the engine's: told of it by the same
+    description, through the same functions. What it says counts, not how it ends: see `_judged`."""
+    command = command or (sys.executable, "-X", "faulthandler", "-m", "gpu_agent.process.probe")
+    tensor = torch.full((SHARED_NBYTES,), VALUE, dtype=torch.uint8, device=device)
+    inherited: list[int] = []
     try:
-        described = described_storage(tensor.untyped_storage(), [])
-        command = [sys.executable, "-m", "gpu_agent.process.probe", json.dumps(described)]
-        other = subprocess.run(command, capture_output=True, text=True, timeout=OTHER_S, check=False)
-    except (KVStoreError, subprocess.TimeoutExpired) as error:
-        return fail("CUDA IPC", str(error), remedy)
-    if other.returncode:
-        last = other.stderr.strip().splitlines()[-1:] or [f"status {other.returncode}"]
-        return fail("CUDA IPC", f"another process can not map this one's memory: {last[0]}", remedy)
-    return ok("CUDA IPC", "another process maps and reads memory of this one")
+        marks = Marks(device)
+        setup = {"device": str(device), "marks": marks.handles(), "mark": marks.record()}
+        setup["storages"] = [described_storage(tensor.untyped_storage(), inherited)]
+        other = subprocess.run(
+            [*command, json.dumps(setup)],
+            capture_output=True,
+            text=True,
+            timeout=OTHER_S,
+            check=False,
+            pass_fds=inherited,
+        )
+    except (KVStoreError, OSError, subprocess.TimeoutExpired) as error:
+        return fail("CUDA IPC", str(error), IPC_REMEDY)
+    return _judged(other.returncode, other.stdout, other.stderr)
+
+
+def _judged(status: int, said: str, complained: str) -> Finding:
+    """A process that has read the right bytes has mapped the memory, however it ends afterwards. One that died before
+    is a failure, whose signal is named."""
+    if READ in said.splitlines():
+        note = f" ({ending(status)}, after it had read them)" if status else ""
+        return ok("CUDA IPC", f"another process maps and reads memory of this one{note}")
+    lines = [line for line in complained.splitlines() if line.strip()]
+    if status >= 0:
+        why = lines[-1] if lines else ending(status)
+    else:  # the fault handler writes the stack down, the innermost call first
+        innermost = next((line.strip() for line in lines if line.startswith("  File ")), "")
+        why = f"{ending(status)} before it had read it{': ' if innermost else ''}{innermost}"
+    return fail("CUDA IPC", f"another process can not map this one's memory: {why}", IPC_REMEDY)
 
 
 def _open(described: str) -> None:
     """In that other process. Raises ConfigError for what can not be mapped, or holds something else."""
-    (storage,) = opened_storages([json.loads(described)])
+    setup = json.loads(described)
+    marks, (storage,) = opened_memory(setup)
+    fence = marks.fence(setup["mark"])
+    if fence is not None:
+        torch.cuda.current_stream().wait_event(fence)
     nbytes = storage.nbytes()
     found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
     if not bool((found == VALUE).all()):
         raise ConfigError("the memory that was mapped holds something else")
+    print(READ, flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
         _open(sys.argv[1])
+        os._exit(0)  # as the agents' process ends, not by way of CUDA's end
     else:
         tell(findings())

@@ -1,16 +1,18 @@
 """Checks in a process of their own, which may hang in a driver or a disk and be left there.
 
-module --a finding a line, as JSON--> findings
+module --a finding a line, as JSON, and a last line that says so--> findings
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from kvstore.doctor.finding import Finding, State, fail
+from kvstore.doctor.finding import Finding, State, fail, warn
 
+END = "end"  # all findings were told
 KILLED_S = 0.5  # one that hangs in the kernel does not even end then
 
 
@@ -19,10 +21,22 @@ def tell(findings: Iterable[Finding]) -> None:
     for finding in findings:
         said = {"name": finding.name, "state": finding.state.value, "found": finding.found, "remedy": finding.remedy}
         print(json.dumps(said), flush=True)
+    print(json.dumps({END: True}), flush=True)
+
+
+def ending(status: int) -> str:
+    """Say how a process ended, for people: a signal has a name."""
+    if status >= 0:
+        return f"it ended with status {status}"
+    try:
+        return f"it was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"it was ended by signal {-status}"
 
 
 def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
-    """What `python -m module` finds. `remedy`: if it does not end, or ends badly."""
+    """What `python -m module` finds. `remedy`: if it does not end, or ends badly. One that has told all its findings
+    has done its work, however it ends."""
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -41,12 +55,19 @@ def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, rem
     if hung:
         yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
     elif process.returncode:
-        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
-        yield fail(name, last[0], remedy)
+        last = complained.decode(errors="replace").strip().splitlines()[-1:] or [ending(process.returncode)]
+        if _ended(said):
+            yield warn(name, f"all of this was found, then the process that looked broke: {last[0]}", remedy)
+        else:
+            yield fail(name, last[0], remedy)
+
+
+def _ended(said: bytes) -> bool:
+    return json.dumps({END: True}).encode() in said.splitlines()
 
 
 def _parsed(said: bytes) -> Iterator[Finding]:
     for line in said.splitlines():
-        with suppress(ValueError, KeyError):  # libraries talk, too
+        with suppress(ValueError, KeyError, TypeError):  # libraries talk, too
             told = json.loads(line)
             yield Finding(told["name"], State(told["state"]), told["found"], told["remedy"])

@@ -192,3 +192,41 @@ def test_one_that_can_not_run_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     (found,) = probed("GPU", name, [], LONG_S, "another Python")
     assert found.state is State.FAIL
     assert found.found == "ModuleNotFoundError: No module named 'torch_of_nobody'"
+
+
+SAID = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
+BREAKS = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+
+
+def test_one_that_broke_before_it_had_told_all_is_a_failure_that_names_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = module(tmp_path, monkeypatch, f"print({SAID!r}, flush=True)\n{BREAKS}")
+    first, last = probed("GPU", name, [], LONG_S, "another Python")
+    assert first.state is State.OK
+    assert (last.state, last.found) == (State.FAIL, "it was ended by SIGSEGV")
+
+
+def test_one_that_broke_after_it_had_told_all_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        "from kvstore.doctor.finding import ok\nfrom kvstore.doctor.probe import tell\ntell([ok('first', 'there')])\n"
+    )
+    name = module(tmp_path, monkeypatch, told + BREAKS)
+    first, last = probed("GPU", name, [], LONG_S, "another Python")
+    assert first.state is State.OK
+    assert (last.state, last.remedy) == (State.WARN, "another Python")
+    assert "all of this was found" in last.found
+    assert "SIGSEGV" in last.found
+
+
+def test_findings_of_one_that_ends_well_are_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        "from kvstore.doctor.finding import ok\nfrom kvstore.doctor.probe import tell\ntell([ok('first', 'there')])\n"
+    )
+    name = module(tmp_path, monkeypatch, told)
+    assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == ["first"]
+
+
+@pytest.mark.parametrize(("status", "said"), [(3, "status 3"), (-9, "SIGKILL"), (-60, "signal 60")])
+def test_how_a_process_ended_is_said_for_people(status: int, said: str) -> None:
+    assert probe.ending(status).endswith(said)

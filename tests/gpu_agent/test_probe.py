@@ -1,10 +1,12 @@
 """What is said of a GPU, with none: CUDA itself is tried by `kvstore doctor --gpu` where there is one."""
 
+import sys
 from typing import Any
 
 import pytest
+import torch
 
-from gpu_agent.process import probe
+from gpu_agent.process import memory, probe
 from kvstore.doctor.finding import State
 from kvstore.errors import ConfigError
 
@@ -60,11 +62,68 @@ def test_memory_that_can_not_be_page_locked() -> None:
     assert (found.state, "LimitMEMLOCK" in found.remedy) == (State.WARN, True)
 
 
-def test_memory_that_another_process_has_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the other process does it, with memory of a CPU."""
-    storage = probe.torch.full((4096,), probe.VALUE, dtype=probe.torch.uint8).untyped_storage()
-    monkeypatch.setattr(probe, "opened_storages", lambda described: [storage])
-    probe._open("{}")
-    storage.fill_(0)
-    with pytest.raises(ConfigError, match="something else"):
-        probe._open("{}")
+CPU = torch.device("cpu")
+
+
+def other(text: str) -> list[str]:
+    """The other process, played by a program of the test."""
+    return [sys.executable, "-X", "faulthandler", "-c", text]
+
+
+SEGV = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+def test_another_process_maps_and_reads_memory_of_this_one() -> None:
+    """The whole way, with memory of a CPU: two processes, the description, the marks, what is read."""
+    found = probe._ipc(CPU)
+    assert (found.state, found.found) == (State.OK, "another process maps and reads memory of this one")
+
+
+def test_a_process_that_reads_and_then_breaks_has_mapped_the_memory() -> None:
+    found = probe._ipc(CPU, other(f"print({probe.READ!r}, flush=True); {SEGV}"))
+    assert found.state is State.OK
+    assert "SIGSEGV, after it had read them" in found.found
+
+
+def test_a_process_that_dies_before_it_has_read_is_a_failure_that_names_the_signal() -> None:
+    found = probe._ipc(CPU, other(SEGV))
+    assert found.state is State.FAIL
+    assert "it was ended by SIGSEGV before it had read it: File" in found.found
+    assert "-11" not in found.found
+
+
+def test_a_process_that_can_not_map_says_why() -> None:
+    found = probe._ipc(CPU, other("raise SystemExit('invalid device context')"))
+    assert (found.state, found.found.rpartition(": ")[2]) == (State.FAIL, "invalid device context")
+    assert "one container" in found.remedy
+
+
+def test_a_process_that_ends_well_and_says_nothing_has_not_read() -> None:
+    assert probe._ipc(CPU, other("pass")).state is State.FAIL
+
+
+def test_memory_that_holds_something_else_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
+    found = probe._ipc(CPU)
+    assert (found.state, "holds something else" in found.found) == (State.FAIL, True)
+
+
+def test_cuda_is_initialised_before_its_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not do it by itself when a storage comes from another process, and dies of it by SIGSEGV."""
+    done: list[str] = []
+
+    def opened(*_: Any) -> torch.UntypedStorage:
+        done.append("opened")
+        return torch.UntypedStorage(1)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened, raising=False)
+    memory.opened_storages([dict.fromkeys(memory._CUDA_FIELDS, 0)])
+    assert done == ["init", "opened"]
+
+
+def test_without_cuda_memory_of_a_gpu_is_refused_in_words() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a torch without CUDA, or no GPU")
+    with pytest.raises(ConfigError, match="CUDA can not be used here"):
+        memory.opened_storages([dict.fromkeys(memory._CUDA_FIELDS, 0)])

@@ -1,0 +1,54 @@
+"""What `kvstore doctor --gpu` says of this machine's GPU, held against what the agents' process finds there."""
+
+import time
+
+import pytest
+import torch
+
+from gpu_agent import AgentConfig
+from gpu_agent.blocks.homes import Place
+from gpu_agent.layouts.vllm import table_pool
+from gpu_agent.process import probe
+from gpu_agent.process.home import AgentProcess
+from kvstore import ClientConfig, Namespace
+from kvstore.doctor.finding import State
+from kvstore.doctor.probe import probed
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+LONG_S = 180.0
+GPU = torch.device("cuda", 0)
+
+
+def test_the_doctor_finds_what_the_agents_process_finds() -> None:
+    """The same memory, mapped by both: they can not disagree."""
+    views = {"layers.0": torch.zeros((8, 2, 16, 8), dtype=torch.uint8, device=GPU)}
+    pool = table_pool(views, 8, 16)
+    home = AgentProcess(
+        [Place(Namespace("probe", pool.layout), pool)], ClientConfig(address="127.0.0.1:9"), AgentConfig()
+    )
+    try:
+        home.agents(None)
+        end = time.monotonic() + LONG_S
+        while not home.loads:
+            assert time.monotonic() < end
+            home.poll()
+            time.sleep(0.05)
+    finally:
+        home.close()
+    found = probe._ipc(GPU)
+    assert (found.state, found.found) == (State.OK, "another process maps and reads memory of this one")
+
+
+def test_all_that_the_doctor_says_of_a_gpu_is_well() -> None:
+    found = list(probed("GPU", "gpu_agent.process.probe", [], LONG_S, "another Python"))
+    assert [finding.name for finding in found] == ["torch", "GPU", "CuPy", "page-locking", "CUDA IPC"]
+    bad = [finding for finding in found if finding.state is State.FAIL]
+    assert bad == []
+
+
+def test_memory_of_a_gpu_that_holds_something_else_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
+    found = probe._ipc(GPU)
+    assert (found.state, "holds something else" in found.found) == (State.FAIL, True)
