@@ -91,10 +91,6 @@ class SavePlan:
         """Whether steps are needed to get on: something is staged, ready, or being read."""
         return bool(self._ready or self._jobs or any(self._steps.values()))
 
-    def knows(self, group: int, key: bytes) -> bool:
-        """Whether such a block is under way."""
-        return key in self._known.get(group, ())
-
     def begin(self, step: int) -> None:
         """A step is being scheduled; numbers ascend."""
         self._steps[step] = []

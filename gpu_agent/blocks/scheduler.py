@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import (
@@ -25,7 +24,6 @@ from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
 from gpu_agent.blocks.request import EngineRequest, Request
 from gpu_agent.blocks.save_plan import Part, SavePlan
-from gpu_agent.blocks.stored import StoredBlocks
 from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
 from kvstore.keys import Namespace
 
@@ -68,10 +66,7 @@ class BlockScheduler:
         sync: bool = False,
         min_tokens: int = 1,
         worth: Worth | None = None,
-        describe: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
-        self._describe = describe
-        self._stored = StoredBlocks(plan.ranks)
         self._counts = MatchCounts()
         self._groups = groups
         self._shards = shards
@@ -164,8 +159,6 @@ class BlockScheduler:
         self._step += 1
         self._lookups.poll()
         saves = self._plan.orders()
-        if self._describe:
-            self._stored.ordered(saves)
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
         if self._sync and loads:
@@ -212,7 +205,6 @@ class BlockScheduler:
         """What the ranks did beside a step whose results the engine has seen."""
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
-        self._stored.ended(report.ended, report.kept)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
         if report.failed:
             # Not before that, where loads run beside steps: perhaps at once, behind a long step.
@@ -257,16 +249,9 @@ class BlockScheduler:
         self._epoch = secrets.randbits(63)
         self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
         self._plan.forget()
-        self._stored.forget()
         self._lookups.drop_all()
         for state in self._requests.values():
             state.barred = True
-
-    def take_stored(self) -> list[Any]:
-        """Descriptions of blocks that every rank has stored since the last call."""
-        if not self._plan.busy:
-            self._stored.forget()
-        return self._stored.take()
 
     @property
     def counted(self) -> bool:
@@ -358,10 +343,6 @@ class BlockScheduler:
         """These blocks of a group, as they are saved."""
         table = tables[number]
         keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
-        if self._describe:
-            for block, key in zip(blocks, keys, strict=True):
-                if not self._plan.knows(number, key):
-                    self._stored.note(number, key, self._describe(request, number, block))
         whole = isinstance(blocks, range)
         return Part(
             number, keys, list(table[blocks[0] : blocks[-1] + 1]) if whole else [table[block] for block in blocks]

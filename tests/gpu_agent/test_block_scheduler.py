@@ -324,39 +324,6 @@ def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
     assert offered, "the old answer stands until there is another"
 
 
-def test_blocks_are_announced_when_they_are_stored_and_not_when_they_are_dropped(stores: Any) -> None:
-    store = stores(describe=lambda request, group, block: (request.request_id, group, block))
-    request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    store.step((request, 40, [1, 2, 3, 4, 5]))
-    assert store.scheduler.take_stored() == []
-    store.settle()
-    store.step()
-    assert store.scheduler.take_stored() == [("r", 0, 0), ("r", 0, 1)]
-    store.rank._home.close()  # drops everything from now on
-    store.step((request, 30, [1, 2, 3, 4, 5]))
-    store.settle()
-    store.step()
-    assert store.scheduler.take_stored() == []
-
-
-def test_a_block_that_is_being_stored_is_described_once(stores: Any) -> None:
-    """Requests with one prefix stage the same blocks. What is kept of one that is not stored again was never let go
-    while an engine was busy."""
-    described = []
-    store = stores(describe=lambda request, group, block: described.append(block) or block, ranks=2, writes=False)
-    for name in ("r", "s", "t"):
-        request = FakeRequest(name, TOKENS)
-        store.scheduler.ask(request)
-        store.matched(request)
-        store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-        store.step((request, 70, [1, 2, 3, 4, 5]))
-    assert described == [0, 1, 2, 3]
-    store.scheduler.reset()
-
-
 def test_reports_of_ranks_add_up() -> None:
     one, two = Report(5), Report(4)
     one.acknowledged[7] = 1
