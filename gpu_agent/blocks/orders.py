@@ -11,7 +11,6 @@ class LoadOrder(NamedTuple):
 
     request_id: str
     parts: list[Part]
-    sync: bool
 
 
 class StepOrders(NamedTuple):

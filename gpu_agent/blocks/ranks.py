@@ -89,8 +89,8 @@ class BlockRank:
             self._renew(orders.epoch)
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
-        """Starts loads, behind what the engine has enqueued so far. Those with `sync` have ended when this
-        returns: by the agent's deadline, and not before nothing writes to their blocks any more."""
+        """Starts loads, behind what the engine has enqueued so far. Each ends by the agent's deadline, and not before
+        nothing writes to its blocks any more."""
         for order in orders:
             began_at = time.monotonic()
             with request(order.request_id):
@@ -98,8 +98,6 @@ class BlockRank:
                     (part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]
                 ]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
-        if any(order.sync for order in orders):
-            self._home.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Starts saves, behind what the engine has enqueued so far."""
@@ -122,8 +120,7 @@ class BlockRank:
             wrong = self._wrong_blocks(load)
             request_id = load.order.request_id
             self._reported.finished[request_id] = 1
-            if not load.order.sync:
-                ended.finished.add(request_id)
+            ended.finished.add(request_id)
             if wrong is not None:
                 ended.failed.add(request_id)
                 ended.wrong_blocks |= wrong

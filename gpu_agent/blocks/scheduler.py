@@ -51,9 +51,11 @@ class MatchCounts:
 
 class BlockScheduler:
     """Not thread-safe. `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of
-    one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. `sync`: loads end
-    within the step that orders them. A hit of fewer than `min_tokens` tokens is none; one that would be slower than
-    computing neither, if `worth` tells."""
+    one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than `min_tokens`
+    tokens is none; one that would be slower than computing neither, if `worth` tells.
+
+    Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its load has ended on
+    all ranks. So no step ever computes over blocks of a load that fails."""
 
     def __init__(
         self,
@@ -63,7 +65,6 @@ class BlockScheduler:
         step_tokens: int,
         lookups: Lookups,
         plan: SavePlan,
-        sync: bool = False,
         min_tokens: int = 1,
         worth: Worth | None = None,
     ) -> None:
@@ -74,7 +75,6 @@ class BlockScheduler:
         self._step_tokens = step_tokens
         self._lookups = lookups
         self._plan = plan
-        self._sync = sync
         self._min_tokens = max(1, min_tokens)
         self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
@@ -83,8 +83,6 @@ class BlockScheduler:
         self._requests: dict[str, Request] = {}
         self._ended: dict[str, Request] = {}  # whose loads have not
         self._loads: list[LoadOrder] = []
-        self._sync_loads: dict[int, set[str]] = {}  # step -> requests
-        self._recovering: dict[str, int] = {}  # after a failed sync load: tokens to be computed again
         self._epoch: int | None = None
         self._step = 0
         self._seen_at = 0.0  # when the ranks last told
@@ -123,9 +121,10 @@ class BlockScheduler:
             answer = self._lookups.awaited(request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0)
         if answer is None:
             return None
-        # An async load may claim the last token too: the engine computes it again.
-        limit = request.num_tokens - self._sync
-        end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens) if answer else local_tokens
+        # A load may claim the last token too: the engine computes it again.
+        limit, end = request.num_tokens, local_tokens
+        if answer:
+            end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
         if end - local_tokens < self._min_tokens or self._declines(state, local_tokens, end):
             end = local_tokens
         state.present, state.offered = answer, (local_tokens, end)
@@ -148,8 +147,8 @@ class BlockScheduler:
             wanted = [i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK]
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
             parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
-        self._loads.append(LoadOrder(request.request_id, parts, self._sync))
-        state.loading, state.load_began_at = 0 if self._sync else self._plan.ranks, time.monotonic()
+        self._loads.append(LoadOrder(request.request_id, parts))
+        state.loading, state.load_began_at = self._plan.ranks, time.monotonic()
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
@@ -161,8 +160,6 @@ class BlockScheduler:
         saves = self._plan.orders()
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
-        if self._sync and loads:
-            self._sync_loads[self._step] = {load.request_id for load in loads}
         scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
         prompts, short = list[tuple[int, int]](), False
         if self._quiet and not scarce and scheduled.keys() == self._scanned and set(scheduled.values()) == {1}:
@@ -184,8 +181,6 @@ class BlockScheduler:
             if state is None:
                 self._strangers = True
                 continue
-            if self._recovering and request_id not in self._recovering:
-                state.barred = True  # it may read blocks that are being computed again
             computed = state.request.num_computed_tokens + tokens
             if tokens >= PROMPT_TOKENS_MIN:
                 prompts.append((computed - tokens, tokens))
@@ -197,8 +192,6 @@ class BlockScheduler:
             if not state.barred:
                 self._quiet = min(self._quiet, max(0, state.due_tokens - computed - 1))
         self._scanned = frozenset(scheduled)
-        if self._recovering:
-            self._quiet = 0
         return prompts, short
 
     def ran(self, report: Report) -> None:
@@ -207,28 +200,14 @@ class BlockScheduler:
             self._plan.acknowledge(job, ranks)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
         if report.failed:
-            # Not before that, where loads run beside steps: perhaps at once, behind a long step.
-            self._loads_failed(report.failed, self._seen_at if self._sync else seen_at)
+            # They failed after the report before this one: perhaps right after it, beside a long step.
+            self._loads_failed(report.failed, seen_at)
         self._hits.ended(report.step, self._seen_at, report.away)
         if report.finished:
             self._loads_ended(report.finished)
-        loaded = set[str]()
-        for step in [step for step in self._sync_loads if step <= report.step]:
-            loaded |= self._sync_loads.pop(step)
-        failed = loaded & report.failed
-        if loaded - failed:
-            self._hits.succeeded()
-        for request_id in self._plan.ran(report.step, clean=not failed):
+        for request_id in self._plan.ran(report.step):
             if request_id in self._requests:
                 self._plan_anew(self._requests[request_id])
-        if failed:
-            self._recover(failed)
-        elif self._recovering:
-            self._recovering = {
-                request_id: tokens
-                for request_id, tokens in self._recovering.items()
-                if request_id in self._requests and self._requests[request_id].request.num_computed_tokens < tokens
-            }
 
     def finished(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> None:
         """The request ends; its blocks are about to be freed."""
@@ -360,10 +339,3 @@ class BlockScheduler:
                 self._unsaid,
             )
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S
-
-    def _recover(self, failed: set[str]) -> None:
-        """After a failed sync load: the engine has cut these requests back and computes them again. Until
-        it is where it was, others may read what is not right yet."""
-        log.warning("a load within a step failed for %d requests; what depends on it is not stored", len(failed))
-        for request_id in failed & self._requests.keys():
-            self._recovering[request_id] = self._requests[request_id].offered[1]

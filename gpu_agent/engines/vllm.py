@@ -7,7 +7,7 @@
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
 
-Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tokens`, `slow_hits`, `lora`, `agents`.
+Options (docs/engines/vllm.md): those of gpu_agent.options, and `min_tokens`, `slow_hits`, `lora`, `agents`.
 """
 
 import time
@@ -54,7 +54,7 @@ from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("load", "min_tokens", "slow_hits", "lora", "agents")
+OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")
 MIN_TOKENS = 16
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
@@ -94,7 +94,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = _options(transfer.kv_connector_extra_config)
-        self._sync = self._options.own.get("load", "async") == "sync"
         self._config, self._caches = vllm_config, kv_cache_config
         groups = block_groups(vllm_config, kv_cache_config)
         self._groups = [] if isinstance(groups, str) else groups
@@ -117,8 +116,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._config.kv_transfer_config
         if isinstance(groups, str):
             logger.warning("kvstore: nothing is saved or loaded: this engine has %s", groups)
-        if self._sync and len(self._groups) > 1:
-            raise ConfigError('option load="sync" needs a model with one KV cache group; leave it at "async"')
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kvstore: kv_load_failure_policy is %r: requests end with an error when a load fails; "
@@ -241,9 +238,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens,
             self._lookups,
             plan,
-            self._sync,
             int(options.own.get("min_tokens", MIN_TOKENS)),
-            None if self._sync or options.own.get("slow_hits") == "take" else Worth(),
+            None if options.own.get("slow_hits") == "take" else Worth(),
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
 
@@ -273,7 +269,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduler or self._scales_unset:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
-        return tokens, bool(tokens) and not self._sync
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
@@ -345,9 +341,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _options(values: Mapping[str, Any]) -> Options:
+    if "load" in values:
+        raise ConfigError(
+            f'option load={values["load"]!r} is gone: remove it; loads are always asynchronous. With load="sync" '
+            "blocks of a failed load could stay in vLLM's prefix cache, and what was computed over them was stored"
+        )
     options = read_options(values, OWN_OPTIONS)
-    if options.own.get("load", "async") not in ("async", "sync"):
-        raise ConfigError(f'option load={options.own["load"]!r} is neither "async" nor "sync"')
     if options.own.get("agents", "auto") not in WHERE:
         raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
     if options.own.get("slow_hits", "decline") not in ("decline", "take"):

@@ -123,35 +123,6 @@ def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(sto
     assert two_ranks.scheduler.step({}, dict).saves == []
 
 
-def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: Any) -> None:
-    """The poisoning rule: what a step computed over a failed load is not stored, nor what others compute
-    from it until it is right again."""
-    store = stores(sync=True)
-    table, request = [1, 2, 3, 4, 5], FakeRequest("r", TOKENS)
-    store.save(request, table)
-    longer = FakeRequest("s", TOKENS[:64] + list(range(500, 550)))
-    store.scheduler.ask(longer)
-    assert store.matched(longer) == 64
-    store.lookups._asker._client.remove(store.namespace, [longer.block_hashes[2]])
-    table = [11, 12, 13, 14, 15, 16, 17, 18]
-    store.scheduler.allocated(longer, [table], 64)
-    longer.num_computed_tokens = 64
-    orders, ended = store.step((longer, 50, table))
-    assert orders.loads[0].sync
-    assert (ended.finished, ended.wrong_blocks) == (set(), {13, 14})
-    assert store.pins == []  # staged in that step, dropped
-    longer.num_computed_tokens = 32  # what the engine makes of it
-    reader = FakeRequest("t", TOKENS[:64] + list(range(600, 650)))
-    store.scheduler.ask(reader)
-    reader.num_computed_tokens = 64
-    store.step((longer, 40, table), (reader, 50, [11, 12, 13, 14, 21, 22, 23, 24]))
-    store.step((longer, 42, table))
-    store.settle()
-    lookup = store.lookups._asker._client.lookup
-    assert lookup(store.namespace, longer.block_hashes).prefix_pages == 7
-    assert lookup(store.namespace, reader.block_hashes).prefix_pages == 4  # and none of its own
-
-
 def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
     store = stores(blocks_max=3)
     request = FakeRequest("r", TOKENS)

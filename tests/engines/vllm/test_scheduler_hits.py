@@ -67,22 +67,12 @@ def test_a_load_waits_in_a_step_of_its_own_and_others_go_on(make: Engines) -> No
     assert engine.cached == {"other": 0, "hit": 48}  # in the order of their first tokens
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines, load: str) -> None:
+def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines) -> None:
     prompt = tokens(11, 4 * BLOCK)
     make.save(prompt)
-    engine = make(store={"load": load})
+    engine = make()
     assert engine.generate(prompt) == answer(prompt, 8)
-    assert engine.cached == {"r": 63 if load == "async" else 48}
-
-
-def test_a_sync_load_is_done_in_the_step_that_computes_the_rest(make: Engines) -> None:
-    make.save(P)
-    engine = make(store={"load": "sync"})
-    assert engine.generate(P) == answer(P, 8)
-    assert engine.cached == {"r": 48}
-    first = next(step for step in engine.steps if step)
-    assert first == {"r": 12}
+    assert engine.cached == {"r": 63}
 
 
 def test_a_longer_prompt_loads_the_part_that_is_stored(make: Engines) -> None:
