@@ -54,10 +54,6 @@ class BlockGroup:
             return list(hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step])
         return [hashes[(block + 1) * step - 1] for block in blocks]
 
-    def key(self, hashes: Sequence[bytes], hash_tokens: int, block: int) -> bytes:
-        """`keys(...)[block]`."""
-        return hashes[(block + 1) * (self.block_tokens // hash_tokens) - 1]
-
 
 def longest_prefix(
     groups: Sequence[BlockGroup],

@@ -11,7 +11,6 @@ class LoadOrder(NamedTuple):
 
     request_id: str
     parts: list[Part]
-    sync: bool
 
 
 class StepOrders(NamedTuple):
@@ -29,16 +28,12 @@ class Report:
 
     step: int
     acknowledged: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have read its blocks
-    ended: dict[int, int] = field(default_factory=dict)  # save job -> ranks that are done with it
-    kept: dict[int, int] = field(default_factory=dict)  # save job -> ranks that have all its pages in the store
     finished: dict[str, int] = field(default_factory=dict)  # load of a request -> ranks that ended it
     failed: set[str] = field(default_factory=set)  # requests with a load that brought less than ordered
     away: int = 0  # ranks where every load would fail now
 
     def add(self, other: "Report") -> "Report":
         _count(self.acknowledged, other.acknowledged)
-        _count(self.ended, other.ended)
-        _count(self.kept, other.kept)
         _count(self.finished, other.finished)
         self.failed |= other.failed
         self.away += other.away

@@ -64,25 +64,6 @@ class _Load:
         return all(job is None or job.done.done() for _, job in self.jobs)
 
 
-@dataclass(frozen=True)
-class _Save:
-    jobs: list[SaveJob]
-    refused: bool  # a part of it could not even begin
-
-    @property
-    def read(self) -> bool:
-        return all(job.gathered.done() for job in self.jobs)
-
-    @property
-    def done(self) -> bool:
-        return all(job.done.done() for job in self.jobs)
-
-    @property
-    def kept(self) -> bool:
-        """Of a save that is done: whether all its pages are in the store."""
-        return not self.refused and all(not job.done.result().dropped for job in self.jobs)
-
-
 class BlockRank:
     """Not thread-safe: an engine has one worker thread per rank.
 
@@ -99,9 +80,8 @@ class BlockRank:
         self._generation = 0  # raised with every change of the epoch
         self._step = 0
         self._loads: list[_Load] = []
-        self._saves: dict[int, _Save] = {}  # whose blocks are still being read
-        self._storing: dict[int, _Save] = {}  # that are not done
-        self._moved: queue.SimpleQueue[int] = queue.SimpleQueue()  # saves of which a part was read or is done
+        self._saves: dict[int, list[SaveJob]] = {}  # whose blocks are still being read
+        self._read: queue.SimpleQueue[int] = queue.SimpleQueue()  # saves of which a part was read
         self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
         self._reported = Report(0)
 
@@ -112,8 +92,8 @@ class BlockRank:
             self._renew(orders.epoch)
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
-        """Starts loads, behind what the engine has enqueued so far. Those with `sync` have ended when this
-        returns: by the agent's deadline, and not before nothing writes to their blocks any more."""
+        """Starts loads, behind what the engine has enqueued so far. Each ends by the agent's deadline, and not before
+        nothing writes to its blocks any more."""
         for order in orders:
             began_at = time.monotonic()
             with request(order.request_id):
@@ -121,19 +101,15 @@ class BlockRank:
                     (part, self._start_load(part)) for part in order.parts if part.keys and self._agents[part.group]
                 ]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
-        if any(order.sync for order in orders):
-            self._home.wait([job.done for load in self._loads if load.order.sync for _, job in load.jobs if job])
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
         """Starts saves, behind what the engine has enqueued so far."""
         for order in orders:
-            jobs, refused = self._start_saves(order) if self._writes else ([], False)
-            self._saves[order.job] = self._storing[order.job] = _Save(jobs, refused)
-            moved = partial(self._save_moved, order.job)
+            self._saves[order.job] = jobs = self._start_saves(order) if self._writes else []
+            read = partial(self._save_read, order.job)
             for job in jobs:
-                job.gathered.add_done_callback(moved)
-                job.done.add_done_callback(moved)
-            moved(None)
+                job.gathered.add_done_callback(read)
+            read(None)
 
     def loads_ended(self) -> LoadsEnded:
         """What the engine has to know; each load once."""
@@ -150,8 +126,7 @@ class BlockRank:
             wrong = self._wrong_blocks(load)
             request_id = load.order.request_id
             self._reported.finished[request_id] = 1
-            if not load.order.sync:
-                ended.finished.add(request_id)
+            ended.finished.add(request_id)
             if wrong is not None:
                 ended.failed.add(request_id)
                 ended.wrong_blocks |= wrong
@@ -161,13 +136,10 @@ class BlockRank:
 
     def report(self) -> Report:
         """For the scheduler's side, about everything since the last report."""
-        for number in {self._moved.get_nowait() for _ in range(self._moved.qsize())}:  # of thousands under way a few
-            if number in self._saves and self._saves[number].read:
+        for number in {self._read.get_nowait() for _ in range(self._read.qsize())}:  # of thousands under way a few
+            if number in self._saves and all(job.gathered.done() for job in self._saves[number]):
                 del self._saves[number]
                 self._reported.acknowledged[number] = 1
-            if number in self._storing and self._storing[number].done:
-                self._reported.ended[number] = 1
-                self._reported.kept[number] = int(self._storing.pop(number).kept)
         report, self._reported = self._reported, Report(0)
         report.step = self._step
         report.away = int(not self._home.loads)
@@ -201,7 +173,7 @@ class BlockRank:
 
     def drain(self) -> None:
         """Waits until nothing reads or writes the engine's blocks: by the deadlines of saves and loads."""
-        self._home.wait([job.gathered for save in self._saves.values() for job in save.jobs])
+        self._home.wait([job.gathered for jobs in self._saves.values() for job in jobs])
         self._home.wait([job.done for load in self._loads for _, job in load.jobs if job])
 
     def close(self) -> None:
@@ -214,13 +186,12 @@ class BlockRank:
 
     # ---- in detail --------------------------------------------------------------------------
 
-    def _save_moved(self, number: int, _: object) -> None:
+    def _save_read(self, number: int, _: object) -> None:
         """Called by any thread."""
-        self._moved.put(number)
+        self._read.put(number)
 
-    def _start_saves(self, order: SaveOrder) -> tuple[list[SaveJob], bool]:
-        """And whether one of them could not even begin."""
-        jobs, refused = [], False
+    def _start_saves(self, order: SaveOrder) -> list[SaveJob]:
+        jobs = []
         with request(*order.requests):
             for part in order.parts:
                 agent = self._agents[part.group]
@@ -230,11 +201,10 @@ class BlockRank:
                     job = agent.save(part.keys, part.blocks)
                 except InvalidRequest as error:
                     log.error("blocks could not be stored: %s", error)
-                    refused = True
                     continue
                 jobs.append(job)
                 self._outcomes.append((agent, job))
-        return jobs, refused
+        return jobs
 
     def _start_load(self, part: Part) -> LoadJob | None:
         agent = self._agents[part.group]

@@ -1,13 +1,12 @@
-"""When computed blocks may be stored: after the step that computed them is known to have been clean.
+"""When computed blocks may be stored: after the engine has seen the result of the step that computed them.
 
-    stage(step 7) --> step 7 ran, no failed load --> order --> ranks gather --> all acknowledged
-       | pinned         |                                                          | unpinned
-       |                +--> a load failed: steps 7 and later are dropped, unpinned, staged anew later
+    stage(step 7) --> step 7 ran --> order --> ranks gather --> all acknowledged
+       | pinned         |                                         | unpinned
+       |                +--> no result of it: dropped, unpinned, staged anew later
        +--> no room: not staged, tried again in a later step
 
-What a step computes over blocks whose load failed looks like any other KV, on every rank. So nothing is
-stored before the engine has seen the step's result, and blocks are pinned from before they are computed
-until the last rank has read them. The engine's calls in, orders out: nothing here moves KV.
+What a step did not compute looks like any other KV, on every rank. So blocks are pinned from before they are
+computed until the last rank has read them. The engine's calls in, orders out: nothing here moves KV.
 """
 
 import time
@@ -91,10 +90,6 @@ class SavePlan:
         """Whether steps are needed to get on: something is staged, ready, or being read."""
         return bool(self._ready or self._jobs or any(self._steps.values()))
 
-    def knows(self, group: int, key: bytes) -> bool:
-        """Whether such a block is under way."""
-        return key in self._known.get(group, ())
-
     def begin(self, step: int) -> None:
         """A step is being scheduled; numbers ascend."""
         self._steps[step] = []
@@ -114,17 +109,14 @@ class SavePlan:
         else:
             self._make_ready(_Staged(owner, new))
 
-    def ran(self, step: int, clean: bool) -> set[str]:
-        """A step's result was seen. Returns the owners of what was dropped: they have to stage again.
-
-        A step that was not clean takes those with it that are outstanding: they may have computed over
-        the same blocks.
-        """
+    def ran(self, step: int) -> set[str]:
+        """A step's result was seen. What steps before it staged whose result never came is dropped. Returns its owners:
+        they have to stage again."""
         dropped: set[str] = set()
-        while self._steps and (not clean or next(iter(self._steps)) <= step):
+        while self._steps and next(iter(self._steps)) <= step:
             number, staged = self._steps.popitem(last=False)
             for some in staged:
-                if clean and number == step:
+                if number == step:
                     self._make_ready(some)
                 else:
                     dropped.add(some.owner)

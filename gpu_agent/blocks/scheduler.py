@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpu_agent.blocks.askers import Answer
 from gpu_agent.blocks.groups import (
@@ -25,7 +24,6 @@ from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import LoadOrder, Report, StepOrders
 from gpu_agent.blocks.request import EngineRequest, Request
 from gpu_agent.blocks.save_plan import Part, SavePlan
-from gpu_agent.blocks.stored import StoredBlocks
 from gpu_agent.blocks.worth import PROMPT_TOKENS_MIN, Worth
 from kvstore.keys import Namespace
 
@@ -53,9 +51,11 @@ class MatchCounts:
 
 class BlockScheduler:
     """Not thread-safe. `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of
-    one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. `sync`: loads end
-    within the step that orders them. A hit of fewer than `min_tokens` tokens is none; one that would be slower than
-    computing neither, if `worth` tells."""
+    one of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than `min_tokens`
+    tokens is none; one that would be slower than computing neither, if `worth` tells.
+
+    Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its load has ended on
+    all ranks. So no step ever computes over blocks of a load that fails."""
 
     def __init__(
         self,
@@ -65,13 +65,9 @@ class BlockScheduler:
         step_tokens: int,
         lookups: Lookups,
         plan: SavePlan,
-        sync: bool = False,
         min_tokens: int = 1,
         worth: Worth | None = None,
-        describe: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
-        self._describe = describe
-        self._stored = StoredBlocks(plan.ranks)
         self._counts = MatchCounts()
         self._groups = groups
         self._shards = shards
@@ -79,7 +75,6 @@ class BlockScheduler:
         self._step_tokens = step_tokens
         self._lookups = lookups
         self._plan = plan
-        self._sync = sync
         self._min_tokens = max(1, min_tokens)
         self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
@@ -88,8 +83,6 @@ class BlockScheduler:
         self._requests: dict[str, Request] = {}
         self._ended: dict[str, Request] = {}  # whose loads have not
         self._loads: list[LoadOrder] = []
-        self._sync_loads: dict[int, set[str]] = {}  # step -> requests
-        self._recovering: dict[str, int] = {}  # after a failed sync load: tokens to be computed again
         self._epoch: int | None = None
         self._step = 0
         self._seen_at = 0.0  # when the ranks last told
@@ -128,9 +121,10 @@ class BlockScheduler:
             answer = self._lookups.awaited(request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0)
         if answer is None:
             return None
-        # An async load may claim the last token too: the engine computes it again.
-        limit = request.num_tokens - self._sync
-        end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens) if answer else local_tokens
+        # A load may claim the last token too: the engine computes it again.
+        limit, end = request.num_tokens, local_tokens
+        if answer:
+            end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
         if end - local_tokens < self._min_tokens or self._declines(state, local_tokens, end):
             end = local_tokens
         state.present, state.offered = answer, (local_tokens, end)
@@ -153,8 +147,8 @@ class BlockScheduler:
             wanted = [i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK]
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
             parts.append(Part(number, keys, [tables[number][i] for i in wanted]))
-        self._loads.append(LoadOrder(request.request_id, parts, self._sync))
-        state.loading, state.load_began_at = 0 if self._sync else self._plan.ranks, time.monotonic()
+        self._loads.append(LoadOrder(request.request_id, parts))
+        state.loading, state.load_began_at = self._plan.ranks, time.monotonic()
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
@@ -164,12 +158,8 @@ class BlockScheduler:
         self._step += 1
         self._lookups.poll()
         saves = self._plan.orders()
-        if self._describe:
-            self._stored.ordered(saves)
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
-        if self._sync and loads:
-            self._sync_loads[self._step] = {load.request_id for load in loads}
         scarce = self._plan.scarce()  # then a request may be thrown out, and comes back with what is stored
         prompts, short = list[tuple[int, int]](), False
         if self._quiet and not scarce and scheduled.keys() == self._scanned and set(scheduled.values()) == {1}:
@@ -191,8 +181,6 @@ class BlockScheduler:
             if state is None:
                 self._strangers = True
                 continue
-            if self._recovering and request_id not in self._recovering:
-                state.barred = True  # it may read blocks that are being computed again
             computed = state.request.num_computed_tokens + tokens
             if tokens >= PROMPT_TOKENS_MIN:
                 prompts.append((computed - tokens, tokens))
@@ -204,39 +192,22 @@ class BlockScheduler:
             if not state.barred:
                 self._quiet = min(self._quiet, max(0, state.due_tokens - computed - 1))
         self._scanned = frozenset(scheduled)
-        if self._recovering:
-            self._quiet = 0
         return prompts, short
 
     def ran(self, report: Report) -> None:
         """What the ranks did beside a step whose results the engine has seen."""
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
-        self._stored.ended(report.ended, report.kept)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
         if report.failed:
-            # Not before that, where loads run beside steps: perhaps at once, behind a long step.
-            self._loads_failed(report.failed, self._seen_at if self._sync else seen_at)
+            # They failed after the report before this one: perhaps right after it, beside a long step.
+            self._loads_failed(report.failed, seen_at)
         self._hits.ended(report.step, self._seen_at, report.away)
         if report.finished:
             self._loads_ended(report.finished)
-        loaded = set[str]()
-        for step in [step for step in self._sync_loads if step <= report.step]:
-            loaded |= self._sync_loads.pop(step)
-        failed = loaded & report.failed
-        if loaded - failed:
-            self._hits.succeeded()
-        for request_id in self._plan.ran(report.step, clean=not failed):
+        for request_id in self._plan.ran(report.step):
             if request_id in self._requests:
                 self._plan_anew(self._requests[request_id])
-        if failed:
-            self._recover(failed)
-        elif self._recovering:
-            self._recovering = {
-                request_id: tokens
-                for request_id, tokens in self._recovering.items()
-                if request_id in self._requests and self._requests[request_id].request.num_computed_tokens < tokens
-            }
 
     def finished(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> None:
         """The request ends; its blocks are about to be freed."""
@@ -257,16 +228,9 @@ class BlockScheduler:
         self._epoch = secrets.randbits(63)
         self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
         self._plan.forget()
-        self._stored.forget()
         self._lookups.drop_all()
         for state in self._requests.values():
             state.barred = True
-
-    def take_stored(self) -> list[Any]:
-        """Descriptions of blocks that every rank has stored since the last call."""
-        if not self._plan.busy:
-            self._stored.forget()
-        return self._stored.take()
 
     @property
     def counted(self) -> bool:
@@ -358,10 +322,6 @@ class BlockScheduler:
         """These blocks of a group, as they are saved."""
         table = tables[number]
         keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
-        if self._describe:
-            for block, key in zip(blocks, keys, strict=True):
-                if not self._plan.knows(number, key):
-                    self._stored.note(number, key, self._describe(request, number, block))
         whole = isinstance(blocks, range)
         return Part(
             number, keys, list(table[blocks[0] : blocks[-1] + 1]) if whole else [table[block] for block in blocks]
@@ -379,10 +339,3 @@ class BlockScheduler:
                 self._unsaid,
             )
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S
-
-    def _recover(self, failed: set[str]) -> None:
-        """After a failed sync load: the engine has cut these requests back and computes them again. Until
-        it is where it was, others may read what is not right yet."""
-        log.warning("a load within a step failed for %d requests; what depends on it is not stored", len(failed))
-        for request_id in failed & self._requests.keys():
-            self._recovering[request_id] = self._requests[request_id].offered[1]

@@ -7,7 +7,7 @@
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
 
-Options (docs/engines/vllm.md): those of gpu_agent.options, and `load`, `min_tokens`, `slow_hits`, `lora`, `agents`.
+Options (docs/engines/vllm.md): those of gpu_agent.options, and `min_tokens`, `slow_hits`, `lora`, `agents`.
 """
 
 import time
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -30,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
 from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
@@ -55,12 +54,11 @@ from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("load", "min_tokens", "slow_hits", "lora", "agents")
+OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")
 MIN_TOKENS = 16
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
-MEDIUM = "KVSTORE"  # in events
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
 STATS_S = 0.25  # between what is told of saves and loads that go on: each telling costs the engine, and whom it tells
 
@@ -96,7 +94,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = _options(transfer.kv_connector_extra_config)
-        self._sync = self._options.own.get("load", "async") == "sync"
         self._config, self._caches = vllm_config, kv_cache_config
         groups = block_groups(vllm_config, kv_cache_config)
         self._groups = [] if isinstance(groups, str) else groups
@@ -119,14 +116,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._config.kv_transfer_config
         if isinstance(groups, str):
             logger.warning("kvstore: nothing is saved or loaded: this engine has %s", groups)
-        if self._sync and len(self._groups) > 1:
-            raise ConfigError('option load="sync" needs a model with one KV cache group; leave it at "async"')
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kvstore: kv_load_failure_policy is %r: requests end with an error when a load fails; "
                 'set it to "recompute"',
                 transfer.kv_load_failure_policy,
             )
+        events = self._config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            # Routers weigh an unknown medium like the GPU, and nobody tells them of what the store forgets.
+            logger.info("kvstore: the engine's KV events tell of its own cache; the store sends none")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -232,7 +231,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
         self._lookups = Lookups(asker, options.agent.lookup_timeout_s)
         step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
-        events = self._config.kv_events_config
         self._scheduler = BlockScheduler(
             self._groups,
             shards,
@@ -240,10 +238,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens,
             self._lookups,
             plan,
-            self._sync,
             int(options.own.get("min_tokens", MIN_TOKENS)),
-            None if self._sync or options.own.get("slow_hits") == "take" else Worth(),
-            self._stored_event if events is not None and events.enable_kv_cache_events else None,
+            None if options.own.get("slow_hits") == "take" else Worth(),
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
 
@@ -273,7 +269,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduler or self._scales_unset:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
-        return tokens, bool(tokens) and not self._sync
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
@@ -299,25 +295,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.finished(request, block_ids)
         return False, None
-
-    def _stored_event(self, request: Any, group: int, block: int) -> BlockStored:
-        """Published when the block is in the store."""
-        tokens, hashes = self._groups[group].block_tokens, request.block_hashes
-        key = self._groups[group].key(hashes, self._hash_tokens, block)
-        parent = self._groups[group].key(hashes, self._hash_tokens, block - 1) if block else None
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(key)],
-            parent_block_hash=maybe_convert_block_hash(parent) if parent else None,
-            token_ids=list(request.all_token_ids[block * tokens : (block + 1) * tokens]),
-            block_size=tokens,
-            lora_id=None,
-            lora_name=request.lora_request.lora_name if request.lora_request else None,
-            medium=MEDIUM,
-            group_idx=group,
-        )
-
-    def take_events(self) -> Iterable[BlockStored]:
-        return self._scheduler.take_stored() if self._scheduler else ()
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
@@ -364,9 +341,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _options(values: Mapping[str, Any]) -> Options:
+    if "load" in values:
+        raise ConfigError(
+            f'option load={values["load"]!r} is gone: remove it; loads are always asynchronous. With load="sync" '
+            "blocks of a failed load could stay in vLLM's prefix cache, and what was computed over them was stored"
+        )
     options = read_options(values, OWN_OPTIONS)
-    if options.own.get("load", "async") not in ("async", "sync"):
-        raise ConfigError(f'option load={options.own["load"]!r} is neither "async" nor "sync"')
     if options.own.get("agents", "auto") not in WHERE:
         raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
     if options.own.get("slow_hits", "decline") not in ("decline", "take"):

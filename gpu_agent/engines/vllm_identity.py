@@ -19,6 +19,10 @@ from gpu_agent.blocks.groups import BlockGroup
 from gpu_agent.identity.vllm import not_shareable
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
+from kvstore.errors import ConfigError
+
+# Kinds of KV cache of which vLLM's own scheduler was run with the tier. Exact classes: a subclass is another kind.
+TIER_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
@@ -58,6 +62,26 @@ def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
     if type(spec) is ChunkedLocalAttentionSpec:
         return BlockGroup(block_tokens, chunk_tokens=spec.attention_chunk_size)
     return None
+
+
+def check_tier_groups(kv_cache_config: Any) -> None:
+    """Raise ConfigError for a model with a cache group that the tier was not tested with.
+
+    A recurrent state (Mamba, linear attention) sums up all tokens before it. A row of it that belongs to another length
+    of the prefix is wrong for all that follows, and no checksum shows it.
+    """
+    tested = ", ".join(kind.__name__ for kind in TIER_SPECS)
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        for layer in specs:
+            if type(layer) not in TIER_SPECS or getattr(layer, "non_causal", False):
+                kind = "non-causal " * getattr(layer, "non_causal", False) + type(layer).__name__
+                raise ConfigError(
+                    f"KVStoreTier can not take this model: KV cache group {number} ({group.layer_names[0]}) is a "
+                    f"{kind}, and the tier was tested with causal groups of {tested} only, not with recurrent state "
+                    "(Mamba, linear attention). Remove the tier of type KVStoreTier from secondary_tiers"
+                )
 
 
 def scales_in_blocks(kv_cache_config: Any) -> bool:

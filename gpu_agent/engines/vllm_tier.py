@@ -14,7 +14,7 @@ import concurrent.futures
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
+from gpu_agent.engines.vllm_identity import check_tier_groups
 from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
@@ -75,6 +76,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
         tiers = vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ()
         for tier in tiers if role is KVConnectorRole.SCHEDULER else ():  # who has a tier, and when weights are loaded
             if tier.get("module_path") == __name__:
+                check_tier_groups(kv_cache_config)
                 tier |= told(vllm_config, tier)
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -272,7 +274,22 @@ def _named(config: Any, options: Options) -> Identity:
             'uses; set "kv_connector": "KVStoreOffloadingConnector" and "kv_connector_module_path": '
             f'"{__name__}", or name them by hand in the tier\'s options revision and salt'
         )
+    _check_groups_by_hand(config.groups)
     return named(options.identity, config.model.name)
+
+
+def _check_groups_by_hand(groups: Sequence[Any]) -> None:
+    """Refuse groups that may hold recurrent state. vLLM tells a tier how far back a group reaches, not what it holds,
+    and a recurrent state looks like a short window. Where it does not tell that either, only one group is taken."""
+    unknown = len(groups) if len(groups) > 1 else None
+    for group in groups:
+        if getattr(group, "sliding_window_size_in_chunks", unknown) is not None:
+            raise ConfigError(
+                f"vLLM's OffloadingConnector does not tell a tier what KV cache group {group.group_id} "
+                f"({group.layer_names[0]}) holds: a sliding window, or a recurrent state (Mamba, linear attention) "
+                'that KVStoreTier can not take. Set "kv_connector": "KVStoreOffloadingConnector" and '
+                f'"kv_connector_module_path": "{__name__}", which tells them apart'
+            )
 
 
 def told(vllm_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:

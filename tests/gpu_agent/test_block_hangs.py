@@ -96,14 +96,3 @@ def test_a_load_that_fails_on_several_ranks_hung_once(stores: Any, monkeypatch: 
         store.scheduler.ran(Report(step, failed={"one"}))
     store.scheduler.finished(request, [[]])
     assert len(failed) == 1
-
-
-def test_a_step_whose_own_loads_end_well_tells_that_loads_do(stores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an engine waits for its loads within a step, nothing else does: hits stayed none."""
-    store, ended_well = stores(sync=True), list[bool]()
-    monkeypatch.setattr(store.scheduler._hits, "succeeded", lambda: ended_well.append(True))
-    store.scheduler._sync_loads = {1: {"well", "failed"}, 2: {"failed"}}
-    store.scheduler.ran(Report(1, failed={"failed"}))
-    assert len(ended_well) == 1
-    store.scheduler.ran(Report(2, failed={"failed"}))
-    assert len(ended_well) == 1

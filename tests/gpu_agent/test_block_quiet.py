@@ -12,7 +12,6 @@ from gpu_agent.blocks import request as request_module
 from gpu_agent.blocks.groups import NULL_BLOCK, BlockGroup
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.orders import Report
-from gpu_agent.blocks.request import STAGED_BLOCKS
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
 from kvstore import Namespace
@@ -45,11 +44,11 @@ class Nothing:
 class Side:
     """A scheduler's side whose tables are looked at, and how often. `looks`: at every request in every step."""
 
-    def __init__(self, looks: bool, blocks_max: int, sync: bool = False) -> None:
+    def __init__(self, looks: bool, blocks_max: int) -> None:
         self.looks, self.scarce, self.looked = looks, False, 0
         plan = SavePlan(1, blocks_max, 4, lambda _: None, lambda _: None, scarce=lambda: self.scarce)
         lookups = Lookups(Nothing(), 5.0)
-        self.scheduler = BlockScheduler([BlockGroup(BLOCK)], [[NAMESPACE]], BLOCK, BLOCK, lookups, plan, sync)
+        self.scheduler = BlockScheduler([BlockGroup(BLOCK)], [[NAMESPACE]], BLOCK, BLOCK, lookups, plan)
         self.jobs: list[int] = []
 
     def admit(self, request: FakeRequest, table: list[int], tokens: int = 0) -> None:
@@ -155,29 +154,6 @@ def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
     side.step({"r": 1, "s": 1}, tables, True)
     request.num_computed_tokens = 42
     assert [part.blocks for parts in side.step({"r": 1}, tables, True) for part in parts] == [[11]]
-
-
-def test_who_may_have_read_what_a_failed_load_left_is_not_stored_though_steps_were_quiet() -> None:
-    side, tables = Side(False, 1000, sync=True), {"r": list(range(1, 30)), "s": list(range(31, 35))}
-    side.admit(reader := FakeRequest("r", list(range(40))), tables["r"])
-    side.admit(loader := FakeRequest("s", list(range(100, 140))), tables["s"], BLOCK)
-    scheduler, saved = side.scheduler, list[Any]()
-    orders = scheduler.step({"r": 40, "s": 24}, lambda name: [tables[name]])
-    assert [load.request_id for load in orders.loads] == ["s"]
-    reader.num_computed_tokens, loader.num_computed_tokens = 40, 0
-    ahead = scheduler.step({"r": 1}, lambda name: [tables[name]])  # the engine is a step ahead
-    reader.num_computed_tokens = 41
-    scheduler.ran(Report(orders.step, failed={"s"}))
-    reads = scheduler.step({"r": 1}, lambda name: [tables[name]])
-    loader.num_computed_tokens = 40  # computed again
-    for step in (ahead.step, reads.step):
-        scheduler.ran(Report(step))
-    for _ in range(STAGED_BLOCKS * BLOCK + 60):
-        reader.tokens.append(len(reader.tokens))
-        reader.num_computed_tokens += 1
-        FakeRequest.__post_init__(reader)
-        saved += side.step({"r": 1}, tables, True)
-    assert saved == []
 
 
 def test_what_is_being_loaded_is_not_stored_and_what_a_window_left_is_not_loaded() -> None:

@@ -123,35 +123,6 @@ def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(sto
     assert two_ranks.scheduler.step({}, dict).saves == []
 
 
-def test_a_failed_sync_load_drops_its_step_and_bars_who_reads_meanwhile(stores: Any) -> None:
-    """The poisoning rule: what a step computed over a failed load is not stored, nor what others compute
-    from it until it is right again."""
-    store = stores(sync=True)
-    table, request = [1, 2, 3, 4, 5], FakeRequest("r", TOKENS)
-    store.save(request, table)
-    longer = FakeRequest("s", TOKENS[:64] + list(range(500, 550)))
-    store.scheduler.ask(longer)
-    assert store.matched(longer) == 64
-    store.lookups._asker._client.remove(store.namespace, [longer.block_hashes[2]])
-    table = [11, 12, 13, 14, 15, 16, 17, 18]
-    store.scheduler.allocated(longer, [table], 64)
-    longer.num_computed_tokens = 64
-    orders, ended = store.step((longer, 50, table))
-    assert orders.loads[0].sync
-    assert (ended.finished, ended.wrong_blocks) == (set(), {13, 14})
-    assert store.pins == []  # staged in that step, dropped
-    longer.num_computed_tokens = 32  # what the engine makes of it
-    reader = FakeRequest("t", TOKENS[:64] + list(range(600, 650)))
-    store.scheduler.ask(reader)
-    reader.num_computed_tokens = 64
-    store.step((longer, 40, table), (reader, 50, [11, 12, 13, 14, 21, 22, 23, 24]))
-    store.step((longer, 42, table))
-    store.settle()
-    lookup = store.lookups._asker._client.lookup
-    assert lookup(store.namespace, longer.block_hashes).prefix_pages == 7
-    assert lookup(store.namespace, reader.block_hashes).prefix_pages == 4  # and none of its own
-
-
 def test_room_for_pins_is_shared_out_from_the_head(stores: Any) -> None:
     store = stores(blocks_max=3)
     request = FakeRequest("r", TOKENS)
@@ -322,39 +293,6 @@ def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
         time.sleep(0.005)
     assert last == 64
     assert offered, "the old answer stands until there is another"
-
-
-def test_blocks_are_announced_when_they_are_stored_and_not_when_they_are_dropped(stores: Any) -> None:
-    store = stores(describe=lambda request, group, block: (request.request_id, group, block))
-    request = FakeRequest("r", TOKENS)
-    store.scheduler.ask(request)
-    store.matched(request)
-    store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-    store.step((request, 40, [1, 2, 3, 4, 5]))
-    assert store.scheduler.take_stored() == []
-    store.settle()
-    store.step()
-    assert store.scheduler.take_stored() == [("r", 0, 0), ("r", 0, 1)]
-    store.rank._home.close()  # drops everything from now on
-    store.step((request, 30, [1, 2, 3, 4, 5]))
-    store.settle()
-    store.step()
-    assert store.scheduler.take_stored() == []
-
-
-def test_a_block_that_is_being_stored_is_described_once(stores: Any) -> None:
-    """Requests with one prefix stage the same blocks. What is kept of one that is not stored again was never let go
-    while an engine was busy."""
-    described = []
-    store = stores(describe=lambda request, group, block: described.append(block) or block, ranks=2, writes=False)
-    for name in ("r", "s", "t"):
-        request = FakeRequest(name, TOKENS)
-        store.scheduler.ask(request)
-        store.matched(request)
-        store.scheduler.allocated(request, [[1, 2, 3, 4, 5]], 0)
-        store.step((request, 70, [1, 2, 3, 4, 5]))
-    assert described == [0, 1, 2, 3]
-    store.scheduler.reset()
 
 
 def test_reports_of_ranks_add_up() -> None:

@@ -1,4 +1,4 @@
-"""When computed blocks may be stored: pins, clean steps, acknowledgements, limits."""
+"""When computed blocks may be stored: pins, steps, acknowledgements, limits."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
     assert pins.held == [3, 4]
     assert plan.orders() == []
     assert plan.busy
-    assert plan.ran(1, clean=True) == set()
+    assert plan.ran(1) == set()
     (order,) = plan.orders()
     assert order.parts[0] == (0, [b"key3", b"key4"], [3, 4])
     assert plan.busy
@@ -54,7 +54,7 @@ def test_an_order_says_whose_blocks_it_has() -> None:
     plan.begin(1)
     plan.stage("a", blocks(1, 2, 3))
     plan.stage("b", [*blocks(3), *blocks(4, 5)])  # the first is under way for another
-    plan.ran(1, clean=True)
+    plan.ran(1)
     assert [(order.parts[0].blocks, order.requests) for order in plan.orders()] == [
         ([1, 2, 3, 4], ("a", "b")),
         ([5], ("b",)),
@@ -74,24 +74,6 @@ def test_of_many_an_order_says_the_first_few() -> None:
     assert plan.check() == []
 
 
-def test_an_unclean_step_takes_all_outstanding_ones_with_it() -> None:
-    """Poisoning: with overlapping steps a later one may have read what the failed one computed."""
-    pins = Pins()
-    plan = plan_of(pins)
-    for step, owner in ((1, "a"), (2, "b"), (3, "c")):
-        plan.begin(step)
-        plan.stage(owner, blocks(step))
-    assert plan.ran(1, clean=True) == set()
-    assert plan.ran(2, clean=False) == {"b", "c"}
-    (order,) = plan.orders()
-    assert order.parts[0].blocks == [1]
-    assert pins.held == [1]
-    plan.begin(4)
-    plan.stage("b", blocks(2))  # computed again
-    plan.ran(4, clean=True)
-    assert plan.orders()[0].parts[0].blocks == [2]
-
-
 def test_a_step_whose_result_never_came_is_not_believed() -> None:
     pins = Pins()
     plan = plan_of(pins)
@@ -99,7 +81,7 @@ def test_a_step_whose_result_never_came_is_not_believed() -> None:
     plan.stage("a", blocks(1))
     plan.begin(2)
     plan.stage("b", blocks(2))
-    assert plan.ran(2, clean=True) == {"a"}
+    assert plan.ran(2) == {"a"}
     assert plan.orders()[0].parts[0].blocks == [2]
     assert pins.held == [2]
 
@@ -166,7 +148,7 @@ def test_forgetting_keeps_what_ranks_are_reading() -> None:
     plan.stage("c", blocks(3))
     plan.forget()
     assert pins.held == [1]
-    assert plan.ran(1, clean=True) == set()
+    assert plan.ran(1) == set()
     assert plan.orders() == []
     plan.acknowledge(order.job)
     assert pins.held == []
@@ -186,13 +168,13 @@ def test_random_calls_leave_nothing_pinned(seed: int) -> None:
         assert len(pins.held) <= 20
         if rng.random() < 0.7:
             seen = rng.randrange(seen, step + 1)
-            plan.ran(seen, clean=rng.random() < 0.8)
+            plan.ran(seen)
         open_jobs += [order.job for order in plan.orders() for _ in range(2)]
         rng.shuffle(open_jobs)
         while open_jobs and rng.random() < 0.6:
             plan.acknowledge(open_jobs.pop())
         assert plan.check() == []
-    plan.ran(400, clean=True)
+    plan.ran(400)
     for job in open_jobs:
         plan.acknowledge(job)
     for order in plan.orders():

@@ -281,11 +281,9 @@ class Engine:
     def _execute_rank(self, rank: Rank, output: Any) -> ModelRunnerOutput:
         connector, found = rank.connector, KVConnectorOutput()
         connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
-        if output.has_sync_kv_loads:
-            connector.start_load_kv(None)
+        assert not output.has_sync_kv_loads, "a load within the step"
         sampled = self._forward(rank, output)
-        if not output.has_sync_kv_loads:
-            connector.start_load_kv(None)
+        connector.start_load_kv(None)
         connector.wait_for_save()
         if self.reads_at_once:
             connector._rank.drain()

@@ -65,7 +65,8 @@ def model_directory(path: Path, **changes: Any) -> str:
 
 
 class Engine:
-    """`options`: of the tier. `window`: tokens of a sliding window that half of the layers have."""
+    """`options`: of the tier. `window`: tokens of a sliding window that half of the layers have. `groups`: the KV cache
+    groups, in place of these."""
 
     def __init__(
         self,
@@ -75,8 +76,9 @@ class Engine:
         window: int | None = None,
         cpu_chunks: int = 256,
         gpu_blocks: int = 64,
+        groups: list[KVCacheGroupSpec] | None = None,
     ) -> None:
-        groups = _groups(window)
+        groups = groups or _groups(window)
         row_nbytes = sum(groups[0].kv_cache_spec.page_size_bytes for _ in groups[0].layer_names)
         tier = {"type": "KVStoreTier", "module_path": MODULE, **options}
         extra = {

@@ -154,15 +154,11 @@ def test_a_hybrid_load_that_fails(page: int, plain: Engines, pair: Pair, store: 
     assert answers(writer.alone(whole)) == expected
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_preemption(
-    load: str, plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
-) -> None:
+def test_preemption(plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode) -> None:
     """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from the store."""
-    options = {"address": store.address, "load": load}
     few: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_model_len": 256}
-    engine = engines(f"few blocks, {load}", model=models("llama"), store=options, **few)
-    prompts = [prompt(50 + len(load), 70), prompt(60 + len(load), 70)]
+    engine = engines("few blocks", model=models("llama"), store={"address": store.address}, **few)
+    prompts = [prompt(55, 70), prompt(65, 70)]
     expected = answers(plain().alone(*prompts, max_tokens=100))
     engine.ask("report")
     found = engine.generate(*prompts, max_tokens=100)

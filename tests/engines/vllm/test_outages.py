@@ -16,7 +16,7 @@ Engines = Callable[..., EngineHandle]
 LOOKUP_S, LOAD_S, SLOW_S = 4.0, 4.0, 2.0
 COMPUTING_S = 30.0  # less than a save may take
 BACK_S = 60.0  # until an engine uses its store again; it takes some tenths of a second
-WIRES = {"async": "auto", "sync": "bulk"}  # shared memory and sockets: they fail differently
+WIRES = {"shared memory": "auto", "sockets": "bulk"}  # they fail differently
 _seeds = itertools.count(10_000)
 
 # What happens to the node, when, and how many of the prompt's blocks are stored before.
@@ -36,7 +36,7 @@ def writer(engines: Engines, models: Callable[..., str], store: RestartableNode)
     return engines("writer", model=models("llama"), store={"address": store.address})
 
 
-@pytest.fixture(scope="module", params=["async", "sync"])
+@pytest.fixture(scope="module", params=list(WIRES))
 def mode(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -45,7 +45,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def victim(mode: str, engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
     """The engine whose store fails."""
-    options = {"load": mode, "wire": WIRES[mode], "lookup_timeout_s": LOOKUP_S, "load_timeout_s": LOAD_S}
+    options = {"wire": WIRES[mode], "lookup_timeout_s": LOOKUP_S, "load_timeout_s": LOAD_S}
     return engines(f"victim {mode}", model=models("llama"), store={"address": store.address, **options})
 
 
@@ -147,7 +147,7 @@ def test_a_hung_node_costs_at_most_a_deadline(
 def test_a_node_that_hangs_during_a_load_costs_at_most_a_deadline(
     plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7. Other requests are answered meanwhile if the load is asynchronous."""
+    """R7. Other requests are answered meanwhile."""
     whole = prompt(70, 100)
     expected = answers(plain().alone(whole))
     put(writer, store, whole, 96)

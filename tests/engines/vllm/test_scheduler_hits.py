@@ -67,22 +67,12 @@ def test_a_load_waits_in_a_step_of_its_own_and_others_go_on(make: Engines) -> No
     assert engine.cached == {"other": 0, "hit": 48}  # in the order of their first tokens
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines, load: str) -> None:
+def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines) -> None:
     prompt = tokens(11, 4 * BLOCK)
     make.save(prompt)
-    engine = make(store={"load": load})
+    engine = make()
     assert engine.generate(prompt) == answer(prompt, 8)
-    assert engine.cached == {"r": 63 if load == "async" else 48}
-
-
-def test_a_sync_load_is_done_in_the_step_that_computes_the_rest(make: Engines) -> None:
-    make.save(P)
-    engine = make(store={"load": "sync"})
-    assert engine.generate(P) == answer(P, 8)
-    assert engine.cached == {"r": 48}
-    first = next(step for step in engine.steps if step)
-    assert first == {"r": 12}
+    assert engine.cached == {"r": 63}
 
 
 def test_a_longer_prompt_loads_the_part_that_is_stored(make: Engines) -> None:
@@ -258,27 +248,25 @@ def test_an_engine_tells_its_counts_before_it_falls_silent(make: Engines, monkey
     assert engine.ranks[0].connector._rank.counts.pages_saved == 0, "nothing is left to tell"
 
 
-def test_blocks_are_announced_when_they_are_in_the_store(make: Engines) -> None:
-    """Events name the blocks that every rank has stored, with the tokens that they hold."""
-    engine = make(ranks=2, events=True)
+def test_kv_events_of_a_store_with_new_pages_name_the_engines_cache_only(
+    make: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router would weigh the store's blocks like those on the GPU, and it would never hear of their eviction."""
+    with caplog.at_level("INFO", "vllm.kvstore"):
+        engine = make(ranks=2, events=True)
+    assert caplog.text.count("the store sends none") == 1
     published: list[Any] = []
-    take = engine.connector.take_events
-
-    def taken() -> list[Any]:
-        found = list(take())
-        published.extend(found)
-        return found
-
-    engine.connector.take_events = taken
-    request = engine.add("r", P)
-    engine.run()
+    publish = engine.scheduler.kv_event_publisher.publish
+    engine.scheduler.kv_event_publisher.publish = lambda batch: (published.extend(batch.events), publish(batch))
+    assert engine.generate(P, name="computed") == answer(P, 8)
     engine.step()  # pages were on their way when the last block had been read
-    stored = [event for event in published if event.medium == "KVSTORE"]
-    stored.sort(key=lambda event: P.index(event.token_ids[0]))  # jobs end in any order
-    assert [event.token_ids for event in stored] == [
-        list(request.all_token_ids)[i : i + BLOCK] for i in (0, 16, 32, 48)
-    ]
-    assert [event.parent_block_hash for event in stored] == [None, *(event.block_hashes[0] for event in stored[:-1])]
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.generate(P, name="loaded") == answer(P, 8)
+    engine.step()
+    assert engine.cached == {"computed": 0, "loaded": 48}
+    assert published, "the engine itself publishes"
+    assert {event.medium for event in published if hasattr(event, "medium")} == {"GPU"}
+    assert list(engine.connector.take_events()) == []
 
 
 def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
