@@ -83,6 +83,7 @@ class BlockScheduler:
         self._requests: dict[str, Request] = {}
         self._ended: dict[str, Request] = {}  # whose loads have not
         self._loads: list[LoadOrder] = []
+        self._stopped = False  # nothing is saved
         self._epoch: int | None = None
         self._step = 0
         self._seen_at = 0.0  # when the ranks last told
@@ -99,7 +100,7 @@ class BlockScheduler:
 
     def ask(self, request: EngineRequest) -> None:
         """A new request: starts its lookup."""
-        self._requests[request.request_id] = Request(request, [0] * len(self._groups))
+        self._requests[request.request_id] = Request(request, [0] * len(self._groups), barred=self._stopped)
         self._ask(request)
 
     def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -138,6 +139,7 @@ class BlockScheduler:
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             self._plan_anew(state)
+            state.scheduled = False
             self._counts.queried_tokens += request.num_tokens - state.offered[0]
         if not tokens:
             return
@@ -181,6 +183,7 @@ class BlockScheduler:
             if state is None:
                 self._strangers = True
                 continue
+            state.scheduled = True
             computed = state.request.num_computed_tokens + tokens
             if tokens >= PROMPT_TOKENS_MIN:
                 prompts.append((computed - tokens, tokens))
@@ -218,7 +221,8 @@ class BlockScheduler:
         if state.loading:
             self._ended[request.request_id] = state
             return
-        self._drop(self._stage(state, request.num_computed_tokens, tables))
+        if state.scheduled:  # or another connector may still load what counts as computed
+            self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
             self._lookups.touch(request.request_id, self._question(request))
 
@@ -227,10 +231,18 @@ class BlockScheduler:
         epoch is no number that anybody else uses: others may serve other weights."""
         self._epoch = secrets.randbits(63)
         self._shards = [[replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards]
-        self._plan.forget()
         self._lookups.drop_all()
+        self.stop_saving()
+        self._stopped = False
+
+    def stop_saving(self) -> bool:
+        """What the engine has computed and will compute may be wrong. Nothing of it is saved until `reset`, and then
+        nothing of the requests at hand. Returns whether saves went on until now."""
+        stopped, self._stopped = self._stopped, True
+        self._plan.forget()
         for state in self._requests.values():
             state.barred = True
+        return not stopped
 
     @property
     def counted(self) -> bool:

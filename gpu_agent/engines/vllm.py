@@ -12,7 +12,6 @@ Options (docs/engines/vllm.md): those of gpu_agent.options, and `min_tokens`, `s
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,11 +32,12 @@ from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
 from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.blocks.orders import Report, StepOrders
+from gpu_agent.blocks.orders import StepOrders
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.blocks.worth import Worth
+from gpu_agent.engines.vllm_beside import HeldByRanks, OthersLoads, asked_by_another, register, shards_of
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
@@ -45,6 +45,7 @@ from gpu_agent.engines.vllm_identity import (
     replicas,
     scales_in_blocks,
 )
+from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.identity.vllm import namespaces
 from gpu_agent.options import Options, read_options
@@ -61,30 +62,6 @@ HOLD_S = 0.05  # that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
 STATS_S = 0.25  # between what is told of saves and loads that go on: each telling costs the engine, and whom it tells
-
-
-@dataclass
-class _Handshake(KVConnectorHandshakeMetadata):
-    """Of one rank: its namespaces, one per cache group."""
-
-    namespaces: list[Namespace | None]
-
-
-@dataclass
-class _Orders(KVConnectorMetadata):
-    """`computes`: whether requests wait for the step."""
-
-    orders: StepOrders
-    computes: bool = True
-
-
-@dataclass
-class _WorkerReport(KVConnectorWorkerMetadata):
-    report: Report
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVConnectorWorkerMetadata":
-        self.report.add(other.report)
-        return self
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -107,8 +84,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._lookups: Lookups | None = None
         self._hash_tokens = 0
         self._scales_unset = scales_in_blocks(kv_cache_config)
+        self._held: HeldByRanks | None = None  # while the ranks have not told
+        self._others = OthersLoads()
         # Worker
         self._rank: BlockRank | None = None
+        self._rank_id: RankId = ()
+        self._knows_ranks = True
         self._namespaces: list[Namespace | None] = []
         self._ended = LoadsEnded()
 
@@ -133,7 +114,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # A block of all layers is one run of bytes then. Backends that can not are left as they are.
+        # A block of all layers is one run of bytes then. Backends that can not are left as they are, and so are other
+        # connectors: vLLM ends if two ask for different layouts.
+        if asked_by_another(KVStoreConnector):
+            logger.info("kvstore: beside another connector: no KV cache layout is asked for, BLHNC would be faster")
+            return None
         return "BLHNC" if current_platform.is_cuda_alike() else None
 
     # ---- worker ----------------------------------------------------------------------------
@@ -144,6 +129,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         pools = group_pools(self._caches, kv_caches)
         tp_rank = get_tp_group().rank_in_group
         ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": _prefill_context_rank()}
+        self._rank_id = tuple(ranks.values())
         copies, from_hub = replicas(self._config, self._caches), not envs.VLLM_USE_MODELSCOPE
         self._namespaces = namespaces(
             *(self._config, self._caches, self._options.identity, pools, ranks),
@@ -165,19 +151,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._rank.drain()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return _Handshake(self._namespaces) if self._rank else None
+        return Handshake(self._namespaces) if self._rank and not asked_by_another(KVStoreConnector) else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, _Orders)
-        self._computes = connector_metadata.computes
+        assert isinstance(connector_metadata, Orders)
+        self._computes, self._knows_ranks = connector_metadata.computes, connector_metadata.knows_ranks
         if self._rank:
             self._rank.begin(connector_metadata.orders)
 
     @property
     def _orders(self) -> StepOrders:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, _Orders)
+        assert isinstance(metadata, Orders)
         return metadata.orders
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -208,7 +194,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return wrong if len(self._groups) == 1 else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return _WorkerReport(self._rank.report()) if self._rank else None
+        if self._rank is None:
+            return None
+        return WorkerReport(self._rank.report(), {} if self._knows_ranks else {self._rank_id: self._namespaces})
 
     # ---- scheduler -------------------------------------------------------------------------
 
@@ -216,13 +204,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        """What the ranks are told to hold, by rank. Without all of them there is no hit and no save."""
+        """What the ranks hold, by rank. If another connector's metadata comes, their reports tell it. Until all are
+        heard of there is no hit and no save."""
         ranks = self._config.parallel_config.world_size
-        if not self._groups or len(metadata) != ranks or self._pool is None:
-            logger.warning("kvstore: %d of %d ranks can be asked for; nothing is saved or loaded", len(metadata), ranks)
+        ours = [rank.namespaces for rank in metadata.values() if isinstance(rank, Handshake)]
+        if self._groups and len(ours) == ranks:
+            self._open(ours)
+        elif self._groups and self._scheduler is None:
+            told = (
+                "kvstore: the handshake told what %d of %d ranks hold; nothing is saved or loaded before all report it"
+            )
+            logger.warning(told, len(ours), ranks)
+            self._held = HeldByRanks(ranks)
+
+    def _open(self, held: list[Held]) -> None:
+        """All ranks are heard of: the store is used from now on."""
+        shards, early, self._held = shards_of(held), self._held, None
+        if self._pool is None or not any(shards):
+            lacks = "there is no block pool" if self._pool is None else "no rank has pages of its own"
+            logger.warning("kvstore: %s; nothing is saved or loaded", lacks)
             return
-        held = [rank.namespaces for rank in metadata.values() if isinstance(rank, _Handshake)]
-        shards = [list(dict.fromkeys(filter(None, group))) for group in zip(*held, strict=True)]
+        ranks = self._config.parallel_config.world_size
         options = self._options
         page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
@@ -242,6 +244,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             None if options.own.get("slow_hits") == "take" else Worth(),
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
+        if self._others.failed:
+            self._stop_saving()
+        for request in early.requests.values() if early else ():
+            self._scheduler.ask(request)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata(metadata)
@@ -258,6 +264,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         if self._scheduler and self._wanted(request):
             self._scheduler.ask(request)
+        elif self._held and self._wanted(request):
+            self._held.requests[request.request_id] = request
 
     def _wanted(self, request: Any) -> bool:
         if (request.kv_transfer_params or {}).get("kvstore.skip") or getattr(request, "resumable", False):
@@ -276,28 +284,52 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if not self._scheduler:
-            return _Orders(StepOrders(0, None, [], []))
         scheduled = scheduler_output.num_scheduled_tokens
+        if not self._scheduler:
+            self._others.scheduled(0, scheduler_output.has_sync_kv_loads)
+            if self._held:
+                self._held.stepped()
+            return Orders(StepOrders(0, None, [], []), bool(scheduled), self._held is None)
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         self._computes = bool(scheduled)
         orders = self._scheduler.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids)
-        return _Orders(orders, self._computes)
+        self._others.scheduled(orders.step, scheduler_output.has_sync_kv_loads)
+        return Orders(orders, self._computes)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        if self._scheduler and isinstance(report, _WorkerReport):
+        if not isinstance(report, WorkerReport):
+            return
+        failed = self._others.ran(report.report.step, connector_output.invalid_block_ids)
+        if self._scheduler:
+            if failed:  # before what the step staged is taken for right
+                self._stop_saving()
             self._scheduler.ran(report.report)
+        elif self._held and (held := self._held.add(report.held)):
+            self._open(held)
+
+    def _stop_saving(self) -> None:
+        """Another connector's load failed within a step: see `OthersLoads`."""
+        if self._scheduler and self._scheduler.stop_saving():
+            logger.error(
+                "kvstore: a load of another connector failed within a step: blocks in the prefix cache may be wrong, "
+                "and nothing that this engine computes is stored until that cache and the connectors are reset"
+            )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))  # beside a connector of one group
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler:
             self._scheduler.finished(request, block_ids)
+        elif self._held:
+            self._held.requests.pop(request.request_id, None)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.busy
+        return self._scheduler.busy if self._scheduler else self._held is not None and self._held.waiting
 
     def reset_cache(self) -> bool | None:
         if self._scheduler:
@@ -338,6 +370,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         for part in (self._rank, self._lookups):
             if part:
                 part.close()
+
+
+register(KVStoreConnector)
 
 
 def _options(values: Mapping[str, Any]) -> Options:

@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
+from gpu_agent.engines.vllm_beside import register
 from gpu_agent.engines.vllm_identity import check_tier_groups
 from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.identity.checkpoint import named
@@ -79,6 +80,9 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
                 check_tier_groups(kv_cache_config)
                 tier |= told(vllm_config, tier)
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+register(KVStoreOffloadingConnector)
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]

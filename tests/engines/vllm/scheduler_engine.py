@@ -18,6 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvstore.measure.node_process import NodeProcess
@@ -25,16 +26,17 @@ from kvstore.measure.node_process import NodeProcess
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # pytest makes errors of warnings; those while an engine is imported are its own
     import torch
+    from scheduler_beside import orders_of, ours_of, transfer_config
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
         KVEventsConfig,
-        KVTransferConfig,
         ModelConfig,
         ParallelConfig,
         SchedulerConfig,
         VllmConfig,
     )
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.sampling_params import SamplingParams
@@ -51,6 +53,7 @@ with warnings.catch_warnings():
 
 BLOCK = 16
 HEADS, CELL = 2, 4
+NOWHERE = SimpleNamespace(attn_metadata=None, no_compile_layers={})  # a forward pass without attention
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -103,13 +106,14 @@ class Rank:
         patch.setattr(adapter, "get_tp_group", lambda: group)
         patch.setattr(adapter, "get_pp_group", lambda: first)
         patch.setattr(adapter, "_prefill_context_rank", lambda: 0)
-        self.connector = adapter.KVStoreConnector(config, KVConnectorRole.WORKER, caches)
+        self.outer: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+        self.connector = ours_of(self.outer)
         self.kv = {
             name: torch.full((caches.num_blocks, HEADS, BLOCK, CELL), -1, dtype=torch.int32)
             for group in caches.kv_cache_groups
             for name in group.layer_names
         }
-        self.connector.register_kv_caches(self.kv)
+        self.outer.register_kv_caches(self.kv)
 
     def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
         """Computes the KV of `known[start:]`; the last token's value, 0 if a layer holds what it should not."""
@@ -147,6 +151,7 @@ class Engine:
         events: bool = False,
         overlap: bool = False,
         prefix_caching: bool = True,
+        beside: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None,
     ) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
@@ -170,16 +175,12 @@ class Engine:
                 is_encoder_decoder=False,
                 async_scheduling=overlap,
             ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="KVStoreConnector",
-                kv_connector_module_path="gpu_agent.engines.vllm",
-                kv_role="kv_both",
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config=store,
-            ),
+            kv_transfer_config=transfer_config(store, policy, beside),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         )
-        self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        # Connectors of others may know one group of layers only.
+        hybrid = KVConnectorFactory.supports_hma_config(self.config.kv_transfer_config)
+        self.config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
         parallel.tensor_parallel_size = parallel.world_size = ranks
         caches = _caches(blocks, window)
         hasher = get_hash_fn_by_name(hash_algorithm)
@@ -195,13 +196,13 @@ class Engine:
             hash_block_size=hash_tokens,
             log_stats=True,
         )
-        self.connector: Any = self.scheduler.connector
-        metadata = {
-            (0, rank.rank): pickle.loads(pickle.dumps(rank.connector.get_handshake_metadata())) for rank in self.ranks
-        }
-        self.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        self.outer: Any = self.scheduler.connector
+        self.connector: Any = ours_of(self.outer)
+        told = {(0, rank.rank): pickle.loads(pickle.dumps(rank.outer.get_handshake_metadata())) for rank in self.ranks}
+        # As vLLM's worker and engine do it: who has none is left out.
+        self.outer.set_xfer_handshake_metadata_pp_aware({at: one for at, one in told.items() if one is not None})
         self._aggregator = KVOutputAggregator(ranks)
-        self.stats: Any = self.connector.build_kv_connector_stats()
+        self.stats: Any = self.outer.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
         self._overlap = overlap
@@ -264,7 +265,7 @@ class Engine:
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         """As vLLM's model runner and executor do it."""
-        self.on_execute(output.kv_connector_metadata.orders)
+        self.on_execute(orders_of(output.kv_connector_metadata))
         results = [self._execute_rank(rank, output) for rank in self.ranks]
         for samples in zip(*(result.sampled_token_ids for result in results), strict=True):
             if any(sample != samples[0] for sample in samples):
@@ -273,20 +274,20 @@ class Engine:
             self._sampled[name] += sampled
         merged = self._aggregator.aggregate(results)
         assert merged is not None
-        for found in (merged.kv_connector_output.kv_connector_stats, self.connector.get_kv_connector_stats()):
+        for found in (merged.kv_connector_output.kv_connector_stats, self.outer.get_kv_connector_stats()):
             if found:
                 self.stats.aggregate(found)
         return merged
 
     def _execute_rank(self, rank: Rank, output: Any) -> ModelRunnerOutput:
-        connector, found = rank.connector, KVConnectorOutput()
+        connector, found = rank.outer, KVConnectorOutput()
         connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
-        assert not output.has_sync_kv_loads, "a load within the step"
+        assert not output.has_sync_kv_loads or connector is not rank.connector, "a load of ours within the step"
         sampled = self._forward(rank, output)
-        connector.start_load_kv(None)
+        connector.start_load_kv(NOWHERE)
         connector.wait_for_save()
         if self.reads_at_once:
-            connector._rank.drain()
+            rank.connector._rank.drain()
         transfer = connector.get_transfer_results(output.finished_req_ids)
         found.finished_sending = transfer.finished_sending
         found.finished_recving = transfer.finished_recving
@@ -341,7 +342,7 @@ class Engine:
         self.on_execute = forget
 
     def close(self) -> None:
-        for connector in [rank.connector for rank in self.ranks] + [self.connector]:
+        for connector in [rank.outer for rank in self.ranks] + [self.outer]:
             connector.shutdown()
 
 

@@ -24,7 +24,7 @@ def test_a_second_server_answers_from_the_first_ones_kv(models: Callable[..., st
         first.wait_up()
         answer = first.complete(one)
         assert answer.cached_tokens == 0
-        # What was computed before the agents' process was ready waits for it, which takes its time beside other engines.
+        # What was computed before the agents' process was ready waits for it, and beside other engines that takes long.
         assert first.wait_metric("vllm:kvstore_pages_saved_total", 3, READY_S) == 3, first.said()[-6000:]
         metrics = first.metrics()
         assert metrics["vllm:kvstore_agents_ready_total"] == 1
