@@ -215,7 +215,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 "kvstore: the handshake told what %d of %d ranks hold; nothing is saved or loaded before all report it"
             )
             logger.warning(told, len(ours), ranks)
-            self._held = HeldByRanks(ranks)
+            self._held, self._others.beside = HeldByRanks(ranks), True
 
     def _open(self, held: list[Held]) -> None:
         """All ranks are heard of: the store is used from now on."""
@@ -286,14 +286,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         scheduled = scheduler_output.num_scheduled_tokens
         if not self._scheduler:
-            self._others.scheduled(0, scheduler_output.has_sync_kv_loads)
+            self._others.scheduled(0, scheduler_output)
             if self._held:
                 self._held.stepped()
             return Orders(StepOrders(0, None, [], []), bool(scheduled), self._held is None)
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         self._computes = bool(scheduled)
         orders = self._scheduler.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids)
-        self._others.scheduled(orders.step, scheduler_output.has_sync_kv_loads)
+        self._others.scheduled(orders.step, scheduler_output)
         return Orders(orders, self._computes)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -73,10 +73,12 @@ class OthersLoads:
     def __init__(self) -> None:
         self._last_step: int | None = None
         self.failed = False
+        self.beside = False  # there are other connectors
 
-    def scheduled(self, step: int, within: bool) -> None:
-        """`within`: a step holds such a load. Ours run beside steps."""
-        if within:
+    def scheduled(self, step: int, scheduler_output: Any) -> None:
+        """A step was planned. Ours run beside steps, so a load within one is another connector's. A release of vLLM
+        that does not tell may have such loads in every step."""
+        if getattr(scheduler_output, "has_sync_kv_loads", self.beside):
             self._last_step = step
 
     def ran(self, step: int, invalid_blocks: Any) -> bool:

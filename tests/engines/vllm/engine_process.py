@@ -56,20 +56,27 @@ def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
     return call
 
 
-def saves_end(worker: Any) -> None:
-    """For `collective_rpc`: blocks are given back when they have been read; this waits until they are stored."""
+def store_rank() -> Any:
+    """Our connector's side of this worker, alone or in a `MultiConnector`; None without it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    rank = getattr(get_kv_transfer_group(), "_rank", None) if has_kv_transfer_group() else None
+    if not has_kv_transfer_group():
+        return None
+    group = get_kv_transfer_group()
+    ranks = [getattr(one, "_rank", None) for one in getattr(group, "sub_connectors", [group])]
+    return next((rank for rank in ranks if rank), None)
+
+
+def saves_end(worker: Any) -> None:
+    """For `collective_rpc`: blocks are given back when they have been read; this waits until they are stored."""
+    rank = store_rank()
     if rank:
         rank._home.wait([job.done for _, job in rank._outcomes])  # by the deadlines of the saves
 
 
 def agents_of(worker: Any) -> dict[str, Any]:
     """For `collective_rpc`: the home of the worker's agents, and the number of the process that they live in."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    home = get_kv_transfer_group()._rank._home
+    home = store_rank()._home
     home.poll()
     child = getattr(home, "_child", None)
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine_answers import agree, answers, cached, found_locally, prompt
 from engine_handle import EngineHandle
-from gpu_answers import READY_S
+from gpu_answers import READY_S, agents_ready, stored
 from restartable_node import RestartableNode
 from vllm_server import Server, store_config
 
@@ -69,3 +69,38 @@ def test_route_b_restores_what_another_engine_offloaded(on_gpu: Engines, store: 
     assert cached(found) == [288]
     assert agree(found, expected)
     assert answers(found) == answers(found_locally(reader, one))
+
+
+def test_beside_vllms_own_offloading_in_a_multi_connector(on_gpu: Engines, store: RestartableNode) -> None:
+    """Ours behind the other one, then before it. Each asks for a layout of its own when it is alone."""
+    offloading = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+    }
+    ours = store_config(store.address, lookup_timeout_s=30.0, load_timeout_s=60.0, slow_hits="take")
+    engines = {}
+    for role, connectors in {"writer": [offloading, ours], "reader": [ours, offloading]}.items():
+        multi: dict[str, Any] = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
+        engines[role] = on_gpu(f"{role} beside", kv_transfer_config=multi, enforce_eager=True)
+    one = prompt(4, 300)
+    agents_ready(engines["reader"])
+    engines["writer"].settle()  # steps: its ranks tell what they hold
+    before = len(store.pages())
+    expected = stored(engines["writer"], one)
+    end = time.monotonic() + STORED_S
+    while len(store.pages()) < before + 9:
+        assert time.monotonic() < end, f"{len(store.pages()) - before} pages of 9 are stored"
+        engines["writer"].generate(prompt(5, 20), max_tokens=1)
+        time.sleep(0.2)
+    engines["reader"].settle()
+    found = engines["reader"].alone(one)
+    assert cached(found) == [288]
+    assert agree(found, expected)
+    assert answers(found) == answers(found_locally(engines["reader"], one))
+    assert "failed within a step" not in engines["reader"].said()
