@@ -46,6 +46,7 @@ help:
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
+	@echo "                  SEEDS=200: so many storms through vLLM's scheduler"
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make gpu-test-vllm  real vLLM on this machine's GPU: hits, caches, outages, its server, both routes (6 minutes;"
 	@echo "                  PYTHON names one with vLLM 0.33, CuPy, pytest, pytest-xdist and '.[node]'; two ranks need two GPUs)"

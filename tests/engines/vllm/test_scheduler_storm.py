@@ -1,0 +1,146 @@
+"""vLLM's own scheduler in a storm: aborts, preemptions, slow ranks, pages that vanish between lookup and load.
+
+Whatever happens, no answer is wrong, no block stays held, and a fresh engine that reads everything back from the store
+answers as if it had computed it. SEEDS=200 runs that many storms, KVSTORE_SEED=7 begins with the seventh.
+"""
+
+import contextlib
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduler_engine import BLOCK, Engine, Engines, answer, start_node, tokens
+
+from gpu_agent.blocks.ranks import LoadsEnded
+from kvstore.measure.node_process import NodeProcess
+
+pytestmark = pytest.mark.filterwarnings("default")
+FIRST, SEEDS = int(os.environ.get("KVSTORE_SEED") or 1), int(os.environ.get("SEEDS") or 6)
+REQUESTS = 30
+LIMIT_S = 180.0  # for a storm to end on a busy machine; it takes some seconds
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[NodeProcess]:
+    with start_node() as node:
+        yield node
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: NodeProcess) -> Iterator[Engines]:
+    engines = Engines(tmp_path, monkeypatch, store.address)
+    yield engines
+    engines.close()
+
+
+class Storm:
+    """Two engines with one store. `met` counts what happened."""
+
+    def __init__(self, make: Engines, patch: pytest.MonkeyPatch, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.shape: dict[str, Any] = {"ranks": rng.choice([1, 2]), "window": rng.choice([0, 0, 40])}
+        self.met: Counter[str] = Counter()
+        few = rng.choice([26, 40, 128]) * (
+            2 if self.shape["window"] else 1
+        )  # blocks; one request needs up to 18 a group
+        self.engines = [
+            make(
+                **self.shape,
+                blocks=few,
+                batch_tokens=rng.choice([48, 64, 512]),
+                overlap=rng.random() < 0.5,
+                policy=rng.choice(["recompute", "recompute", "fail"]),
+            )
+            for _ in range(2)
+        ]
+        for engine in self.engines:
+            self._disturb_loads(engine, patch)
+            engine.reads_at_once = rng.random() < 0.5
+
+    def _disturb_loads(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        def forget(orders: Any) -> None:
+            for order in orders.loads:
+                self.met["loads"] += 1
+                for part in order.parts:
+                    if part.keys and self.rng.random() < 0.4:
+                        rank = self.rng.randrange(len(engine.ranks))
+                        gone = self.rng.sample(part.keys, self.rng.choice([1, 1, len(part.keys)]))
+                        with contextlib.suppress(AssertionError):  # another load has lost it before
+                            engine.forget(gone, rank, part.group)
+
+        engine.on_execute = forget
+        for rank in engine.ranks:  # ranks end their loads in different steps
+            ended = rank.connector._rank.loads_ended
+            patch.setattr(
+                rank.connector._rank,
+                "loads_ended",
+                lambda ended=ended: LoadsEnded() if self.rng.random() < 0.5 else ended(),
+            )
+
+    def prompt(self) -> list[int]:
+        """Heads are shared, tails too now and then."""
+        head = tokens(self.rng.choice([3, 7, 11]), self.rng.choice([16, 48, 60, 100]))
+        return head + tokens(self.rng.choice([13, 17]), self.rng.randrange(1, 120))
+
+    def strike(self, engine: Engine) -> None:
+        live = [name for name, request in engine.requests.items() if not request.is_finished()]
+        what = self.rng.random()
+        if live and what < 0.2:
+            name = self.rng.choice(live)
+            self.met[f"aborted {engine.requests[name].status.name}"] += 1
+            engine.abort(name)
+        elif what < 0.35 and engine.scheduler.running and not engine._overlap:
+            self.met["preempted"] += 1
+            request = self.rng.choice(engine.scheduler.running)
+            engine.scheduler.running.remove(request)
+            engine.scheduler._preempt_request(request, 0.0)
+
+    def run(self) -> None:
+        for number in range(REQUESTS):
+            engine = self.rng.choice(self.engines)
+            engine.add(f"r{number}", self.prompt(), self.rng.randrange(1, 30))
+            for _ in range(self.rng.randrange(12)):
+                one = self.rng.choice(self.engines)
+                one.step()
+                if self.rng.random() < 0.3:
+                    self.strike(one)
+        for engine in self.engines:
+            engine.run(LIMIT_S)
+
+    def check(self) -> list[list[int]]:
+        """Compares what was answered. Returns all that was known in the end."""
+        known = []
+        for engine in self.engines:
+            for name, request in engine.requests.items():
+                assert request.is_finished()
+                prompt = list(request.prompt_token_ids)
+                found = engine.outputs[name]
+                assert found == answer(prompt, len(found)), f"{name} of {request.status.name}: {self.met}"
+                known.append(prompt + found)
+            assert engine.pool.get_num_free_blocks() == engine.free_blocks
+            self.met["loads failed"] += int(engine.stats.data.get("loads_failed", 0))
+        return known
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
+def test_a_storm_leaves_nothing_wrong_in_the_engines_and_in_the_store(
+    make: Engines, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    storm = Storm(make, monkeypatch, seed)
+    storm.run()
+    known = storm.check()
+    assert storm.met["loads"], storm.met
+    fresh = make(**storm.shape, blocks=512)
+    for number, prompt in enumerate(known):
+        for engine in (fresh, *storm.engines):  # from the store, and from caches that went through the storm
+            if number % 3 and engine is not fresh:
+                continue
+            engine.on_execute = lambda orders: None
+            engine.add(f"again {number}", prompt, 4)
+            engine.run(LIMIT_S)
+            assert engine.outputs[f"again {number}"] == answer(prompt, 4), f"{prompt[:3]} {storm.shape} {storm.met}"
+    assert any(cached >= BLOCK for cached in fresh.cached.values())
