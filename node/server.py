@@ -39,6 +39,7 @@ from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
 from node.serve.grpc import GrpcServer
+from node.serve.grpc_options import check_grpcio
 from node.serve.metrics import metrics_text
 from node.serve.metrics_server import MetricsServer
 from node.serve.service import Service
@@ -66,6 +67,7 @@ class Node:
 
     def __init__(self, config: NodeConfig, pulse: Callable[[], None] = lambda: None) -> None:
         """`pulse` is called now and then by what takes long at the start, and may raise to end it."""
+        check_grpcio()  # before memory is taken
         self.config = config
         self._pulse = pulse
         self._started = False

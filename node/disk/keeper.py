@@ -9,8 +9,8 @@ interpreter while it works, so stop nobody but this process.
     lists, scrubs  --- questions ------->   another: rows, while an order is under way
 
 It ends with its node: when the sockets close it is gone at once, in the middle of an order or not,
-which is no worse than power that fails then. It does not hear SIGINT or SIGTERM, which a terminal or a
-supervisor may send to all: the node still has pages to write.
+which is no worse than power that fails then. It does not hear SIGINT, SIGTERM or SIGHUP, which a terminal or
+a supervisor may send to all: the node still has pages to write.
 """
 
 import contextlib
