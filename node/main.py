@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import kvstore
 import kvstore.spans as spans
@@ -15,9 +16,17 @@ from kvstore.log_rate import LogRate
 from node.config import NodeConfig
 from node.garbage import SeldomCollections
 from node.log_lines import formatter
-from node.server import Node
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+if TYPE_CHECKING:
+    from node.server import Node
+
+log = logging.getLogger(__name__)
+
+# SIGHUP comes from a terminal that closes, and must not cost pages that are in RAM only.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What the extra `node` installs, by the names that are imported.
+EXTRA = ("grpc_health", "grpc_reflection", "prometheus_client", "rocksdict")
+UMASK = 0o077  # what a node writes tells of prompts and tenants: nobody else on the host may read it
 # How long one thread may keep the others from running Python (default 5 ms): the disk writer prepares
 # its batches in Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007, 0029).
 SWITCH_INTERVAL_S = 0.0001
@@ -29,7 +38,7 @@ EXAMPLES = """examples:
 
 Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
 KVSTORE_NODE_ETCD_PASSWORD has no flag, which everybody on the host could read.
-exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting is unusable
+exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
 """
 
 
@@ -63,15 +72,63 @@ def _parser() -> argparse.ArgumentParser:
 
 def _end_if_asked() -> None:
     """A start that takes long (RAM to touch, rows to read) ends within a moment of a signal, too."""
-    if not signal.sigpending().isdisjoint(STOP_SIGNALS):
+    if asked := signal.sigpending() & set(STOP_SIGNALS):
+        log.info("%s: the start is given up", _names(asked))
         raise SystemExit(0)
 
 
+def _names(signals: set[signal.Signals]) -> str:
+    return ", ".join(sorted(number.name for number in signals))
+
+
+def _block_stop_signals() -> set[signal.Signals]:
+    """Block the signals that stop a node, and return them.
+
+    Leave SIGHUP out where it is ignored, as under nohup. A signal that is both ignored and blocked stays
+    pending on Linux, so waiting for it would end a node that nohup is to keep.
+    """
+    signals = set(STOP_SIGNALS)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signals.remove(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    return signals
+
+
+def _await_stop(signals: set[signal.Signals]) -> None:
+    """Return when one of the blocked `signals` has come. SIGTERM and SIGINT end the process at once from then on."""
+    came = {signal.Signals(signal.sigwait(signals))}
+    # One stop may send two signals: systemd SIGTERM and then SIGHUP, a shell and its terminal SIGHUP each. The
+    # second one must not cut the drain short, so what is here already counts as one, and SIGHUP is ignored.
+    while (more := signal.sigtimedwait(signals, 0)) is not None:
+        came.add(signal.Signals(more.si_signo))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in signals - {signal.SIGHUP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    log.info("%s: the node stops", _names(came))
+
+
+def _node_class() -> "type[Node]":
+    """Return the class of the node. Raises ConfigError if packages of the extra `node` are not installed."""
+    try:
+        from node.server import Node
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        raise ConfigError(
+            f"the Python package {package} is not installed here; a node needs the extra node: "
+            "pip install 'kvstore-llm[node]', or the wheel's file with [node] behind its name"
+        ) from error
+    return Node
+
+
 def main() -> None:
-    """Runs until SIGTERM or SIGINT; a second signal ends at once."""
+    """Runs until SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT ends at once."""
     # Blocked before any thread starts and waited for, instead of handled: a thread that is just being
     # started can take a signal, and a handler then waits for a main thread that nothing wakes.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signals = _block_stop_signals()
+    os.umask(UMASK)
     arguments = vars(_parser().parse_args())
     try:
         config = load(NodeConfig, "KVSTORE_NODE", arguments)
@@ -81,7 +138,7 @@ def main() -> None:
         logging.basicConfig(level=config.log_level, handlers=[handler])
         spans.set_up("kvstore-node")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        node = Node(config, _end_if_asked)
+        node = _node_class()(config, _end_if_asked)
         SeldomCollections()
         node.start()
     except ConfigError as error:
@@ -92,10 +149,7 @@ def main() -> None:
     ports = f"grpc={address}:{node.grpc.port} bulk={node.bulk.port} metrics={node.metrics.port}"
     ports += f" shm={node.shm.path if node.shm else 'none'}"
     print(f"kvstore-node ready {ports}", flush=True)
-    signal.sigwait(STOP_SIGNALS)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _await_stop(signals)
     node.stop()
     spans.flush()
     logging.shutdown()

@@ -39,6 +39,8 @@ from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
 from node.serve.grpc import GrpcServer
+from node.serve.grpc_options import check_grpcio
+from node.serve.http_host import is_sure_host
 from node.serve.metrics import metrics_text
 from node.serve.metrics_server import MetricsServer
 from node.serve.service import Service
@@ -66,6 +68,7 @@ class Node:
 
     def __init__(self, config: NodeConfig, pulse: Callable[[], None] = lambda: None) -> None:
         """`pulse` is called now and then by what takes long at the start, and may raise to end it."""
+        check_grpcio()  # before memory is taken
         self.config = config
         self._pulse = pulse
         self._started = False
@@ -91,6 +94,7 @@ class Node:
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
         gate = Gate(self.access, self.audit, self._described)
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
+        self._own_hosts = self._named()
         self.console, looks = self._open_console()
         self._watch = Watch([self.access.look, *([self.certificates.look] if self.certificates else []), *looks])
         with contextlib.ExitStack() as undo:
@@ -106,14 +110,24 @@ class Node:
     def _described(self, digest: bytes) -> Namespace:
         return self.tier.namespace(digest).value
 
+    def _named(self) -> list[str]:
+        """Return the names of this node that its operator has set, by which browsers and scrapers may call it."""
+        view = self.membership.view
+        listed = view.by_id[self.membership.member].address if view else ""
+        addresses = filter(None, (self.config.advertise, listed))
+        return [self.config.host, *(split_address(with_port(address, GRPC_PORT))[0] for address in addresses)]
+
+    def _knows_host(self, host: str) -> bool:
+        """Whether a page of another site can not be behind a request. With identities it would lack a token."""
+        return not self.access.open or is_sure_host(host, self._own_hosts)
+
     def _open_console(self) -> tuple[Console | None, list[Callable[[], None]]]:
         """None: there is none; and what it has to look at now and then."""
         if self.config.console == "off":
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
         history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
-        hosts = [split_address(with_port(self.config.advertise, GRPC_PORT))[0]] if self.config.advertise else []
-        return Console(self.service, self.peers, history, self._described, hosts), [history.look]
+        return Console(self.service, self.peers, history, self._described, self._own_hosts), [history.look]
 
     def _open_registry(self) -> Registry | None:
         """None: this node is alone, or of a fixed list."""
@@ -161,6 +175,7 @@ class Node:
                 lambda: self.grpc.serving,
                 own,
                 self.console.server.take if self.console else None,
+                self._knows_host,
             )
             opened.pop_all()
         self.service.bulk_port = self.bulk.port

@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kvstore/wires/grpc_wire.py",
         "node/peers/etcd.py",
         "node/serve/grpc.py",
+        "node/serve/grpc_options.py",
         "node/serve/grpc_tls.py",
     ),
     "grpc_health": ("node/serve/health.py",),

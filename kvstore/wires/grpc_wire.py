@@ -22,6 +22,10 @@ from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
 from kvstore.wires.tls import ClientTls
 
+# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a limit and compare
+# its size afterwards, so that a node could fill an engine's memory.
+IDENTITY_ONLY = 1
+
 _METHODS = {
     "hello": "Hello",
     "open_namespace": "OpenNamespace",
@@ -61,6 +65,7 @@ class GrpcWire:
             ("grpc.default_authority", authority or target),
             ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
             ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+            ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
             # A new channel starts without the old one's reconnect pause.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.max_reconnect_backoff_ms", 1000),

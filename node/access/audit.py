@@ -120,5 +120,5 @@ class _File(logging.handlers.WatchedFileHandler):
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Nobody waits for who is to read a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+    """Open for appending without waiting for the reader of a pipe. A new file is for its owner only."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)

@@ -19,7 +19,7 @@ from kvstore.identities import Principal
 from kvstore.keys import Namespace
 from node.access.caller import Caller
 from node.console.acts import Acts
-from node.console.exchange import OWN_HEADER, Answer, Refused, Request, Watch, Work, event, fields, is_sure_host, reply
+from node.console.exchange import OWN_HEADER, Answer, Refused, Request, Watch, Work, event, fields, reply
 from node.console.files import answers
 from node.console.history import History
 from node.console.members import Members
@@ -27,6 +27,7 @@ from node.console.pages import Pages
 from node.console.server import ConsoleServer
 from node.console.snapshot import Snapshots
 from node.peers.peers import Peers
+from node.serve.http_host import FOREIGN_HOST, is_sure_host
 from node.serve.metrics_server import CONSOLE_PATH, Asker
 from node.serve.service import Service
 
@@ -60,8 +61,7 @@ class Console:
     def respond(self, request: Request, asker: Asker) -> Answer:
         """Raises KVStoreError and Refused."""
         if self._service.gate.access.open and not is_sure_host(request.headers.get("host", ""), self._hosts):
-            why = "this node asks nobody who he is, and a page of another site could call it so: use its address"
-            raise Refused("403 Forbidden", why)
+            raise Refused("403 Forbidden", FOREIGN_HOST)
         if request.path == CONSOLE_PATH:
             return reply("text/plain", b"", "308 Permanent Redirect", {"Location": "console/"})
         if request.path in self._files:

@@ -1,11 +1,11 @@
 """What a browser sends and is sent: one request and one answer a connection, all of HTTP that the console speaks."""
 
-import ipaddress
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
+from node.serve.http_host import TWO_HOSTS, host_count
 from node.serve.http_status import http_status
 
 HEAD_NBYTES_MAX = 8 << 10
@@ -78,6 +78,8 @@ def parse(data: bytes) -> Request | None:
     words = lines[0].split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise Refused("400 Bad Request", "not a request of HTTP/1")
+    if host_count(lines[1:]) > 1:
+        raise Refused("400 Bad Request", TWO_HOSTS)
     named = (line.partition(":") for line in lines[1:])
     headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
     length = _length(headers)
@@ -132,16 +134,3 @@ def event(name: str, data: str) -> bytes:
 def _head(status: str, headers: Mapping[str, str]) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in (_HEADERS | dict(headers)).items())
     return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode()
-
-
-def is_sure_host(host: str, own: Collection[str]) -> bool:
-    """Whether nobody else can have made a browser believe that this node is what it calls `host`: an address, a name
-    without a domain, or one of this node's own. Any other may be a stranger's, who has it point here."""
-    if host.startswith("["):
-        return host.partition("]")[0][1:].count(":") > 1
-    name = host.partition(":")[0]
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return bool(name) and ("." not in name or name in own)
-    return True

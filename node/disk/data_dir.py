@@ -14,6 +14,8 @@ import logging
 import mmap
 import os
 import resource
+import shlex
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,9 +120,43 @@ def refused(path: Path) -> Iterator[None]:
 def make_directory(path: Path, layer: FileLayer) -> None:
     """The directory and what it lies in, to stay: each new one is an entry of the one above."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for directory in missing:
         layer.sync_directory(directory.parent)
+
+
+def open_to_others(path: Path) -> str:
+    """Return what other users of the host may read or change in a data directory; empty if that is nothing.
+
+    Only the bits of others count: a group may be the operator's intention, as fsGroup is in Kubernetes.
+    """
+    mode = path.stat().st_mode
+    if mode & stat.S_IWOTH:
+        return str(path)
+    if not mode & stat.S_IXOTH:  # nobody gets past it
+        return ""
+    inside = (entry for entry in sorted(path.iterdir()) if not entry.is_symlink())
+    return next((str(entry) for entry in inside if entry.stat().st_mode & stat.S_IRWXO), "")
+
+
+def warn_if_open(path: Path) -> None:
+    """Log the remedy for a directory that an older release, or the operator, has left open to others.
+
+    Nothing is changed: modes of what is there already are the operator's, who may have programs that read it.
+    """
+    try:
+        found = open_to_others(path)
+    except OSError as error:
+        log.warning("data_dir=%s: whether others may read it can not be told: %s", path, error)
+        return
+    if found:
+        log.warning(
+            "data_dir=%s is open to other users of this host (%s): its rows name models, tenants, salts and prompt "
+            "hashes; close it with: chmod -R o= %s",
+            path,
+            found,
+            shlex.quote(str(path)),
+        )
 
 
 def take_lock(path: Path, wait_s: float) -> int:

@@ -134,7 +134,7 @@ class ExtentFiles:
         self._lock = threading.Lock()
         self._unsynced: set[int] = set()
         self._run = memoryview(mmap.mmap(-1, UNIT_NBYTES))  # page-aligned, as O_DIRECT needs it
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._drop_from(count)
         self._direct = os.O_DIRECT if self._direct_works() else 0
         flags = os.O_RDWR | os.O_CREAT | self._direct

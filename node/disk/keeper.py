@@ -9,8 +9,8 @@ interpreter while it works, so stop nobody but this process.
     lists, scrubs  --- questions ------->   another: rows, while an order is under way
 
 It ends with its node: when the sockets close it is gone at once, in the middle of an order or not,
-which is no worse than power that fails then. It does not hear SIGINT or SIGTERM, which a terminal or a
-supervisor may send to all: the node still has pages to write.
+which is no worse than power that fails then. It does not hear SIGINT, SIGTERM or SIGHUP, which a terminal or
+a supervisor may send to all: the node still has pages to write.
 """
 
 import contextlib
@@ -121,6 +121,7 @@ def main() -> None:
     """The keeper of the process that started it; see `node.disk.kept_dir`."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)  # RocksDB makes its files, which name models, tenants and prompt hashes, as readable as it may
     task = Task.from_arguments(sys.argv[1:])
     logging.basicConfig(level=task.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=task.orders_fd))

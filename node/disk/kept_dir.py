@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.errors import ConfigError, Exhausted
 from node.disk import orders
-from node.disk.data_dir import allow_open_files, make_directory, refused, take_lock
+from node.disk.data_dir import allow_open_files, make_directory, refused, take_lock, warn_if_open
 from node.disk.extent_files import FileLayer, OpenExtents, Overwritten, Range, Slot
 from node.disk.keeper_process import END_S, KeeperProcess, Patience, Silent
 from node.disk.orders import Kind, Pair, Task
@@ -64,6 +64,7 @@ class KeptDir:
             allow_open_files(self.extent_count)
             flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
             self._open = OpenExtents(path / "extents", self.extent_nbytes, self.extent_count, flags, FileLayer())
+            warn_if_open(path)
             undo.pop_all()
         self._turn = threading.Lock()  # of who changes the keeper
         self._closed = False

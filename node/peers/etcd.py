@@ -260,6 +260,7 @@ class _Connection:
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
         options = [
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
+            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: an answer is as large as it looks
             ("grpc.use_local_subchannel_pool", 1),  # starts without the pause of the one before
             ("grpc.enable_http_proxy", 0),
         ]

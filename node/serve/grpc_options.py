@@ -1,6 +1,11 @@
 """What gRPC's server is told at its start: sizes, times, and how much a caller may send before anybody reads it."""
 
+import re
+
+import grpc
+
 from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.errors import ConfigError
 from node.serve.limits import REQUEST_S_MAX
 
 STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
@@ -9,12 +14,34 @@ STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait a
 STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
 METADATA_NBYTES_MAX = 8 << 10
 CONNECTIONS_MAX = 4096
+# Only messages as they are: unpacking is work and memory that a caller without a credential would have for nothing.
+# A call whose messages are compressed is refused by its head (UNIMPLEMENTED), by all releases since 1.62.3.
+IDENTITY_ONLY = 1
+# The first release that stops unpacking at the limit of a message (found by sending it 60 MiB in 59 KiB). Older ones
+# unpack all, up to 2 GiB out of 2 MB, and then compare. 1.83.0 was released without that change.
+GRPCIO_MIN = (1, 82, 2)
+GRPCIO_WITHOUT = ((1, 83, 0),)
+
+
+def check_grpcio(version: str = grpc.__version__) -> None:
+    """Raise ConfigError for a grpcio that unpacks compressed messages without a limit."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(map(int, found.groups())) if found else ()
+    if numbers >= GRPCIO_MIN and numbers not in GRPCIO_WITHOUT:
+        return
+    oldest, without = ".".join(map(str, GRPCIO_MIN)), ".".join(map(str, GRPCIO_WITHOUT[0]))
+    raise ConfigError(
+        f"grpcio {version} unpacks compressed messages of strangers without a limit; a node needs grpcio {oldest} or "
+        f"newer, not {without}: pip install 'grpcio>={oldest},!={without}'. Where an engine needs an older one, "
+        "run the node in an environment of its own"
+    )
 
 
 def server_options(connections_max: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+        ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
         ("grpc.so_reuseport", 0),  # a second node on the same port must fail, not share it
         ("grpc.max_concurrent_streams", STREAMS_OF_CONNECTION_MAX),
         ("grpc.http2.bdp_probe", 0),

@@ -367,3 +367,20 @@ def test_every_file_of_the_folder_is_used() -> None:
         names = [*content.get("resources", []), *content.get("patchesStrategicMerge", [])]
         used |= {kustomization, *(kustomization.parent / name for name in names)}
     assert {path for path in FOLDER.rglob("*") if path.is_file()} == used
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_every_pod_of_every_manifest_says_what_it_may_do(path: Path) -> None:
+    """Examples are copied as they are; a patch (of an overlay) has no image and adds to a pod that says it."""
+    for document in read(path):
+        pod = (document.get("spec") or {}).get("template", {}).get("spec", {})
+        containers = [*pod.get("initContainers", ()), *pod.get("containers", ())]
+        whole = [container for container in containers if "image" in container]
+        if whole:
+            assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in whole:
+            context = container["securityContext"]
+            assert context.get("privileged") or context["allowPrivilegeEscalation"] is False, container["name"]
+            assert context.get("privileged") or context["capabilities"]["drop"] == ["ALL"], container["name"]

@@ -14,10 +14,11 @@ from waiting import wait_until
 
 from kvstore.config import split_address
 from node.console import server as console_server
-from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, is_sure_host, json_reply
+from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, json_reply
 from node.console.files import NAMES
 from node.peers.address import with_port
 from node.serve import metrics_server
+from node.serve.http_host import is_sure_host
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX
 from node.server import Node
 

@@ -135,7 +135,7 @@ def test_a_signal_ends_the_command_with_status_0(process: NodeProcess, make_page
         for task in tasks:
             (blocked,) = [line for line in (task / "status").read_text().splitlines() if line.startswith("SigBlk")]
             mask = int(blocked.split()[1], 16)
-            assert all(mask >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT))
+            assert all(mask >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         os.kill(process.pid, signal.SIGINT)
         assert process._process.wait(20.0) == 0
         with pytest.raises(Unavailable):

@@ -1,0 +1,86 @@
+"""What a node writes is for its own user only, whatever the umask; an older directory is told, not changed."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig
+from kvstore.measure.node_process import NodeProcess
+from node.disk.data_dir import open_to_others
+
+FLAGS = ("--ram-bytes", "4MiB", "--disk-bytes", "64MiB", "--disk-extent-bytes", "4MiB")
+WIDE = (sys.executable, "-c", "import os, sys; os.umask(0); os.execvp(sys.argv[1], sys.argv[1:])")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_all_that_a_node_writes_is_for_its_user_only(make_pages: Any, tmp_path: Path) -> None:
+    """The least careful umask, files of RocksDB among them; the audit log lies beside."""
+    pages, data, audit = make_pages("modes", 4096), tmp_path / "above" / "data", tmp_path / "audit.log"
+    identities = tmp_path / "identities"
+    identities.write_text("")
+    identities.chmod(0o600)
+    open_flags = (*FLAGS, "--data-dir", str(data))
+    with NodeProcess(*open_flags, inside=WIDE) as process:
+        with Client(ClientConfig(address=process.address, timeout_s=20.0)) as client:
+            pages.put(client, pages.keys(*range(8)))
+            client.flush()
+        assert "open to other users" not in process.said
+    NodeProcess(*FLAGS, "--audit-log", str(audit), "--identities", str(identities), inside=WIDE).stop()
+    there = [data, *data.rglob("*"), audit]
+    assert {path.name for path in there} >= {"data", "rows", "extents", "lock", "keeper.lock", "audit.log"}
+    assert len(list((data / "rows").iterdir())) > 3
+    too_open = {str(path): oct(mode(path)) for path in there if mode(path) & 0o077}
+    assert not too_open
+    assert all(mode(path) == (0o700 if path.is_dir() else 0o600) for path in there if path.parent != data / "rows")
+
+
+def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(make_pages: Any, tmp_path: Path) -> None:
+    pages, data = make_pages("modes", 4096), tmp_path / "data of mine"
+    flags = (*FLAGS, "--data-dir", str(data))
+    with (
+        NodeProcess(*flags) as process,
+        Client(ClientConfig(address=process.address, timeout_s=20.0)) as client,
+    ):
+        pages.put(client, pages.keys(0))
+    for path in (data, data / "rows"):
+        path.chmod(0o755)
+    with NodeProcess(*flags) as process:
+        (told,) = [line for line in process.said.splitlines() if "open to other users" in line]
+        assert mode(data) == mode(data / "rows") == 0o755
+    remedy = told.partition("close it with: ")[2]
+    assert remedy == f"chmod -R o= '{data}'"
+    subprocess.run(["sh", "-c", remedy], check=True)
+    with (
+        NodeProcess(*flags) as process,
+        Client(ClientConfig(address=process.address, timeout_s=20.0)) as client,
+    ):
+        assert pages.get(client, pages.keys(0)) == [True]
+        assert "open to other users" not in process.said
+
+
+@pytest.mark.parametrize(
+    ("top", "inside", "is_open"),
+    [
+        (0o700, 0o755, False),
+        (0o750, 0o755, False),  # nobody gets past the top
+        (0o755, 0o700, False),  # a mount point that is not the node's, as in Kubernetes
+        (0o2775, 0o2770, False),
+        (0o755, 0o755, True),
+        (0o711, 0o644, True),
+        (0o777, 0o700, True),  # others may rename what is in it
+    ],
+)
+def test_open_to_others_is_what_others_can_reach(tmp_path: Path, top: int, inside: int, is_open: bool) -> None:
+    data = tmp_path / "data"
+    (data / "rows").mkdir(parents=True)
+    os.chmod(data / "rows", inside)
+    os.chmod(data, top)
+    assert bool(open_to_others(data)) == is_open

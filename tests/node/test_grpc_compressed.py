@@ -1,0 +1,142 @@
+"""Compressed messages of gRPC: a few bytes that become gigabytes. Nodes and clients refuse them before they unpack."""
+
+import re
+import socket
+import struct
+import subprocess
+import sys
+import zlib
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import Client, ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.measure.node_process import NodeProcess
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.wires.grpc_wire import GrpcWire
+from node.serve.grpc_options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
+
+ROOT = Path(__file__).parent.parent.parent
+BOMB_MIB = 60  # in 59 KiB, which a stream takes before it has to be given more window
+GROWTH_MIB_MAX = 40  # less than one bomb; eight are sent
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
+    return struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
+
+
+def text(value: str) -> bytes:
+    return bytes((len(value),)) + value.encode()
+
+
+def bomb(encoding: str, path: str) -> bytes:
+    """A call whose message is BOMB_MIB of zeros."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, {"gzip": 31, "deflate": 15}[encoding])
+    packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(BOMB_MIB)) + packer.flush()
+    message = b"\1" + struct.pack(">I", len(packed)) + packed
+    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "node", "te": "trailers"}
+    fields |= {"content-type": "application/grpc", "grpc-encoding": encoding}
+    head = b"".join(b"\0" + text(name) + text(value) for name, value in fields.items())
+    frames = [frame(0, 0, 1, message[at : at + 16384]) for at in range(0, len(message), 16384)]
+    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+    return greeting + frame(1, 4, 1, head) + b"".join(frames) + frame(0, 1, 1)
+
+
+def answer(port: int, sent: bytes) -> bytes:
+    """All that the node says, until the status of the call is there."""
+    with socket.create_connection(("127.0.0.1", port), 60.0) as sock:
+        sock.sendall(sent)
+        said = b""
+        while b"grpc-status" not in said or b"is disabled" not in said:
+            some = sock.recv(1 << 16)
+            assert some, f"the node hung up after {said!r}"
+            said += some
+    return said
+
+
+def peak_mib(pid: int) -> int:
+    found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) >> 10
+
+
+def test_a_compressed_bomb_is_refused_and_takes_no_memory() -> None:
+    with NodeProcess("--ram-bytes", "4MiB") as process:
+        port = int(process.address.rpartition(":")[2])
+        before = peak_mib(process.pid)
+        for encoding in ("gzip", "deflate"):
+            for path in (
+                "/kvstore.KVStore/Put",
+                "/kvstore.KVStore/Hello",
+                "/grpc.health.v1.Health/Check",
+                "/any/thing",
+            ):
+                said = answer(port, bomb(encoding, path))
+                assert f"Compression algorithm '{encoding}' is disabled".encode() in said
+        assert peak_mib(process.pid) - before < GROWTH_MIB_MAX
+        with Client(ClientConfig(address=process.address, wire="grpc", timeout_s=20.0)) as client:
+            assert client.node_status().state == "SERVING"
+        process.stop()
+        assert "Compression" not in process.said, "a line for each such call would fill a disk"
+
+
+def test_a_call_with_compression_on_is_refused_as_unimplemented(shared_node: NodeProcess) -> None:
+    with grpc.insecure_channel(shared_node.address, compression=grpc.Compression.Gzip) as channel:
+        stub: Any = KVStoreStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.Lookup(pb.LookupRequest(namespace=bytes(32), prefix_hashes=[bytes(16)] * 64), timeout=20.0)
+        assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert "disabled" in raised.value.details()
+
+
+def test_a_client_refuses_compressed_answers_of_a_node() -> None:
+    class Zeros(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: bytes(8 << 20), None, None)
+
+    server = grpc.server(futures.ThreadPoolExecutor(2), compression=grpc.Compression.Gzip)
+    server.add_generic_rpc_handlers((Zeros(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    wire = GrpcWire(f"127.0.0.1:{port}")
+    try:
+        # "... is disabled", or what the packed bytes are to protobuf: gRPC may hand them over before it ends the call.
+        with pytest.raises(KVStoreError) as raised:
+            wire.call("hello", pb.HelloRequest(), Deadline(60.0))
+        assert "larger than max" not in str(raised.value), "it was unpacked"
+    finally:
+        wire.close()
+        server.stop(None)
+
+
+@pytest.mark.parametrize("version", ["1.62.3", "1.81.2", "1.82.1", "1.83.0", "1.83.0rc1", "unknown"])
+def test_a_grpcio_that_unpacks_without_a_limit_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"grpcio {version} unpacks")) as raised:
+        check_grpcio(version)
+    assert "pip install 'grpcio>=1.82.2,!=1.83.0'" in str(raised.value)
+
+
+@pytest.mark.parametrize("version", ["1.82.2", "1.82.3", "1.83.1", "1.84.0", "1.85.1", "2.0.0", grpc.__version__])
+def test_a_grpcio_that_stops_at_the_limit_is_taken(version: str) -> None:
+    check_grpcio(version)
+
+
+def test_a_node_with_an_older_grpcio_ends_with_both_versions_named() -> None:
+    code = "import grpc; grpc.__version__ = '1.62.3'; import sys; sys.argv = ['kvstore-node', '--port', '0']"
+    code += "; from node.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvstore-node: grpcio 1.62.3 unpacks")
+    assert "a node needs grpcio 1.82.2 or newer" in line
+
+
+def test_the_extra_node_asks_for_such_a_grpcio() -> None:
+    oldest, without = (".".join(map(str, numbers)) for numbers in (GRPCIO_MIN, GRPCIO_WITHOUT[0]))
+    assert f'"grpcio>={oldest},!={without}"' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,101 @@
+"""SIGHUP, which a closing terminal sends to a node and its processes: the node drains, or stays (nohup)."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig
+from kvstore.measure.node_process import NodeProcess
+
+FLAGS = ("--ram-bytes", "4MiB", "--disk-bytes", "64MiB", "--disk-extent-bytes", "4MiB")
+PAGE = 4096
+
+
+def put(address: str, pages: Any) -> None:
+    with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
+        pages.put(client, pages.keys(*range(8)))
+
+
+def assert_kept(flags: tuple[str, ...], pages: Any) -> None:
+    """The pages are read back, and compared, from a node on the same directory."""
+    with NodeProcess(*flags) as again, Client(ClientConfig(address=again.address, timeout_s=20.0)) as client:
+        assert pages.get(client, pages.keys(*range(8))) == [True] * 8
+
+
+def to_process(pid: int) -> None:
+    os.kill(pid, signal.SIGHUP)
+
+
+def to_group_twice(pid: int) -> None:
+    """As a shell and then its terminal do, to the disk's process, too."""
+    os.killpg(pid, signal.SIGHUP)
+    os.killpg(pid, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("hang_up", [to_process, to_group_twice])
+def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
+    hang_up: Callable[[int], None], make_pages: Any, tmp_path: Path
+) -> None:
+    pages, flags = make_pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    process = NodeProcess(*flags, inside=("setsid",))
+    try:
+        put(process.address, pages)
+        hang_up(process.pid)
+        assert process._process.wait(30.0) == 0
+        assert "SIGHUP: the node stops" in process.said
+    finally:
+        process.kill()
+    assert_kept(flags, pages)
+
+
+def test_a_terminal_that_closes_lets_the_node_drain(make_pages: Any, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to all processes of the terminal, and writing to it fails from then on."""
+    pages, flags = make_pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
+    ours, terminal = pty.openpty()
+    command = ["setsid", "--ctty", sys.executable, "-m", "node.main", *ports, *flags]
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        assert process.stdout is not None
+        put(process.stdout.readline().split("grpc=")[1].split()[0], pages)
+        os.close(ours)
+        assert process.wait(30.0) == 0
+    assert_kept(flags, pages)
+
+
+def test_under_nohup_sighup_does_nothing(make_pages: Any) -> None:
+    pages = make_pages("hangup", PAGE)
+    process = NodeProcess(*FLAGS[:2], inside=("nohup",))
+    try:
+        put(process.address, pages)
+        os.kill(process.pid, signal.SIGHUP)
+        with Client(ClientConfig(address=process.address, timeout_s=20.0)) as client:
+            assert pages.get(client, pages.keys(*range(8))) == [True] * 8
+        assert process.stop() == 0
+        assert "SIGTERM: the node stops" in process.said
+    finally:
+        process.kill()
+
+
+def test_sigterm_and_sighup_together_are_one_stop(make_pages: Any, tmp_path: Path) -> None:
+    """As systemd sends them with SendSIGHUP=yes. The lower number is delivered first, the other must not kill."""
+    pages, flags = make_pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    process = NodeProcess(*flags)
+    try:
+        put(process.address, pages)
+        process.pause()
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGHUP)
+        process.resume()
+        assert process._process.wait(30.0) == 0
+        assert "SIGHUP, SIGTERM: the node stops" in process.said
+    finally:
+        process.kill()
+    assert_kept(flags, pages)
