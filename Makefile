@@ -16,13 +16,14 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-otlp test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-hostile test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-otlp test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
 	@echo "make demo-cluster three nodes as one store: one is killed, one stopped, one joins under load, and nobody notices (a minute; TRACE=path)"
 	@echo "make demo-vllm    real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; installs 3.4 GB)"
 	@echo "make test         all tests: no GPU, engine or Docker needed"
+	@echo "make test-hostile all tests, with a hostile HOME, pip, git, locale, terminal and umask (UMASK=000 for another)"
 	@echo "make test-etcd    nodes that register themselves in a real etcd, which is killed, paused and wiped (1 minute; etcd)"
 	@echo "make test-tls     tests of nodes that know nothing of TLS, all of it over TLS (2 minutes)"
 	@echo "make test-races   300 lives of the RAM tier, its users interleaved at random (1-2 minutes); LIVES=60 for less"
@@ -76,8 +77,15 @@ demo: $(READY)
 demo-cluster: $(READY)
 	$(BIN)/python benchmarks/demo_cluster.py $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
+# A user's PYTHONPATH is none of the tests' business; targets that need one set it themselves. What else a user may have
+# set, tests/common/hermetic.py keeps off.
 test: $(READY)
-	$(PYTEST) $(ARGS)
+	env -u PYTHONPATH -u PYTHONOPTIMIZE $(PYTEST) $(ARGS)
+
+# All tests where pip, git, locale, terminal, settings, HOME and umask are as unlike ours as they may be.
+UMASK ?= 077
+test-hostile: $(READY)
+	$(BIN)/python tests/common/hostile.py --umask $(UMASK) $(wordlist 4,99,$(PYTEST)) $(if $(ARGS),$(ARGS),$(CURDIR)/tests)
 
 # Of what is built: when it was last changed, not when it is built.
 SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601600)
@@ -250,7 +258,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST)
+	env -u PYTHONPATH -u PYTHONOPTIMIZE $(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,30 +1,30 @@
 """Fixtures shared by all tests: a real node in a child process, and a client of it."""
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
+import hermetic  # noqa: F401 -- cleans the environment, before anything is imported that reads it
+
+# isort: split
 import concurrent.futures
 import gc
 import os
 import random
 import shutil
-import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
+from authorities import ours as ours
+from authorities import strangers as strangers
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.measure.node_process import NodeProcess
 
-sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
-from authorities import ours as ours
-from authorities import strangers as strangers
-
-# A shell that starts tests in the background has them ignore interrupts, which some of them raise.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: a worker has a core, and a second thread would wait
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return.

@@ -78,6 +78,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "__init__.py",
             "blocks.py",
+            "clock.py",
             "config.py",
             "garbage.py",
             "log_lines.py",

@@ -58,7 +58,7 @@ class DataDir:
             undo.callback(self._unmap)
             make_directory(path, layer)
             self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
-            undo.callback(os.close, self._lock)
+            undo.callback(give_lock_back, self._lock)
             self.rows = Rows(
                 path / "rows", extent_nbytes, keep_own_extents, key_mark
             )  # first: they know what the extents are
@@ -99,7 +99,7 @@ class DataDir:
             self.files.close()
             self.rows.close()
         finally:
-            os.close(self._lock)
+            give_lock_back(self._lock)
             self._unmap()
 
 
@@ -173,6 +173,12 @@ def take_lock(path: Path, wait_s: float) -> int:
             time.sleep(_LOCK_STEP_S)
         else:
             return lock
+
+
+def give_lock_back(lock: int) -> None:
+    """Close the descriptor. A file system that has died refuses even that, which is not what there is to tell."""
+    with contextlib.suppress(OSError):
+        os.close(lock)
 
 
 def allow_open_files(extent_count: int) -> None:

@@ -80,8 +80,8 @@ class DiskIndex:
             self._dropped["damaged"] += 1
         elif row.namespace not in self.spaces.values:
             self._dropped["of an unknown namespace"] += 1
-        elif not 0 < row.expiry_s <= now_s:
-            if self.records.restore(row):
+        elif not row.is_over(now_s):
+            if self.records.restore(row if row.used_s <= now_s else row._replace(used_s=now_s)):
                 self.spaces.counts[row.namespace] += 1
                 return
             self._dropped["whose slot can not be (disk_nbytes is less than it was, or it overlaps another's)"] += 1

@@ -28,6 +28,7 @@ from node.disk.shortage import code_in
 
 FORMAT_VERSION = 5
 PURGE_S = 2.0
+CLOCK_STEP_S = 10  # by so much a clock may be set back between two runs, as a daemon that keeps time does
 _LOOKED_AT_NBYTES = 1 << 20
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
@@ -51,6 +52,11 @@ class PageRow(NamedTuple):
     @property
     def key(self) -> bytes:
         return page_key(self.namespace, self.prefix_hash)
+
+    def is_over(self, now_s: int) -> bool:
+        """Return whether its time to live is over, or can not be known because it was written in the future: the clock
+        of that run was ahead, or this one's is behind."""
+        return self.expiry_s > 0 and (self.expiry_s <= now_s or self.stored_s > now_s + CLOCK_STEP_S)
 
     def value(self) -> bytes:
         assert len(self.checksum) == CHECKSUM_NBYTES

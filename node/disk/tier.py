@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
+from node.clock import unix_s
 from node.disk.directory import Directory
 from node.disk.extent_files import Overwritten
 from node.disk.index import AGAIN, DiskIndex
@@ -45,7 +46,7 @@ class DiskTier:
         directory: Directory,
         view: Callable[[int, int], memoryview],
         queue_nbytes_max: int,
-        clock_s: Callable[[], int] = lambda: int(time.time()),
+        clock_s: Callable[[], int] = unix_s,
         vault: Vault = PLAIN,
     ) -> None:
         self._directory = directory

@@ -21,6 +21,7 @@ TOKEN_NBYTES = 8
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
 # How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
+AHEAD_S_MAX = 3600.0  # a file's date on a file server may be another host's
 
 
 class Identity:
@@ -65,6 +66,11 @@ class Identity:
             raise ConfigError(
                 f"this node was away for {age_s / 86400:.0f} days, and what was removed is remembered for "
                 f"{REMOVALS_KEPT_S // 86400}: it may have pages that were removed meanwhile; empty data_dir"
+            )
+        if age_s < -AHEAD_S_MAX:
+            raise ConfigError(
+                f"{self._path} was written {-age_s / 86400:.1f} days from now by this host's clock, so how long this "
+                f"node was away is not known; set the clock, or empty data_dir if it was ahead then"
             )
         return known
 

@@ -9,12 +9,12 @@ says what each takes at most.
 """
 
 import threading
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TypeVar
 
 from kvstore.errors import Exhausted, LayoutMismatch
 from kvstore.keys import Namespace
+from node.clock import unix_s
 from node.ram.audit import Counted, violations
 from node.ram.below import Below, Nothing
 from node.ram.eviction import Eviction
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 class RamTier:
     """Thread-safe. `clock_ms` gives whole milliseconds that never go back, `clock_s` whole seconds
-    since the epoch, for times to live that outlast the process."""
+    since the epoch that do not jump, for times to live that outlast the process."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RamTier:
         slots: SlotAllocator,
         copy: Callable[[int, int, int], None],
         clock_ms: Callable[[], int],
-        clock_s: Callable[[], int] = lambda: int(time.time()),
+        clock_s: Callable[[], int] = unix_s,
         learns: bool = False,
     ) -> None:
         self.slots = slots

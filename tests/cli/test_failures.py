@@ -333,7 +333,7 @@ for words in sys.stdin.read().splitlines():
     try:
         main()
     except SystemExit:
-        print("---")
+        print("---", flush=True)
 """
     environ = {**os.environ, "_KVSTORE_COMPLETE": "complete_bash"}
     command, words = [sys.executable, "-c", script], "\n".join(map(" ".join, asked))

@@ -1,4 +1,4 @@
-"""The wall clock of a member jumps: pages with a time to live go by it, on that member, and nothing else does.
+"""The wall clock of a member jumps: nothing goes by it, times to live neither.
 
 No clock of this machine is touched: the member's Python reads its wall clock through a file that says how wrong it is.
 """
@@ -50,6 +50,5 @@ def test_a_clock_jumps(
             buffers = [bytearray(len(page)) for page in pages]
             assert all(client.get(namespace, KEYS, buffers))
             assert buffers == pages
-            gone = len(KEYS) - sum(client.lookup(passing, KEYS).present)
-            assert 0 < gone < len(KEYS) if jump_s > 0 else gone == 0
+            assert all(client.lookup(passing, KEYS).present)
         settled(fleet)

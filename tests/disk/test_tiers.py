@@ -3,7 +3,6 @@ promotion, listing, restart."""
 
 import threading
 import time
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -345,9 +344,8 @@ def test_a_time_to_live_goes_on_over_a_restart(
     assert 0 < client.stat(pages.namespace, keys)[0].ttl_ms <= 100_000
     assert client.stat(pages.namespace, keys)[1].ttl_ms > 1000 * 3600 * 24 * 365
     nodes.stop(node)
-    clock.now_s = 2_500_000_000
-    for module in ("node.disk.tier", "node.ram.tier"):  # not time.time itself: gRPC waits by it
-        monkeypatch.setattr(f"{module}.time", types.SimpleNamespace(time=clock, monotonic=time.monotonic))
+    since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr("node.clock._EPOCH_S", since_boot_s - 2_500_000_000)  # a process that starts then
     node = nodes.start()
     client = nodes.connect(node)
     assert pages.get(client, keys[:1]) == [False]

@@ -117,6 +117,15 @@ def test_who_was_away_for_too_long_does_not_bring_back_what_was_removed(
         Identity(str(tmp_path), "fleet", "")
 
 
+def test_member_whose_clock_was_set_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been away for months."""
+    Identity(str(tmp_path), "fleet", "").save(7)
+    earlier = (tmp_path / "member.json").stat().st_mtime - 2 * 86400
+    monkeypatch.setattr("time.time", lambda: earlier)
+    with pytest.raises(ConfigError, match=r"was written 2\.0 days from now .*set the clock"):
+        Identity(str(tmp_path), "fleet", "")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"applied": "x"}', '{"to_erase": "x"}', '{"to_erase": [1]}'])
 def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / "member.json").write_text(text)

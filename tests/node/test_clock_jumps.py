@@ -1,0 +1,176 @@
+"""The wall clock jumps by days, both ways, while a node serves: only what is shown to people follows it.
+
+A longer run: SEEDS=20 CALLS=100000.
+"""
+
+import hashlib
+import importlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fleets import SMALL
+
+from kvstore import Client, Namespace, PutOutcome, opaque_layout
+from kvstore.client import Keep
+from kvstore.measure.content import page_content
+from node.config import NodeConfig
+from node.server import Node
+
+SEEDS = int(os.environ.get("SEEDS") or 1)
+CALLS = int(os.environ.get("CALLS") or 600)
+DAY_S = 86400.0
+PAGE_NBYTES = 4096
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(40)]
+DISK = {"ram_nbytes": 1 << 20, "extent_nbytes": 64 << 10, "disk_nbytes": 2 << 20, "disk_extent_nbytes": 64 << 10}
+# gRPC's Python reckons a call's deadline by time.time and gives it to its C core, which reads the clock itself: here,
+# where only Python's clock jumps, the two would differ by days. A real clock jumps for both.
+OF_GRPC = ("_channel", "_common", "_server", "_utilities")
+SHORT_TTL_S, LONG_TTL_S, CALL_S = 1.0, 3600.0, 30.0
+
+
+class WallClock:
+    """time.time, wrong by `ahead_s`."""
+
+    def __init__(self) -> None:
+        self.right = time.time
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return self.right() + self.ahead_s
+
+
+@pytest.fixture
+def wall(monkeypatch: pytest.MonkeyPatch) -> WallClock:
+    clock = WallClock()
+    for name in OF_GRPC:
+        module = importlib.import_module(f"grpc.{name}")
+        monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time)))
+    monkeypatch.setattr(time, "time", clock)
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * clock()))
+    return clock
+
+
+@pytest.fixture
+def space(request: pytest.FixtureRequest) -> Namespace:
+    return Namespace(request.node.name, opaque_layout(PAGE_NBYTES))
+
+
+@pytest.fixture
+def node(start_node: Any, tmp_path: Path, wall: WallClock) -> Iterator[Node]:
+    node = start_node(**DISK, data_dir=str(tmp_path / "data"))
+    yield node
+    wall.ahead_s = 0.0
+
+
+def put(client: Client, space: Namespace, keys: list[bytes], keep: Keep = Keep()) -> list[PutOutcome]:  # noqa: B008
+    return client.put(space, keys, [page_content(space.digest, key, PAGE_NBYTES) for key in keys], keep)
+
+
+def get(client: Client, space: Namespace, keys: list[bytes]) -> list[bool]:
+    """Return which pages were there, all their bytes compared."""
+    buffers = [bytearray(PAGE_NBYTES) for _ in keys]
+    hits = client.get(space, keys, buffers)
+    for key, hit, buffer in zip(keys, hits, buffers, strict=True):
+        assert not hit or buffer == page_content(space.digest, key, PAGE_NBYTES)
+    return hits
+
+
+@pytest.mark.parametrize("jump_s", [3 * DAY_S, -3 * DAY_S])
+@pytest.mark.parametrize("durable", [False, True])
+def test_time_to_live_is_counted_without_the_wall_clock(
+    node: Node, space: Namespace, connect: Any, wall: WallClock, jump_s: float, durable: bool
+) -> None:
+    client = connect(node)
+    long, short = KEYS[:2], KEYS[2:4]
+    put(client, space, long, Keep(LONG_TTL_S, durable=durable))
+    put(client, space, short, Keep(SHORT_TTL_S, durable=durable))
+    began = time.monotonic()
+    wall.ahead_s = jump_s
+    assert get(client, space, long) == [True, True]
+    left_ms = [stat.ttl_ms for stat in client.stat(space, long)]
+    assert all(0 < ms <= 1000 * LONG_TTL_S for ms in left_ms)
+    while time.monotonic() < began + SHORT_TTL_S + 1:  # times to live have whole seconds
+        time.sleep(0.05)
+    assert get(client, space, long + short) == [True, True, False, False]
+
+
+def test_pin_holds_and_ends_without_the_wall_clock(node: Node, space: Namespace, connect: Any, wall: WallClock) -> None:
+    client = connect(node)
+    put(client, space, KEYS[:2], Keep(durable=True))
+    wall.ahead_s = -3 * DAY_S
+    client.pin(space, KEYS[:1], 600.0)
+    wall.ahead_s = 3 * DAY_S
+    pinned, other = client.stat(space, KEYS[:2])
+    assert 0 < pinned.pin_ttl_ms <= 600_000
+    assert other.pin_ttl_ms == 0
+
+
+def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
+    tmp_path: Path, space: Namespace, connect: Any, wall: WallClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its expiry lies days ahead after a restart with the right clock: how old it is, nobody knows."""
+    wall.ahead_s, keys = 3 * DAY_S, KEYS[:2]
+    monkeypatch.setattr("node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall())  # as a process begins
+    config = NodeConfig(**{**SMALL, **DISK, "data_dir": str(tmp_path / "data")})
+    node = Node(config)
+    node.start()
+    client = connect(node)
+    put(client, space, keys[:1], Keep(LONG_TTL_S, durable=True))
+    put(client, space, keys[1:], Keep(durable=True))
+    node.stop()
+    wall.ahead_s = 0.0
+    monkeypatch.undo()
+    node = Node(config)
+    try:
+        node.start()
+        client = connect(node)
+        assert get(client, space, keys) == [False, True]
+        assert client.stat(space, keys)[1].idle_ms < 1000 * 3600
+    finally:
+        node.stop()
+
+
+@pytest.mark.parametrize("number", range(SEEDS))
+def test_storm_of_calls_under_a_clock_that_jumps(
+    node: Node, space: Namespace, connect: Any, wall: WallClock, seed: int, number: int
+) -> None:
+    """Pages with a long time to live and pages without one stay, those of a short one are never found after it, no
+    call ends by another error or takes longer than its deadline."""
+    rng = random.Random(seed + number)
+    clients = [connect(node, wire, timeout_s=CALL_S) for wire in ("shm", "bulk", "grpc")]
+    stays, mortal = KEYS[:10], KEYS[10:]
+    put(clients[0], space, stays[:5])
+    put(clients[0], space, stays[5:], Keep(LONG_TTL_S + CALLS))
+    ends: dict[bytes, float] = {}
+    for _ in range(CALLS):
+        if rng.random() < 0.3:
+            wall.ahead_s = rng.choice((-1, 1)) * rng.choice((0.0, 1.0, 60.0, DAY_S, 400 * DAY_S)) * rng.random()
+        client, began = rng.choice(clients), time.monotonic()
+        some = rng.sample(mortal, 3)
+        kind = rng.choice(("put", "get", "get", "stays", "stat", "lookup", "pin", "status"))
+        if kind == "put":
+            for key, outcome in zip(some, put(client, space, some, Keep(SHORT_TTL_S)), strict=True):
+                if outcome is PutOutcome.STORED:
+                    ends[key] = time.monotonic() + SHORT_TTL_S
+        elif kind == "get":
+            for key, hit in zip(some, get(client, space, some), strict=True):
+                assert not hit or began <= ends[key], f"served {began - ends[key]:.2f} s after its time"
+        elif kind == "stays":
+            assert all(get(client, space, rng.sample(stays, 4)))
+        elif kind == "stat":
+            for stat in client.stat(space, [*some, *stays]):
+                assert 0 <= stat.ttl_ms <= 1000 * (LONG_TTL_S + CALLS)
+                assert 0 <= stat.idle_ms < 1000 * (LONG_TTL_S + CALLS)
+        elif kind == "lookup":
+            assert client.lookup(space, stays).prefix_pages == len(stays)
+        elif kind == "pin":
+            client.pin(space, rng.sample(stays, 2), 0.05)
+        else:
+            assert client.node_status().uptime_ms < 1000 * (LONG_TTL_S + CALLS)
+        assert time.monotonic() - began < CALL_S
