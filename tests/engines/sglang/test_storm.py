@@ -30,7 +30,7 @@ import gpu_agent.engines.sglang_weights as weights
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
 
-REQUESTS = 40
+REQUESTS = 70
 ENDS_S = 60.0
 HASTY = {"lookup_timeout_s": 0.2, "load_timeout_s": 0.3, "save_timeout_s": 0.5, "backoff_s_max": 0.1}
 PATIENT = {"lookup_timeout_s": 20.0, "load_timeout_s": 30.0, "save_timeout_s": 30.0}
