@@ -94,7 +94,10 @@ class Carrier(Protocol):
         """What a load begins with: where the pages are, and their verification."""
 
     def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
-        """Leading pages that are in the slots now; later pages' slots mean nothing. Closes what was fetched."""
+        """Leading pages that are in the slots now; later pages' slots mean nothing. Closes what was fetched.
+
+        `placed` is called only if all pages of the chunk are there: a layer that lacks a page is not in place, and
+        an engine that was told so would compute over what the slots held before."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class BufferCarrier:
         run = self._get(chunk, pages)
         if run:
             table = chunk.table.select(slice(run))
-            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
+            told = placed if run == len(chunk.prefix_hashes) else None
+            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, told)
         return run
 
     def _put(self, chunk: Chunk, pages: Sequence[Any]) -> list[PutOutcome]:
@@ -255,7 +259,8 @@ class ArenaCarrier:
             run = damaged.page
         if run:  # those in front of a damaged one, or all of them layer by layer
             table = chunk.table.select(slice(run))
-            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, placed)
+            told = placed if run == len(chunk.prefix_hashes) else None
+            self._transfer.scatter(chunk.pool, table, pages[:run], chunk.fence, skip_tokens, told)
         return run
 
     def _mapped(self, arena: ArenaMap, offsets: Sequence[int], chunk: Chunk, wait_s: float) -> MappedPages:

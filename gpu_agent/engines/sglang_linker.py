@@ -118,7 +118,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._agent = self._made()
         self.layer_done_counter = LayerWiseLoadCounter(len(entry.components[0]))
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
-        self._batches: dict[int, tuple[LayerBatch, list[LoadJob]]] = {}
+        self._batches: dict[int, tuple[LayerBatch, list[tuple[LoadJob, int]]]] = {}
         self._offloads = concurrent.futures.ThreadPoolExecutor(1, "kvstore-offload")
         self._offloads.submit(lambda: None)  # has its thread start now: later, if none can be had, that would raise
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
@@ -174,14 +174,17 @@ class KVStoreLinker(UnifiedCacheLinker):
             with request(rid):
                 job = self._agent.load(hashes, slots, placed=batch.placed, timeout_s=timeout_s)
             job.done.add_done_callback(functools.partial(batch.loaded, len(hashes)))
-            jobs.append(job)
+            jobs.append((job, len(hashes)))
         self._batches[index] = batch, jobs
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         _, jobs = self._batches.pop(counter_index, (None, []))
-        concurrent.futures.wait([job.done for job in jobs])  # nothing writes to the slots after this
-        return bool(self.layer_done_counter.finish(counter_index))
+        concurrent.futures.wait([job.done for job, _ in jobs])  # nothing writes to the slots after this
+        # The counter forgets a failure that comes after the last layer, and what is said to have landed is stored
+        # for everybody. So the loads themselves are asked, too.
+        whole = all(job.done.result().pages == pages for job, pages in jobs)
+        return bool(self.layer_done_counter.finish(counter_index)) and whole
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self._queued.pop(rid, None) is not None

@@ -200,12 +200,14 @@ def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
 def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
     agent: Agent, shm_client: Client, token_pool: KVPool, bad: int, by_layer: bool
 ) -> None:
-    """Layer by layer, nothing is written before all is known to be intact."""
+    """Layer by layer, nothing is written before all is known to be intact, and no layer is said to be in place."""
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     before = pages_at(token_pool, TARGET)
     damage(shm_client, agent.namespace, bad)
-    placed = (lambda *_: None) if by_layer else None
+    told: list[int] = []
+    placed = (lambda layer, _: told.append(layer)) if by_layer else None
     assert agent.load(hashes(), TARGET, placed=placed).done.result(WAIT_S).pages == bad
+    assert told == []
     found = pages_at(token_pool, TARGET)
     assert torch.equal(found[:bad], pages_at(token_pool, SOURCE)[:bad])
     if by_layer:

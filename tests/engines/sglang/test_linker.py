@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cac
 
 import gpu_agent.engines.sglang_linker as adapter
 import gpu_agent.engines.sglang_weights as weights
+from kvstore import Client, ClientConfig
 from kvstore.errors import ConfigError
 from kvstore.tracing import named
 
@@ -212,6 +213,38 @@ def test_a_load_that_fails_says_so_and_a_wait_ends(linker: Make) -> None:
     offloaded(one)
     assert one.load("r", transfer(TARGET))
     one._client.remove_namespace(one._agent.namespace)
+    index = one.start_layer_wise_loading()
+    one.layer_done_counter.set_consumer(index)
+    for layer in range(LAYERS):
+        one.layer_done_counter.wait_until(layer)  # does not hang
+    assert one.finish_layer_wise_loading(index) is False
+
+
+def damage(one: Any, key: bytes) -> None:
+    """Flip a bit of a page in the node's memory, behind its back."""
+    with (
+        Client(ClientConfig(address=one._client.config.address, wire="shm")) as client,
+        client.open_get(one._agent.namespace, [key]) as slots,
+    ):
+        slots.arena.memory[slots.offsets[0] + 77] ^= 1
+
+
+@pytest.mark.parametrize("fate", ["gone", "damaged"])
+@pytest.mark.parametrize("page", [1, 4, 9])
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_load_with_one_page_missing_fails(linker: Make, wire: str, page: int, fate: str) -> None:
+    """SGLang inserts and offloads what is said to have landed: slots without their page would poison the store."""
+    pool = mha()
+    fill(pool)
+    one = linker(pool, wire=wire)
+    assert offloaded(one)
+    assert one.lookup("r", transfer()) == list(range(1, 11))
+    key = bytes.fromhex(hashes(TOKENS, PAGE)[page])
+    if fate == "gone":
+        assert one._client.remove(one._agent.namespace, [key]) == [True]
+    else:
+        damage(one, key)
+    assert one.load("r", transfer(TARGET))
     index = one.start_layer_wise_loading()
     one.layer_done_counter.set_consumer(index)
     for layer in range(LAYERS):

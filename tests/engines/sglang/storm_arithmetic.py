@@ -1,0 +1,98 @@
+"""What a forward pass of `storm_engine` computes, and copies between host and device without kernels."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
+
+PAGE, LAYERS = 4, 2
+MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(0x01010101)  # of K and V of each layer
+
+
+def attend(past: Sequence[int], known: Sequence[int]) -> list[int]:
+    """Return the values of `known`, which follow tokens with the values `past`."""
+    seen, values = sum(past), []
+    for token in known:
+        values.append((seen * 31 + token + 1) % 1_000_003)
+        seen += values[-1]
+    return values
+
+
+def token_of(value: int) -> int:
+    return value % 500 + 5
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """Return what an engine without any cache generates."""
+    known = list(prompt)
+    for _ in range(count):
+        known.append(token_of(attend([], known)[-1]))
+    return known[len(prompt) :]
+
+
+def page_values(raw: bytes) -> list[int] | None:
+    """Return the values of a stored page's tokens, in any order of layers; None if a layer lacks or has garbage."""
+    rows = np.frombuffer(raw, np.uint32).reshape(-1, 4)
+    found = [rows[rows[:, 3] == mark] for mark in MARKS]
+    if any(len(part) != PAGE for part in found) or len(rows) != PAGE * len(MARKS):
+        return None
+    first = found[0][:, 0]
+    whole = all((part[:, 0] == first).all() and (part[:, 1] == ~part[:, 0]).all() for part in found)
+    return [int(value) for value in first] if whole else None
+
+
+class Later:
+    """An event of a copy that runs when the engine has looked `delay` times, or waits for it."""
+
+    def __init__(self, copy: Callable[[], None], delay: int) -> None:
+        self._copy: Callable[[], None] | None = copy
+        self._delay = delay
+
+    def query(self) -> bool:
+        self._delay -= 1
+        if self._delay < 0:
+            self.synchronize()
+        return self._copy is None
+
+    def synchronize(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy()
+
+    def elapsed_time(self, _: object) -> float:
+        return 0.0
+
+
+class Copies:
+    """Stands in for SGLang's copies between host and device, which are kernels; backups lag behind at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.device_to_host_stream = self.host_to_device_stream = torch.cpu.Stream()
+
+    def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
+        done = Later(lambda: self._copy(transfers, to_host=True), self._rng.choice((0, 0, 1, 4)))
+        return TransferCompletion(done, done, False)
+
+    def submit_host_to_device(
+        self, transfers: list[L2Transfer], *, transfer_layer_id_max: int, start_event: Any, on_layer_done: Any
+    ) -> TransferCompletion:
+        self._copy(transfers, to_host=False)
+        for layer in range(transfer_layer_id_max):
+            on_layer_done(layer)
+        done = Later(lambda: None, 0)
+        return TransferCompletion(done, done, False)
+
+    def _copy(self, transfers: list[L2Transfer], to_host: bool) -> None:
+        for transfer in transfers:
+            host, device = transfer.host_indices.long(), transfer.device_indices.long()
+            for kind, buffers in enumerate((transfer.device_pool.k_buffer, transfer.device_pool.v_buffer)):
+                for layer, buffer in enumerate(buffers):
+                    kept = transfer.host_pool.kv_buffer[kind, :, layer]  # page_first
+                    if to_host:
+                        kept[host] = buffer[device]
+                    else:
+                        buffer[device] = kept[host]
