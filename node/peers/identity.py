@@ -21,7 +21,7 @@ TOKEN_NBYTES = 8
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
 # How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
-NUMBER_MAX = 1 << 62
+NUMBER_MAX = 1 << 63  # etcd's revision and a base, each less than half of it
 
 
 class Identity:

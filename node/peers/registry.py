@@ -24,7 +24,7 @@ from node.peers.etcd import Entry, Etcd
 from node.peers.identity import Identity
 from node.peers.membership import Membership
 from node.peers.removals import Removals
-from node.peers.roster import Registered, Roster, Settings, parse_member, parse_settings
+from node.peers.roster import BASE_MAX, Registered, Roster, Settings, parse_member, parse_settings
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -147,7 +147,7 @@ class Registry:
         while True:
             self._settle()
             self._roster.reset(self._etcd.read(self._roster.prefix))
-            if self._number() >= applied:
+            if self._number() >= applied or (anew and applied > BASE_MAX):  # such a number can not be had
                 return anew
             if not anew:
                 log.warning(
@@ -324,7 +324,7 @@ class Registry:
         """Views of an etcd that lost all and began anew must have higher numbers than those from before."""
         with self._lock:
             entry, number = self._roster.entries.get(self._roster.config_key), self._number()
-        if entry is None or number >= least:
+        if entry is None or number >= least or least > BASE_MAX:
             return
         settings = parse_settings(entry.value)
         raised = settings._replace(base=settings.base + least - number)
