@@ -62,7 +62,12 @@ class Principal:
     @property
     def share(self) -> str:
         """Whose share its connections, calls and bytes count to; empty: its address's."""
-        return "" if self.tenant == ALL else f"tenant {self.tenant}"
+        return "" if self.tenant == ALL else share_of(self.tenant)
+
+
+def share_of(tenant: str) -> str:
+    """The name by which a tenant's share is counted, wherever its callers are."""
+    return f"tenant {tenant}"
 
 
 def matches(model: str, patterns: tuple[str, ...]) -> bool:

@@ -82,6 +82,7 @@ class Node:
         self.quotas = Quotas()
         self.access = Access(config.identities, config.trusted, quota_of)
         self.access.on_change = self._take_quotas
+        namespaces.owner_of = self.access.owner_of
         self._take_quotas(self.access.identities)
         self.quotas.listen(self._limit_ram)
         self.membership = Membership(config.cluster, config.member, config.replicas)

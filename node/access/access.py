@@ -9,8 +9,9 @@ from functools import partial
 
 from kvstore.errors import ConfigError, Unauthenticated
 from kvstore.guarded_file import look_at, read_guarded, stamp
-from kvstore.identities import Identities, Principal, Role, parse, token_hash
+from kvstore.identities import Identities, Principal, Role, parse, share_of, token_hash
 from node.access.caller import EVERYBODY, nobody
+from node.access.quotas import tenant_of
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,17 @@ class Access:
 
     def share(self, principal: Principal) -> str:
         """Whose share it counts to where there are several tenants, or it has a quota; empty: its address's."""
-        is_tenants = self._identities.tenant_count > 1 or principal.tenant in self._identities.quotas
-        return principal.share if is_tenants else ""
+        return principal.share if self._tells_apart(principal.tenant) else ""
+
+    def owner_of(self, tenant: str, peer: str) -> str:
+        """Whose share a namespace of this tenant counts to that `peer` opened: the tenant's, whoever opened it for
+        it, or that of another tenant that reads it; the opener's where tenants are not told apart."""
+        if tenant_of(peer) or self.open or not self._tells_apart(tenant):
+            return peer
+        return share_of(tenant)
+
+    def _tells_apart(self, tenant: str) -> bool:
+        return self._identities.tenant_count > 1 or tenant in self._identities.quotas
 
     # ---- the file ------------------------------------------------------------------------
 

@@ -87,6 +87,14 @@ def check_address(
         raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
 
 
+def instance_at(address: str, known_by: Mapping[str, Any]) -> bytes:
+    """Return which start of a node answers there, empty if none does within TRY_S. `known_by` as above."""
+    try:
+        return _instance_at(ClientConfig(address=address, **known_by))
+    except KVStoreError:
+        return b""
+
+
 def _instance_at(config: ClientConfig) -> bytes:
     host, port = split_address(config.address)
     limit = Deadline(TRY_S)

@@ -22,6 +22,7 @@ _DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
 # How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
 AHEAD_S_MAX = 3600.0  # a file's date on a file server may be another host's
+NUMBER_MAX = 1 << 63  # etcd's revision and a base, each less than half of it
 
 
 class Identity:
@@ -52,8 +53,8 @@ class Identity:
             return {}
         try:
             known = json.loads(self._path.read_text())
-            age_s = time.time() - self._path.stat().st_mtime
-            if not isinstance(known, dict) or not isinstance(known.get("applied", 0), int) or not _are_digests(known):
+            written_s = self._path.stat().st_mtime
+            if not isinstance(known, dict) or not _are_numbers(known) or not _are_digests(known):
                 raise ValueError("it is not what a node writes")
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{self._path} can not be read: {error}; remove it, and name the node's id") from error
@@ -62,6 +63,8 @@ class Identity:
                 f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of {cluster}; give another "
                 f"data_dir, or remove {self._path} if its pages are to move"
             )
+        # A copy from a backup is new for the file system: what the file says is older, then.
+        age_s = time.time() - min(written_s, known.get("saved_s", written_s))
         if age_s > REMOVALS_KEPT_S:
             raise ConfigError(
                 f"this node was away for {age_s / 86400:.0f} days, and what was removed is remembered for "
@@ -80,8 +83,18 @@ class Identity:
         if self._path is None:
             return
         known: dict[str, Any] = {"cluster": self.cluster, "member": self.member, "token": self.token}
-        known |= {"applied": applied, "to_erase": [digest.hex() for digest in self.to_erase]}
+        known |= {
+            "saved_s": int(time.time()),
+            "applied": applied,
+            "to_erase": [digest.hex() for digest in self.to_erase],
+        }
         write_whole(self._path, json.dumps(known).encode(), 0o600)
+
+
+def _are_numbers(known: dict[str, Any]) -> bool:
+    """Whether its numbers can be those of a view and of a time."""
+    found = known.get("applied", 0), known.get("saved_s", 0)
+    return all(isinstance(number, int) and 0 <= number < NUMBER_MAX for number in found)
 
 
 def _are_digests(known: dict[str, Any]) -> bool:

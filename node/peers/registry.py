@@ -7,6 +7,7 @@
 While etcd can not be asked the last view holds, and everything goes on with it.
 """
 
+import contextlib
 import logging
 import random
 import threading
@@ -19,11 +20,11 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.log_rate import LogRate
-from node.peers.etcd import Etcd
+from node.peers.etcd import Entry, Etcd
 from node.peers.identity import Identity
 from node.peers.membership import Membership
 from node.peers.removals import Removals
-from node.peers.roster import Registered, Roster, Settings, parse_member, parse_settings
+from node.peers.roster import BASE_MAX, Registered, Roster, Settings, parse_member, parse_settings
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -63,8 +64,16 @@ class Registry:
     raises, which is called now and then while they wait."""
 
     def __init__(
-        self, etcd: Etcd, identity: Identity, membership: Membership, terms: Terms, removals: Removals
+        self,
+        etcd: Etcd,
+        identity: Identity,
+        membership: Membership,
+        terms: Terms,
+        removals: Removals,
+        instance_at: Callable[[str], bytes],
     ) -> None:
+        """`instance_at`: which start of a node answers at an address, empty if none does."""
+        self._instance_at = instance_at
         self._etcd = etcd
         self._identity = identity
         self._membership = membership
@@ -112,8 +121,7 @@ class Registry:
         end, say = time.monotonic() + self._terms.wait_s, 0.0
         while True:
             try:
-                self._settle()
-                self._roster.reset(self._etcd.read(self._roster.prefix))
+                anew = self._read_all()
                 break
             except InvalidRequest as error:
                 raise ConfigError(f"{error}; see etcd_user, etcd_password (KVSTORE_NODE_ETCD_PASSWORD)") from error
@@ -128,9 +136,27 @@ class Registry:
                     say = time.monotonic() + SAY_S
             self._sleep(PAUSE_S, pulse)
         try:
-            self._removals.catch_up(self._roster.removals(), self._number())
+            self._removals.catch_up(self._roster.removals(), self._number(), anew)
         except (KVStoreError, OSError) as error:  # of the disk, which is stopped then
             log.error("what was removed meanwhile may come back at the next start: %s", error)
+
+    def _read_all(self) -> bool:
+        """Whether etcd has lost what it had when this node was last a member. Then its numbers begin above that again:
+        otherwise this node would take each removal that comes for one that it knows."""
+        anew, applied = False, self._identity.applied
+        while True:
+            self._settle()
+            self._roster.reset(self._etcd.read(self._roster.prefix))
+            if self._number() >= applied or (anew and applied > BASE_MAX):  # such a number can not be had
+                return anew
+            if not anew:
+                log.warning(
+                    "etcd has lost what it had of the cluster %s: what was removed before that while this node was "
+                    "away is not known; if a tenant was forgotten meanwhile, forget it again (kvstore forget)",
+                    self._identity.cluster,
+                )
+            anew = True
+            self._raise_number(applied)
 
     def join(self, about: Registering, pulse: Callable[[], None]) -> None:
         """Registers this node, and returns when it is of the view."""
@@ -237,7 +263,8 @@ class Registry:
         if not self._leased() or self._written[1] != self._self.value():
             self._settle()
             self._register()
-        self._raise_number()
+        if known := self._membership.view:
+            self._raise_number(known.number)
         self._well()
         self._tell()
         self._wake.wait(self._lease_s / KEEPS)
@@ -261,10 +288,18 @@ class Registry:
         with self._lock:
             mine = self._roster.entries.get(self._roster.member_key(self._identity.member))
             self._removals.heard(self._roster.removals(self._removals.seen), self._number())
-        if self._written[0] and mine is None:  # somebody removed it, or the lease ended
+        if self._written[0] and not self._is_own(mine):  # somebody removed or took it, or the lease ended
             self._written = (0, b"")
             self._wake.set()
         self._tell()
+
+    def _is_own(self, mine: Entry | None) -> bool:
+        """Whether this node has written it: not a node on a copy of its data directory."""
+        if mine is None or self._self is None:
+            return False
+        with contextlib.suppress(ConfigError):
+            return parse_member(self._identity.member, mine.value).instance == self._self.instance
+        return True  # nobody can use it, and the next that is told replaces it
 
     def _remove(self) -> None:
         self._removals.work(self._etcd, self._roster)
@@ -285,18 +320,14 @@ class Registry:
                 f"with that or without; {self._roster.config_key} in etcd has the number for all"
             )
 
-    def _raise_number(self) -> None:
+    def _raise_number(self, least: int) -> None:
         """Views of an etcd that lost all and began anew must have higher numbers than those from before."""
         with self._lock:
-            known, entry, number = (
-                self._membership.view,
-                self._roster.entries.get(self._roster.config_key),
-                self._number(),
-            )
-        if known is None or entry is None or number >= known.number:
+            entry, number = self._roster.entries.get(self._roster.config_key), self._number()
+        if entry is None or number >= least or least > BASE_MAX:
             return
         settings = parse_settings(entry.value)
-        raised = settings._replace(base=settings.base + known.number - number)
+        raised = settings._replace(base=settings.base + least - number)
         self._etcd.swap(self._roster.config_key, raised.value(), 0, entry.revision)
 
     def _leased(self) -> bool:
@@ -320,7 +351,8 @@ class Registry:
                 return
             if there.revision:
                 other = parse_member(self._identity.member, there.value)
-                again = self._membership.joining  # a restart takes over, who was registered does not
+                # A restart takes over. Who was registered does not, and nobody from a node that is alive.
+                again = self._membership.joining and not self._lives(other)
                 if other.token != own.token or (other.instance != own.instance and not again):
                     what = "a copy of this data directory" if other.token == own.token else "another node"
                     raise Taken(
@@ -328,6 +360,10 @@ class Registry:
                         f"{other.member.address}"
                     )
             revision = there.revision
+
+    def _lives(self, other: Registered) -> bool:
+        """Whether that very start of a node answers: a copy of this directory is in use."""
+        return self._instance_at(other.member.address).hex() == other.instance
 
     def _number(self) -> int:
         settings = self._roster.settings()

@@ -60,9 +60,11 @@ class Removals:
         self._saved_at = 0.0
         self._closed = False
 
-    def catch_up(self, removals: Sequence[Removal], number: int) -> None:
-        """At a start, before anybody is served. Raises KVStoreError or OSError: then it is not done for certain."""
-        missed = [some for some in removals if some.number > self._identity.applied]
+    def catch_up(self, removals: Sequence[Removal], number: int, anew: bool = False) -> None:
+        """At a start, before anybody is served. `anew`: numbers began anew while this node was away, so that they do
+        not tell which of the removals it has missed. Raises KVStoreError or OSError: then it is not done for
+        certain."""
+        missed = [some for some in removals if anew or some.number > self._identity.applied]
         for some in missed:
             self._remove(some.digest)
             self._to_erase += [some.digest] if some.erasure else []

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from kvstore.cluster.view import check_name
 from kvstore.config import split_address
 from kvstore.errors import ConfigError
 from node.config import NodeConfig
+from node.peers.address import instance_at
 from node.peers.etcd import Access, Etcd
 from node.peers.identity import Identity
+from node.peers.links import known_by
 from node.peers.membership import ETCD_SCHEME, Membership
 from node.peers.registry import Registry, Terms
 from node.peers.removals import Removals
@@ -39,7 +42,9 @@ def open_registry(
         check_name("zone", config.zone)
     identity = Identity(config.data_dir, cluster, config.member)
     terms = Terms(config.replicas, config.lease_s, config.cluster_wait_s)
-    return Registry(Etcd(endpoints, access), identity, membership, terms, Removals(identity, remove, settle, erase))
+    removals = Removals(identity, remove, settle, erase)
+    found = partial(instance_at, known_by=known_by(config))
+    return Registry(Etcd(endpoints, access), identity, membership, terms, removals, found)
 
 
 def endpoints_and_name(text: str) -> tuple[list[str], str]:

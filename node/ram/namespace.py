@@ -26,7 +26,7 @@ class NamespaceIndex:
     def __init__(self, value: Namespace, account: Account[Any], peer: str = "") -> None:
         self.value = value
         self.account = account
-        self.peer = peer  # who opened it: it counts to its share; nobody's if it was restored from disk
+        self.peer = peer  # who opened it; empty if it was restored from disk, or comes from another node
         self.digest = value.digest
         self.page_nbytes = value.stored_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
@@ -76,6 +76,8 @@ class Namespaces:
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
         self.account_of: Callable[[str], Account[Any]]  # of a tenant, in the RAM tier that these are of
+        # Whose share a namespace counts to, by its tenant and by who opened it; empty: nobody's.
+        self.owner_of: Callable[[str, str], str] = lambda tenant, peer: peer
         self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
 
@@ -83,8 +85,8 @@ class Namespaces:
         self, value: Namespace, digest: bytes, peer: str = "", restored: bool = False
     ) -> tuple[NamespaceIndex, bool]:
         """(the namespace, whether it is new). `digest` is what the caller will use in its keys. Half of all is
-        for one `peer`; for no peer there is no such limit. One that is `restored` has pages below and needs no
-        room made: it is there, and an earlier run had room."""
+        for one owner (`owner_of`); for no `peer` there is no such limit. One that is `restored` has pages below and
+        needs no room made: it is there, and an earlier run had room."""
         if digest != value.digest:
             raise LayoutMismatch(
                 f"namespace digest {shown(digest)} does not belong to this description, whose digest is "
@@ -95,6 +97,7 @@ class Namespaces:
         if known is not None:
             if known.value != value:
                 raise LayoutMismatch(f"namespace {digest.hex()} is registered with another layout or identity")
+            self._claim(known, peer)
             return known, False
         if value.stored_nbytes > self._page_nbytes_max:
             raise InvalidRequest(
@@ -102,13 +105,34 @@ class Namespaces:
                 f"{self._page_nbytes_max} (extent_nbytes); use fewer tokens per page or larger extents"
             )
         index = NamespaceIndex(value, self.account_of(value.tenant), peer)
-        if peer:
-            own = [other for other in self._by_digest.values() if other.peer == peer]
-            self._make_room(index, own, -(-self._count_max // 2), DESCRIPTIONS_NBYTES_MAX // 2, f"of {peer}")
+        if peer and not restored:
+            self._make_room_of_owner(index)
         if not restored:
             self._make_room(index, self.all(), self._count_max, DESCRIPTIONS_NBYTES_MAX, "")
         self._by_digest[digest] = index
         return index, True
+
+    def _claim(self, known: NamespaceIndex, peer: str) -> None:
+        """A namespace that was nobody's, or that another tenant opened to read it, counts to its owner when the owner
+        opens it. It is never refused: its pages are there."""
+        tenants = self.owner_of(known.value.tenant, "")
+        if peer and (self.owner_of(known.value.tenant, peer) == tenants if tenants else not known.peer):
+            known.peer = peer
+
+    def _make_room_of_owner(self, new: NamespaceIndex) -> None:
+        """Half for one owner. What counts to nobody (restored, or from other nodes, where tenants are not told apart)
+        leaves less to share: otherwise one peer that opens its half after each restart would soon have all."""
+        owned: dict[str, list[NamespaceIndex]] = {}
+        for index in self._by_digest.values():
+            owned.setdefault(self.owner_of(index.value.tenant, index.peer), []).append(index)
+        nobodys = [index for index in owned.get("", ()) if not self._is_empty(index)]
+        count_max = max(0, self._count_max - len(nobodys))
+        nbytes_max = max(0, DESCRIPTIONS_NBYTES_MAX - sum(index.described_nbytes for index in nobodys))
+        owner = self.owner_of(new.value.tenant, new.peer)
+        self._make_room(new, owned.get(owner, []), -(-count_max // 2), -(-nbytes_max // 2), f"of {owner}")
+
+    def _is_empty(self, index: NamespaceIndex) -> bool:
+        return not (index.pages or index.busy or self.below_count(index.digest))
 
     def _make_room(
         self, new: NamespaceIndex, there: list[NamespaceIndex], count_max: int, nbytes_max: int, whose: str
@@ -119,7 +143,7 @@ class Namespaces:
         for index in there:
             if count <= count_max and described <= nbytes_max:
                 return
-            if not (index.pages or index.busy or self.below_count(index.digest)):
+            if self._is_empty(index):
                 self.forgotten.add(index.counters)
                 del self._by_digest[index.digest]
                 count, described = count - 1, described - index.described_nbytes
@@ -142,7 +166,7 @@ class Namespaces:
     def close(self, digest: bytes) -> bool:
         """Forgets an empty namespace; False if it has pages, or is busy."""
         index = self._by_digest.get(digest)
-        if index is None or index.pages or index.busy or self.below_count(digest):
+        if index is None or not self._is_empty(index):
             return index is None
         self.forgotten.add(index.counters)
         del self._by_digest[digest]

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.checksum import checksum, joined_checksum, parts_match, root
+from kvstore.checksum import checksum, hashed_nbytes, joined_checksum, parts_match, root
 from node.ram.arena import Arena
 from node.ram.page import Page
 from node.ram.parts import Parts, Range
 from node.ram.tier import RamTier
+from node.serve.charge import Charge
 
 
 class Content:
@@ -34,11 +35,14 @@ class Content:
         nbytes = sum(nbytes for _, nbytes in ranges)
         return joined_checksum(self.views([page], ranges), nbytes, page.namespace.seed(page.prefix_hash))
 
-    def checksums(self, pages: Sequence[Page], ranges: Sequence[Range], check: Callable[[], None]) -> dict[Page, bytes]:
+    def checksums(
+        self, pages: Sequence[Page], ranges: Sequence[Range], charge: Charge, check: Callable[[], None]
+    ) -> dict[Page, bytes]:
         """Of each page that is intact, once for a page however often it is asked for. `check` may raise in between."""
-        sums = {}
+        sums, wanted_nbytes = {}, sum(nbytes for _, nbytes in ranges)
         for page in dict.fromkeys(pages):
             check()
+            charge.works(wanted_nbytes + _checked_nbytes(page, ranges))
             if checksum := self.checksum(page, ranges):
                 sums[page] = checksum
         return sums
@@ -54,6 +58,14 @@ class Content:
         if not intact:
             self._tier.drop_corrupt(page)
         return intact
+
+
+def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
+    """How many bytes are hashed to know that these ranges are intact: whole leaves, or the page if it has one only."""
+    if isinstance(page.namespace, Parts):
+        return 0  # while they were read from disk
+    page_nbytes = page.namespace.page_nbytes
+    return hashed_nbytes(page_nbytes, ranges) if page.leaves else page_nbytes
 
 
 def places(page: Page, ranges: Sequence[Range]) -> list[int]:

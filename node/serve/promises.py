@@ -16,6 +16,7 @@ from node.peers.hand_over import Ticket
 from node.peers.peers import Peers
 from node.ram.page import Page
 from node.ram.reservation import Reservation, Verdict
+from node.serve.charge import NO_CHARGE, Charge
 from node.serve.session import Session, Sessions
 
 Owners = Mapping[bytes, tuple[str, ...]]  # of each page
@@ -95,16 +96,24 @@ class Promises:
         tickets = [self._couriers.offer(pages, ways.awaited, put.durable, whole=True)]
         if stored := set(session.promised).difference(keys):
             known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
-            tickets.append(self.hand(put.namespace, known, self._ways(put, known, owners).awaited, put.durable))
+            tickets.append(
+                self.hand(put.namespace, known, self._ways(put, known, owners).awaited, put.durable, session.put_charge)
+            )
         return tickets
 
     def hand(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], targets: Sequence[Collection[str]], durable: bool = False
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        targets: Sequence[Collection[str]],
+        durable: bool = False,
+        charge: Charge = NO_CHARGE,
     ) -> Ticket:
         """Hands pages that are here to the members that are named for each; what is on disk only comes to RAM for it,
         so ask for few at a time. What is not here any more counts as lost."""
         wanted = [place for place, some in enumerate(targets) if some]
         with self._sessions.open(THE_NODE) as session:
+            session.charge = charge
             found = session.acquire(digest, [prefix_hashes[place] for place in wanted], False, 0)
             there = [(page, targets[place]) for place, page in zip(wanted, found, strict=True) if page is not None]
             ticket = self._couriers.offer([page for page, _ in there], [some for _, some in there], durable, True)

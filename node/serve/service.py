@@ -49,8 +49,7 @@ from node.serve.requests import Requests
 from node.serve.scopes import scoped
 from node.serve.session import Session, Sessions
 from node.serve.status import Status
-
-_HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
+from node.serve.verifying import Verifying
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -91,6 +90,7 @@ class Service:
         self._near, self.heat = Near(tier, peers.elsewhere), Heat()
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None  # of a namespace, and its name
         self.durability = Durability(tier, disk, config.flush_s)
+        self._verifying = Verifying(tier, self.content, self.durability)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
         self.erasure = Erasure(tier, disk, self.durability, peers.couriers, arena.view, lambda: self.draining)
         self.promises = Promises(self.durability, sessions, peers)
@@ -166,11 +166,12 @@ class Service:
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(hashes) * page_nbytes)
         self.promises.check(request)
+        session.put_charge = self.tenants.charge(principal)
         result = session.reserve(request.namespace, hashes, page_nbytes, self._near.copies(request))
         self.promises.begin(session, request, result)
         if self.recorder.on and not request.forwarded_by:
             self.recorder.note(request.namespace, hashes, stored=True)
-        self.tenants.moves(principal, len(result.pages) * page_nbytes)
+        session.put_charge.moves(len(result.pages) * page_nbytes)
         verdicts: Any = result.verdicts
         offsets = [page.offset for page in result.pages]
         if session.maps_arena:
@@ -226,16 +227,16 @@ class Service:
             self._check_nbytes(len(set(hashes)) * hashed_nbytes(page_nbytes, ranges), "checks")
         parts = parts_wanted(space, ranges)
         fetching = self._near.fetching(request, hashes) if request.near else None
-        session.tenant = principal.tenant
+        session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
         pages = session.acquire(request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, fetching)
         found = [page for page in pages if page is not None]
         if ranges:
-            sums = self.content.checksums(found, ranges, partial(self._check_there, session))
+            sums = self.content.checksums(found, ranges, session.charge, partial(self._check_there, session))
             pages = [page if page in sums else None for page in pages]
             found = [page for page in found if page in sums]
         checksums = [sums[page] if ranges else page.checksum for page in found]
         reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
-        self.tenants.moves(principal, len(found) * wanted_nbytes)
+        session.charge.moves(len(found) * wanted_nbytes)
         self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
         if session.maps_arena:
             reply.offsets.extend(offsets_of(found, ranges))
@@ -300,24 +301,11 @@ class Service:
         return lookup_reply(present)
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
-        """Reads what is in RAM where it is and what is on disk beside it: verifying evicts nobody. Says what
-        it knows; a page that could not be read is an error, not absent."""
         hashes = list(request.prefix_hashes)
         check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
         self._check_nbytes(len(hashes) * self._tier.namespace(request.namespace).page_nbytes)
-        good = []
-        for prefix_hash in hashes:
-            self._check_waiting(caller)
-            good.append(self._verified(request.namespace, prefix_hash))
-        pages = [_HEALTH[some] for some in good]
-        return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None), pages=pages)
-
-    def _verified(self, digest: bytes, prefix_hash: bytes) -> bool | None:
-        """Whether all copies of a page are intact; None if there is none. Bad ones are dropped."""
-        with self._inventory.inspected(digest, prefix_hash) as page:
-            in_ram = self.content.intact(page) if page is not None else None
-        on_disk = self.durability.verify(digest, prefix_hash)
-        return on_disk if in_ram is None else in_ram and on_disk is not False
+        charge = self.tenants.charge(self.gate.who(caller))
+        return self._verifying.verify(request.namespace, hashes, charge, partial(self._check_waiting, caller))
 
     def _check_waiting(self, caller: Caller) -> None:
         """Between the steps of a long call: nobody works for a caller who has left, or while the node stops."""

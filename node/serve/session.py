@@ -19,6 +19,7 @@ from node.ram.page import Page, State
 from node.ram.parts import Parts
 from node.ram.reservation import Acquired, Reservation
 from node.ram.tier import RamTier
+from node.serve.charge import NO_CHARGE
 from node.serve.limits import Budget, cap
 from node.serve.near import Fetching
 from node.serve.tenants import Tenants
@@ -53,6 +54,8 @@ class Session:
         self._reserved_nbytes = 0  # taken from the budgets
         self._held_nbytes = 0
         self.tenant = ""  # of who holds them
+        self.charge = NO_CHARGE  # of the get at hand
+        self.put_charge = NO_CHARGE
         self.tier = RAM  # the farthest in which one of them was
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
@@ -146,6 +149,8 @@ class Session:
             self.tier = RAM
             return acquired.pages
         self.tier = self._farthest(not_here)
+        read = (page.namespace for page in [*(page for page, _ in acquired.loads), *acquired.fetched])
+        self.charge.works(sum(min(space.page_nbytes, space.slot_nbytes) for space in read))
         with self._loading(acquired):
             pages = self._load(acquired, fetching)
         if acquired.fetched:  # they came in any order: the chain's end must go before its head

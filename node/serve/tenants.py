@@ -12,6 +12,7 @@ from node.access.quotas import Quotas
 from node.disk.tier import DiskTier
 from node.ram.accounts import NOTHING, Use
 from node.ram.tier import RamTier
+from node.serve.charge import NO_CHARGE, Charge
 from node.serve.limits import Quoted
 from node.serve.rates import Rates
 from node.serve.replies import in_range
@@ -54,10 +55,9 @@ class Tenants:
         if principal.tenant != ALL:
             self.rates.take(principal.tenant, len(getattr(request, "prefix_hashes", ())))
 
-    def moves(self, principal: Principal, nbytes: int) -> None:
-        """It moves so many page bytes."""
-        if principal.tenant != ALL:
-            self.rates.moves(principal.tenant, nbytes)
+    def charge(self, principal: Principal) -> Charge:
+        """For a request of his that moves page bytes, or has them read or hashed."""
+        return NO_CHARGE if principal.tenant == ALL else Charge(partial(self.rates.charge, principal.tenant))
 
     # ---- what is held in shared memory ---------------------------------------------------
 

@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Namespace, PutOutcome, opaque_layout
 from kvstore.deadline import Deadline
+from kvstore.layout import ByteRange
 from kvstore.measure.content import page_content
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
@@ -239,6 +240,23 @@ def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, q
 
     with contextlib.closing(wire), pytest.raises(Exhausted, match=f"1 {quota} a second of its quota"):
         ask_often()
+
+
+@pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
+@pytest.mark.parametrize("op", ["verify", "range"])
+def test_what_a_node_only_hashes_counts_to_the_rate_of_bytes(town: Callable[..., Town], wire: str, op: str) -> None:
+    """A tenant with 1 MiB/s had 461 MiB/s verified, and 2,870 MiB/s read for ranges of one byte."""
+    where, many = town(bytes="64KiB/s"), keys(*range(64))
+    put(where.client("operator"), LOUD, many)
+    loud, buffers = where.client("loud", wire=wire), [bytearray(1) for _ in many]
+
+    def ask_often() -> None:
+        for _ in range(20):  # 20 MiB, in less than five minutes
+            loud.verify(LOUD, many) if op == "verify" else loud.get_ranges(LOUD, many, [ByteRange(3, 1)], buffers)
+
+    with pytest.raises(Exhausted, match="65536 bytes a second of its quota"):
+        ask_often()
+    assert where.use("loud").refused_bytes == 1
 
 
 def test_connections_of_a_tenant_are_as_many_as_its_quota_says(town: Callable[..., Town]) -> None:

@@ -223,8 +223,9 @@ def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
     node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages.put(connect(node), pages.keys(*range(5)))
-    verify, verified = node.service._verified, []
-    monkeypatch.setattr(node.service, "_verified", lambda *page: verified.append(page) or verify(*page))
+    verifying = node.service._verifying
+    verify, verified = verifying._verified, []
+    monkeypatch.setattr(verifying, "_verified", lambda *page: verified.append(page) or verify(*page))
     request = pb.VerifyRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(5)))
     with pytest.raises(Unavailable, match="the caller is gone"):
         node.service.call("verify", request, Caller("peer", lambda: len(verified) == 2))

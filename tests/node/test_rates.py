@@ -84,7 +84,7 @@ def test_a_request_of_many_keys_counts_as_several() -> None:
 def test_a_batch_larger_than_a_seconds_bytes_is_had_and_paid_for_before_the_next() -> None:
     rates, clock, _, _ = rates_of(nbytes_per_s=1000)
     rates.take("a")
-    rates.moves("a", 5000)
+    rates.charge("a", 5000)
     clock.now_s += 3.9
     with pytest.raises(Exhausted, match=r"1000 bytes a second of its quota; wait 0\.100 s"):
         rates.take("a")

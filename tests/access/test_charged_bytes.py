@@ -1,0 +1,245 @@
+"""A tenant's rate of bytes bounds what the node reads and hashes for it, not only what crosses the wire."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fleets import checked_nodes
+
+import kvstore.checksum
+import node.disk.reads
+from kvstore import Exhausted, Namespace, opaque_layout
+from kvstore.identities import Principal, Role
+from kvstore.messages import namespace_message
+from kvstore.pb import kvstore_pb2 as pb
+from node.access.caller import Caller
+from node.access.quotas import Quota
+from node.serve.charge import Charge
+from node.server import Node
+
+MB = 1 << 20
+PAGE_NBYTES = 3 * MB
+PAGES = 4
+RATE = MB
+STEP_S = 0.1
+SPACE = Namespace("m", opaque_layout(PAGE_NBYTES), "loud")
+SMALL = Namespace("m", opaque_layout(64 << 10), "loud")  # pages of one leaf, which are hashed whole
+WHO = Caller("tenant loud", who=lambda: Principal("loud", "loud", Role.WRITE))
+
+
+class Counted:
+    """Page bytes that this process hashes and reads from disk."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.hashed = self.read = 0
+        leaf, update, piece = kvstore.checksum.leaf, kvstore.checksum.Leaves.update, node.disk.reads.Read._piece
+
+        def count_leaf(part: Any) -> bytes:
+            self.hashed += len(part)
+            return leaf(part)
+
+        def count_update(leaves: Any, data: memoryview) -> None:
+            self.hashed += len(data)
+            update(leaves, data)
+
+        def count_piece(read: Any, files: Any, place: Any, start: int, view: memoryview) -> bool:
+            self.read += view.nbytes
+            return piece(read, files, place, start, view)
+
+        patch.setattr(kvstore.checksum, "leaf", count_leaf)
+        patch.setattr(node.disk.reads, "leaf", count_leaf)
+        patch.setattr(kvstore.checksum.Leaves, "update", count_update)
+        patch.setattr(node.disk.reads.Read, "_piece", count_piece)
+
+
+class Bench:
+    """A node of a tenant whose clock is moved by hand."""
+
+    def __init__(self, node: Node, counted: Counted) -> None:
+        self.node, self.counted, self.now_s = node, counted, 1000.0
+        self.service = node.service
+        self.rates = node.sessions.tenants.rates
+        self.rates._clock_s = lambda: self.now_s
+        self.moved = 0
+
+    def limit(self, nbytes_per_s: int = RATE) -> None:
+        self.node.quotas.set({"loud": Quota(nbytes_per_s=nbytes_per_s)})
+        self.counted.hashed = self.counted.read = self.moved = 0
+
+    def keys(self, space: Namespace, *numbers: int) -> list[bytes]:
+        return [bytes([number]) * 32 for number in numbers or range(PAGES)]
+
+    def put(self, space: Namespace, *numbers: int) -> None:
+        keys, nbytes = self.keys(space, *numbers), space.stored_nbytes
+        with self.node.sessions.open(WHO) as session:
+            request = pb.PutRequest(namespace=space.digest, prefix_hashes=keys, page_nbytes=nbytes)
+            _, views = self.service.begin_put(session, request)
+            self.moved += nbytes * len(views)
+            if views:
+                leaves = [kvstore.checksum.leaves(view) for view in views]
+                self.service.commit_put(session, pb.CommitRequest(leaves=leaves))
+
+    def get(self, space: Namespace, ranges: list[tuple[int, int]], *numbers: int) -> int:
+        request = pb.GetRequest(namespace=space.digest, prefix_hashes=self.keys(space, *numbers))
+        request.ranges.extend([pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges])
+        with self.node.sessions.open(WHO) as session:
+            nbytes, reply, _ = self.service.begin_get(session, request)
+        self.moved += nbytes
+        return sum(reply.hits)
+
+    def verify(self, space: Namespace, *numbers: int) -> None:
+        request = pb.VerifyRequest(namespace=space.digest, prefix_hashes=self.keys(space, *numbers))
+        self.service.call("verify", request, WHO)
+
+    def to_disk_only(self) -> None:
+        """All pages are on disk, and none is in RAM."""
+        assert self.node.disk is not None
+        self.service.durability.flush(self.service.durability.begin_wait())
+        for index in self.node.tier.namespaces.all():
+            with self.node.tier.lock:
+                for page in list(index.pages.values()):
+                    self.node.tier._forget(page, "evicted")
+
+    def charged(self, work: Callable[[], object]) -> int:
+        """Bytes that the tenant is charged for it; no time goes by."""
+        self.limit(1 << 40)
+        self.rates.take("loud")
+        before = self.rates._buckets["loud", "bytes"].left
+        self.counted.hashed = self.counted.read = self.moved = 0
+        work()
+        return int(before - self.rates._buckets["loud", "bytes"].left)
+
+
+@pytest.fixture(scope="module")
+def node_with_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with checked_nodes() as start:
+        folder = tmp_path_factory.mktemp("charged")
+        settings = {
+            "ram_nbytes": 32 * MB,
+            "extent_nbytes": 4 * MB,
+            "disk_nbytes": 64 * MB,
+            "scrub_nbytes_per_s": 0,
+            "batch_nbytes_max": 16 * MB,
+        }
+        yield start(data_dir=str(folder), **settings)
+
+
+@pytest.fixture
+def bench(node_with_disk: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """The node asks nobody who he is, and takes what callers say of themselves."""
+    monkeypatch.setattr(node_with_disk.access, "open", False)
+    monkeypatch.setattr(node_with_disk.access, "sees", lambda *_: True)
+    bench = Bench(node_with_disk, Counted(monkeypatch))
+    for space in (SPACE, SMALL):
+        message = pb.OpenNamespaceRequest(namespace=namespace_message(space), digest=space.digest)
+        bench.service.call("open_namespace", message, WHO)
+        bench.put(space)
+    yield bench
+    node_with_disk.quotas.set({})
+
+
+def scattered(space: Namespace) -> list[tuple[int, int]]:
+    """One byte of each leaf."""
+    return [(offset, 1) for offset in range(0, space.stored_nbytes, MB)]
+
+
+REQUESTS: dict[str, Callable[[Bench], object]] = {
+    "verify": lambda bench: bench.verify(SPACE),
+    "verify of small pages": lambda bench: bench.verify(SMALL),
+    "one byte": lambda bench: bench.get(SPACE, [(5, 1)]),
+    "one byte of each leaf": lambda bench: bench.get(SPACE, scattered(SPACE)),
+    "one byte of small pages": lambda bench: bench.get(SMALL, [(5, 1)]),
+    "whole pages": lambda bench: bench.get(SPACE, []),
+    "whole pages as a range": lambda bench: bench.get(SPACE, [(0, PAGE_NBYTES)]),
+}
+
+
+@pytest.mark.parametrize("where", ["RAM", "disk", "both"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_what_is_read_and_hashed_for_a_request_is_charged(bench: Bench, name: str, where: str) -> None:
+    ask, counted = REQUESTS[name], bench.counted
+    bench.to_disk_only()
+    if where == "both":
+        assert bench.get(SPACE, []) == bench.get(SMALL, []) == PAGES
+    elif where == "RAM":
+        bench.node.service._unary["remove"](
+            pb.RemoveRequest(namespace=SPACE.digest, prefix_hashes=bench.keys(SPACE)), WHO
+        )
+        bench.put(SPACE)
+        bench.put(SMALL)
+    charged = bench.charged(lambda: ask(bench))
+    most = max(counted.hashed, counted.read, bench.moved)
+    assert charged >= max(counted.hashed, bench.moved) > 0
+    assert charged + 4096 * 2 * PAGES >= counted.read, "sectors are read whole"
+    assert charged <= most * 2, "no more than is done for it: bytes that are read are hashed, too"
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_tenant_at_its_rate_has_no_more_read_or_hashed_than_that(bench: Bench, name: str) -> None:
+    """It asks without a pause for half a minute of the clock: what is over is one batch, and a second of the rate."""
+    bench.limit()
+    refused, seconds = 0, 30
+    for _ in range(int(seconds / STEP_S)):
+        bench.now_s += STEP_S
+        try:
+            REQUESTS[name](bench)
+        except Exhausted:
+            refused += 1
+    batch = 2 * PAGES * PAGE_NBYTES  # of a verify: in RAM and on disk
+    for nbytes in (bench.counted.hashed, bench.counted.read, bench.moved):
+        assert nbytes <= RATE * (seconds + 1) + batch
+    assert refused
+
+
+def test_a_plain_get_costs_its_bytes_and_a_miss_costs_nothing(bench: Bench) -> None:
+    bench.get(SPACE, [])
+    assert bench.charged(lambda: bench.get(SPACE, [])) == PAGES * PAGE_NBYTES == bench.moved
+    assert bench.charged(lambda: bench.get(SPACE, [], 99)) == 0
+    assert bench.charged(lambda: bench.put(SPACE)) == 0, "it is there"
+    bench.to_disk_only()
+    assert bench.charged(lambda: bench.get(SPACE, [])) == PAGES * PAGE_NBYTES, "read once, moved once"
+
+
+def test_a_request_that_finds_damage_or_fails_is_charged_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.put(SPACE, 7)
+    with bench.node.service._verifying._inventory.inspected(SPACE.digest, bench.keys(SPACE, 7)[0]) as page:
+        assert page is not None
+        bench.node.arena.view(page.offset, 1)[0] ^= 1
+    assert bench.charged(lambda: bench.get(SPACE, [(0, 1)], 7)) >= MB
+    bench.to_disk_only()
+
+    def fail(*_: Any) -> bool:
+        raise Exhausted("the reader can not begin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.node.disk.reading, "verify", fail)
+
+        def ask() -> None:
+            with contextlib.suppress(Exhausted):
+                bench.verify(SPACE)
+
+        assert bench.charged(ask) == PAGE_NBYTES
+    assert bench.charged(lambda: bench.verify(SPACE)) == PAGES * PAGE_NBYTES
+
+
+def test_a_charge_is_the_larger_of_what_is_moved_and_worked_on() -> None:
+    randomly, taken = random.Random(1), [0]
+
+    def take(nbytes: int) -> None:
+        assert nbytes > 0
+        taken[0] += nbytes
+
+    charge, moved, worked = Charge(take), 0, 0
+    for _ in range(100):
+        nbytes = randomly.randrange(100)
+        if randomly.random() < 0.5:
+            charge.moves(nbytes)
+            moved += nbytes
+        else:
+            charge.works(nbytes)
+            worked += nbytes
+        assert taken[0] == max(moved, worked)

@@ -1,0 +1,101 @@
+"""Data directories put together of pieces that do not belong together: rows of one day, extents of another, or of
+another node. Each hit is compared byte by byte, and nothing may break. `SEEDS=1000` for a longer run."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.server import Node
+
+SEEDS = int(os.environ.get("SEEDS", "2"))
+KEYS = range(80)
+
+
+def snapshot(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, copy_function=shutil.copyfile)
+    return to
+
+
+def operator_key(path: Path) -> str:
+    path.write_text(bytes(range(32)).hex() + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+class Storm:
+    """Several lives of nodes on one directory, each of which leaves a backup."""
+
+    def __init__(self, nodes: Any, make_pages: Any, folder: Path, randomly: random.Random, **settings: Any) -> None:
+        self.nodes, self.folder, self.randomly, self.settings = nodes, folder, randomly, settings
+        self.spaces = [make_pages("a"), make_pages("b", tenant="b"), make_pages("c", 5000), make_pages("a", salt="s")]
+        self.backups: list[Path] = []
+
+    def live(self, name: str) -> None:
+        """Puts, removes, is asked, and stops."""
+        node = self.nodes.start(**self.settings)
+        client = self.nodes.connect(node)
+        for _ in range(6):
+            pages = self.randomly.choice(self.spaces)
+            some = pages.keys(*self.randomly.sample(KEYS, 20))
+            pages.put(client, some)
+            if self.randomly.random() < 0.3:
+                client.remove(pages.namespace, self.randomly.sample(some, 5))
+            if self.randomly.random() < 0.2:
+                client.remove_namespace(pages.namespace)
+        self.ask(node)
+        client.flush()
+        self.nodes.stop(node)
+        self.backups.append(snapshot(self.nodes.data_dir, self.folder / name))
+
+    def ask(self, node: Node) -> int:
+        """How many hits there are; the bytes of each are right."""
+        client, hits = self.nodes.connect(node), 0
+        for pages in self.spaces:
+            keys = pages.keys(*KEYS)
+            for start in range(0, len(keys), 20):
+                hits += pages.get(client, keys[start : start + 20]).count(True)
+            client.verify(pages.namespace, keys)
+        return hits
+
+    def mix(self) -> None:
+        """Rows of one backup, each extent of any."""
+        rows, *_ = self.randomly.sample(self.backups, 1)
+        shutil.rmtree(self.nodes.data_dir)
+        snapshot(rows, self.nodes.data_dir)
+        for path in (self.nodes.data_dir / "extents").iterdir():
+            other = self.randomly.choice(self.backups) / "extents" / path.name
+            if other.exists():
+                shutil.copyfile(other, path)
+            if self.randomly.random() < 0.1:
+                os.truncate(path, self.randomly.randrange(path.stat().st_size + 1))
+
+
+@pytest.mark.parametrize("key", ["plain", "encrypted"])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_directories_of_pieces_of_several_backups_give_right_bytes_or_misses(
+    nodes: Any, make_pages: Any, tmp_path: Path, seed: int, key: str
+) -> None:
+    randomly = random.Random(seed)
+    settings = {"encrypt_key_file": operator_key(tmp_path / "key")} if key == "encrypted" else {}
+    storm = Storm(nodes, make_pages, tmp_path, randomly, **settings)
+    for life in range(2):
+        storm.live(f"own-{life}")
+    shutil.rmtree(nodes.data_dir)
+    storm.live("another node's")
+    hits = 0
+    for _ in range(3):
+        storm.mix()
+        node = nodes.start(**settings)
+        hits += storm.ask(node)
+        client = nodes.connect(node)
+        for pages in storm.spaces:  # and what is put now is there
+            some = pages.keys(*randomly.sample(KEYS, 10))
+            pages.put(client, some)
+            assert pages.get(client, some) == [True] * len(some)
+        storm.ask(node)
+        nodes.stop(node)
+    assert hits, "a storm in which nothing is found shows nothing"

@@ -1,0 +1,196 @@
+"""Data directories of a cluster's members that are put back from a backup, copied to another node, or wiped."""
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_etcd import FakeEtcd
+from fleet import calm, present
+from fleets import Start, members, stop
+from waiting import wait_until
+
+from kvstore.errors import ConfigError, KVStoreError
+from node.peers.identity import FILE_NAME, REMOVALS_KEPT_S, Identity
+from node.server import Node
+
+DISK: dict[str, Any] = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, "scrub_nbytes_per_s": 0}
+NUMBERS = range(20)
+
+
+def there(node: Node, pages: Any) -> int:
+    return present(node, pages.namespace, pages.keys(*NUMBERS)).count(True)
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """As `cp -r` does it, or a store of objects: for the file system it is new."""
+    shutil.copytree(folder, to, copy_function=shutil.copyfile)
+    return to
+
+
+def test_a_directory_from_an_old_backup_is_as_old_as_its_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").mkdir()
+    Identity(str(tmp_path / "old"), "fleet", "n1").save(7)
+    copy = copied(tmp_path / "old", tmp_path / "copy")
+    later = time.time() + REMOVALS_KEPT_S + 60
+    os.utime(copy / FILE_NAME, (later, later))
+    monkeypatch.setattr("time.time", lambda: later)
+    with pytest.raises(ConfigError, match="away for 30 days, and what was removed is remembered for 30"):
+        Identity(str(copy), "fleet", "n1")
+    monkeypatch.undo()
+    assert Identity(str(copy), "fleet", "n1").applied == 7
+
+
+def test_a_removal_in_a_new_etcd_reaches_members_of_the_old_one(
+    fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any, make_pages: Any, tmp_path: Path
+) -> None:
+    """Its numbers begin anew, so that those of removals are below what a directory has seen."""
+    two = fleet("n2", data_dir=str(tmp_path), **DISK)
+    kept, other = make_pages("kept"), make_pages("other")
+    alone = connect(two, direct=True)
+    for some in (pages, kept):
+        some.put(alone, some.keys(*NUMBERS))
+    alone.flush()
+    for _ in range(3):
+        other.put(alone, other.keys(1))
+        alone.remove_namespace(other.namespace)
+    wait_until(lambda: two.registry._identity.applied > 5)  # type: ignore[union-attr]
+    stop(two)
+    etcd.wipe()
+    one = fleet("n1")
+    client = connect(one)
+    client.open(pages.namespace)
+    client.remove_namespace(pages.namespace)
+    wait_until(lambda: any("/removed/" in key for key in etcd.names()))
+    assert etcd.revision <= Identity(str(tmp_path), "fleet", "n2").applied
+    two = fleet("n2", data_dir=str(tmp_path), **DISK)
+    assert there(two, pages) == 0
+    assert there(two, kept) == len(NUMBERS)
+    third = make_pages("third")
+    third.put(connect(two, direct=True), third.keys(*NUMBERS))
+    direct = connect(one, direct=True)
+    direct.open(third.namespace)
+    direct.remove_namespace(third.namespace)
+    wait_until(lambda: there(two, third) == 0)
+
+
+def test_a_backup_from_before_a_forget_brings_nothing_back(
+    fleet: Start, etcd: FakeEtcd, connect: Any, make_pages: Any, tmp_path: Path
+) -> None:
+    data, backup = tmp_path / "data", tmp_path / "backup"
+    one = fleet("n1", replicas=2)
+    two = fleet("n2", data_dir=str(data), **DISK)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    client = connect(one, timeout_s=20.0)
+    for pages in (gone, kept):
+        pages.put(client, pages.keys(*NUMBERS))
+    calm([one, two])
+    connect(two, direct=True).flush()
+    stop(two)
+    copied(data, backup)
+    two = fleet("n2", data_dir=str(data), **DISK)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    assert connect(one, timeout_s=20.0).forget("gone", 30.0).left == 0
+    assert there(one, gone) == there(two, gone) == 0
+    stop(two)
+    shutil.rmtree(data)
+    copied(backup, data)
+    two = fleet("n2", data_dir=str(data), **DISK)
+    assert there(two, gone) == 0
+    assert there(two, kept) == len(NUMBERS)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    calm([one, two])
+    assert there(one, gone) == there(two, gone) == 0
+    assert kept.get(connect(two, timeout_s=20.0), kept.keys(*NUMBERS)) == [True] * len(NUMBERS)
+
+
+def test_a_backup_from_before_a_removal_of_another_members_directory_brings_nothing_back(
+    fleet: Start, connect: Any, make_pages: Any, tmp_path: Path
+) -> None:
+    """Under its own name it is refused; as a new member's, whose file of identity was removed, it is cleared."""
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    one, two = fleet("n1"), fleet("n2", data_dir=str(data), **DISK)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    gone, kept = make_pages("gone", tenant="gone"), make_pages("kept", tenant="kept")
+    at_two = connect(two, direct=True, timeout_s=20.0)
+    for pages in (gone, kept):
+        pages.put(at_two, pages.keys(*NUMBERS))
+    at_two.flush()
+    stop(two)
+    copied(data, copy)
+    two = fleet("n2", data_dir=str(data), **DISK)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    assert connect(one, timeout_s=20.0).forget("gone", 30.0).left == 0
+    with pytest.raises(ConfigError, match="is that of n2; start it as n2"):
+        fleet("n3", data_dir=str(copy), **DISK)
+    (copy / FILE_NAME).unlink()
+    three = fleet("n3", data_dir=str(copy), **DISK)
+    assert there(three, gone) == 0
+    assert there(three, kept) > 0
+    wait_until(lambda: members(one) == ["n1", "n2", "n3"])
+    calm([one, two, three])
+    assert there(one, gone) == there(two, gone) == there(three, gone) == 0
+    for node in (one, two, three):
+        assert kept.get(connect(node, timeout_s=20.0), kept.keys(*NUMBERS)) == [True] * len(NUMBERS)
+
+
+def test_a_copy_of_a_directory_that_is_in_use_is_refused(fleet: Start, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    one = fleet("n1", data_dir=str(data), **DISK)
+    copied(data, tmp_path / "copy")
+    with pytest.raises(ConfigError, match=rf"that of a copy of this data directory, at 127.0.0.1:{one.grpc.port}"):
+        fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
+    assert one.peers.status().registry == "etcd"
+
+
+def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
+    fleet: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy did not reach it, and took it for dead."""
+    data, said = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
+    one = fleet("n1", data_dir=str(data), **DISK)
+    copied(data, tmp_path / "copy")
+    monkeypatch.setattr("node.peers.registry.Registry._lives", lambda *_: False)
+    twin = fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
+    wait_until(lambda: said.format(twin.grpc.port) in one.peers.status().registry)
+    assert twin.peers.status().registry == "etcd"
+    stop(twin)
+    wait_until(lambda: one.peers.status().registry == "etcd")
+    view = one.membership.view
+    assert view is not None
+    wait_until(lambda: one.membership.view.by_id["n1"].address == f"127.0.0.1:{one.grpc.port}")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["all", "extents", "rows", "member.json"])
+def test_a_directory_that_is_wiped_under_a_member_costs_pages_and_no_bytes(
+    fleet: Start, connect: Any, make_pages: Any, tmp_path: Path, what: str
+) -> None:
+    data = tmp_path / "data"
+    one = fleet("n1", replicas=2)
+    settings = {**DISK, "data_dir": str(data), "ram_nbytes": 4 << 20}
+    two = fleet("n2", **settings)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    client, pages = connect(one, timeout_s=20.0), make_pages("wiped")
+    some, more = pages.keys(*range(30)), pages.keys(*range(100, 130))
+    pages.put(client, some)
+    calm([one, two])
+    for path in list(data.iterdir()) if what == "all" else [data / what]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    at_two = connect(two, direct=True, timeout_s=20.0)
+    for _ in range(3):
+        with contextlib.suppress(KVStoreError):
+            pages.put(client, more)
+        pages.get(at_two, some + more)  # compares each byte of each hit
+        assert pages.get(client, some + more) == [True] * 60, "the other has them"
+    stop(two)
+    two = fleet("n2", **settings)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    pages.get(connect(two, direct=True, timeout_s=20.0), some + more)
+    calm([one, two])
+    assert pages.get(client, some + more) == [True] * 60
