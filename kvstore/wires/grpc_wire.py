@@ -24,6 +24,7 @@ from kvstore.sync import NoThread, aside, in_main_thread, start_thread
 from kvstore.tracing import HEADER, current
 from kvstore.wires.chunks import fill, runs
 from kvstore.wires.connections import check_process
+from kvstore.wires.grpc_forks import gate
 from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
 from kvstore.wires.tls import ClientTls
@@ -212,11 +213,12 @@ class GrpcWire:
         """Ends its calls. In a child of a fork it does nothing: the channel is the parent's."""
         if os.getpid() != self._pid:
             return
+        close = partial(gate.run, self._channel.close)
         if in_main_thread():
-            with contextlib.suppress(NoThread):
-                start_thread(self._channel.close, "kvstore-close")  # nobody waits for it
-                return
-        self._channel.close()
+            with contextlib.suppress(RuntimeError):
+                start_thread(close, "kvstore-close")  # nobody waits for it
+        else:
+            close()
 
 
 class Followed:
@@ -281,9 +283,9 @@ class _Stream:
 
 
 def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
-    """`aside`, with the error of ours for a process that has no thread for it."""
+    """`aside`, and not while this process forks."""
     try:
-        return aside(work, stop)
+        return aside(partial(gate.run, work), stop)
     except NoThread as error:
         raise Unavailable(f"gRPC has no thread: {error}") from error
 
