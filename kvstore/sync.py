@@ -50,6 +50,16 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
             with contextlib.suppress(ValueError):
                 self._waiting.remove(told)
 
+    def wait_for(self, holds: Callable[[], Result], timeout: float | None = None) -> Result:
+        """Wait until `holds()` is true, at most `timeout` seconds. Return what it returned last."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not (held := holds()):
+            left_s = 1.0 if end is None else min(1.0, end - time.monotonic())
+            if left_s <= 0:
+                break
+            self.wait(left_s)  # an interrupt may have swallowed the wake-up
+        return held
+
     def notify_all(self) -> None:
         """Wake all that wait. They leave the list themselves, so that an interrupt here loses none of them."""
         for told in tuple(self._waiting):

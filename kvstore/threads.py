@@ -6,6 +6,7 @@ while it starts the thread.
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import queue
@@ -33,7 +34,7 @@ class Crew(Executor):
     def __init__(self, threads_max: int, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[functools.partial[None] | None] = queue.SimpleQueue()
         self._threads: Turns[None] = Turns(threads_max)
         self._closed = False
         self._pid = os.getpid()
@@ -59,6 +60,11 @@ class Crew(Executor):
         """Take no more jobs. What was submitted is done; with `wait` this returns afterwards."""
         with self._lock:
             self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while cancel_futures:
+                    job = self._jobs.get_nowait()
+                    if job is not None:
+                        job.args[0][0].cancel()
             self._jobs.put(None)
         while wait and self._threads.count:
             time.sleep(0.001)
@@ -75,7 +81,7 @@ class _Turn:
     """A thread's place in its crew."""
 
 
-def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]", threads: Turns[None], turn: list[_Turn]) -> None:
+def _work(jobs: "queue.SimpleQueue[functools.partial[None] | None]", threads: Turns[None], turn: list[_Turn]) -> None:
     """Do jobs until there are no more. It does not hold the crew, which may be dropped without a shutdown."""
     while (job := jobs.get()) is not None:
         job()

@@ -37,6 +37,8 @@ from gpu_agent.transfer import Fence
 from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.sync import Future
+from kvstore.threads import Crew, wait_for
 from kvstore.tracing import NamesRequest, carried, request
 
 log = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(len(entry.components[0]))
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[LoadJob]]] = {}
-        self._offloads = concurrent.futures.ThreadPoolExecutor(1, "kvstore-offload")
+        self._offloads = Crew(1, "kvstore-offload")
         self._offloads.submit(lambda: None)  # has its thread start now: later, if none can be had, that would raise
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect
@@ -180,7 +182,7 @@ class KVStoreLinker(UnifiedCacheLinker):
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         _, jobs = self._batches.pop(counter_index, (None, []))
-        concurrent.futures.wait([job.done for job in jobs])  # nothing writes to the slots after this
+        wait_for([job.done for job in jobs])  # nothing writes to the slots after this
         return bool(self.layer_done_counter.finish(counter_index))
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -193,7 +195,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         if not hashes or slots is None or len(self._pending) >= OFFLOADS_MAX:
             return False
         if not self._writes:
-            done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+            done: concurrent.futures.Future[bool] = Future()
             done.set_result(True)
             self._pending.append(done)
             return True
@@ -225,7 +227,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued.clear()
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)
-        concurrent.futures.wait(self._pending)
+        wait_for(self._pending)
         self._pending.clear()
         self.layer_done_counter.reset()
         version = weight_version()
