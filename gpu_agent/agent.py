@@ -10,7 +10,6 @@ whatever goes wrong with the store is a smaller number in a result, never an exc
 own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before anything moves.
 """
 
-import concurrent.futures
 import contextlib
 import logging
 import time
@@ -154,7 +153,7 @@ class Agent:
         """
         timeout_s = self.config.save_timeout_s if timeout_s is None else timeout_s
         job = self._job(prefix_hashes, units, pool, timeout_s, fence)
-        gathered: concurrent.futures.Future[None] = Future()
+        gathered: Future[None] = Future()
         gathered.set_running_or_notify_cancel()
         count = len(job.prefix_hashes)
         self._add(saves=1)
@@ -240,7 +239,7 @@ class Agent:
         self._outage.report(error)
         return LoadResult(0, 0, str(error) if error else None)
 
-    def _save(self, job: Job, buffer: torch.Tensor, gathered: concurrent.futures.Future[None]) -> SaveResult:
+    def _save(self, job: Job, buffer: torch.Tensor, gathered: Future[None]) -> SaveResult:
         stored = existing = 0
         reason = None
         try:
@@ -390,12 +389,12 @@ class _GoesOver(Exception):
     """The near node does not answer, and there is time left to ask the owners."""
 
 
-def _release(gathered: concurrent.futures.Future[None]) -> None:
+def _release(gathered: Future[None]) -> None:
     if not gathered.done():
         gathered.set_result(None)
 
 
-def _resolved(result: Result) -> concurrent.futures.Future[Result]:
-    done: concurrent.futures.Future[Result] = Future()
+def _resolved(result: Result) -> Future[Result]:
+    done: Future[Result] = Future()
     done.set_result(result)
     return done

@@ -130,8 +130,11 @@ class Turns(Generic[Thing]):
 
     def take(self, holder: object, thing: Thing, timeout_s: float = 0.0) -> bool:
         """Give `holder` a turn. Return False if none came free for `timeout_s` seconds."""
-        if self._taken(holder, thing):
-            return True
+        reference = weakref.ref(holder, self._lost.append)  # called from C: no handler runs in it
+        with self._lock:
+            if len(self._held) < self._count_max:
+                self._held[id(holder)] = reference, thing
+                return True
         if timeout_s <= 0:
             return False
         end = time.monotonic() + timeout_s
@@ -139,7 +142,7 @@ class Turns(Generic[Thing]):
         told.acquire()
         self._waiting.append(told)
         try:
-            while not self._taken(holder, thing):
+            while not self.take(holder, thing):
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     return False
@@ -148,14 +151,6 @@ class Turns(Generic[Thing]):
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(told)
-
-    def _taken(self, holder: object, thing: Thing) -> bool:
-        reference = weakref.ref(holder, self._lost.append)  # called from C: no handler runs in it
-        with self._lock:
-            if len(self._held) >= self._count_max:
-                return False
-            self._held[id(holder)] = reference, thing
-            return True
 
     def give(self, holder: object) -> None:
         """End the turn of `holder`, if it has one."""
@@ -206,6 +201,16 @@ def start_thread(work: Callable[[], object], name: str) -> None:
     aside(thread.start)  # it waits for an Event of the new thread's
 
 
+class _Outcome:
+    """Of work that another thread does: written by it alone, read when it has ended."""
+
+    result: Any = None
+    failed: BaseException | None = None
+
+    def set_exception(self, error: BaseException) -> None:
+        self.failed = error
+
+
 def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
     """Return what `work` returns, or raise what it raises, without signal handlers in between.
 
@@ -214,16 +219,16 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
     """
     if not in_main_thread():
         return work()
-    outcome: list[tuple[Any, BaseException | None]] = []
+    outcome = _Outcome()
     ended = allocate_lock()
     ended.acquire()
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            outcome.append((context.run(work), None))
+            outcome.result = context.run(work)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
-            outcome.append((None, error))
+            outcome.set_exception(error)
         finally:
             _leave_no_dummy()
             ended.release()
@@ -239,13 +244,12 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
         if stop is not None:
             _stopped(stop, ended)
         raise
-    result, failed = outcome.pop()
-    try:
-        if failed is not None:
-            raise failed
-        return result  # type: ignore[no-any-return]
-    finally:
-        del failed  # its traceback has this frame
+    if outcome.failed is not None:
+        try:
+            raise outcome.failed
+        finally:
+            del outcome  # the error's traceback has this frame
+    return outcome.result  # type: ignore[no-any-return]
 
 
 def _stopped(stop: Callable[[], object], ended: Any) -> None:
