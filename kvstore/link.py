@@ -93,8 +93,7 @@ class Link:
             self.close_when_left()
 
     def retire(self) -> None:
-        """Takes no more calls and closes when those that are on it have ended: a channel that is closed ends them,
-        though they might be answered."""
+        """Takes no more calls and closes when those on it have ended, which a closed channel would not let be answered."""
         with self._lock:
             self._retired = True
         self.close_when_left()
@@ -300,8 +299,7 @@ class NodeLink:
         return Link(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
 
     def _take(self, old: Link | None, link: Link) -> bool:
-        """Puts a new link in the place of `old`. False, and the new one retires, if that is not there any more or
-        this client is closed."""
+        """Puts a new link in the place of `old`. False, and the new one retires, if that is gone or all is closed."""
         with self._lock:
             taken = self._link is old and not self._closed
             if taken:
@@ -357,11 +355,9 @@ class NodeLink:
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
     def _look_whether_it_lives(self) -> None:
-        """A call that was not answered in time says little of a node that answers others at once: its disk may hang,
-        and what is in RAM is there."""
+        """A call that was late says little of a node that answers others at once: its disk may hang, its RAM not."""
         link = self._link
-        visit = link.enter() if link else None
-        if link is None or visit is None:
+        if link is None or not (visit := link.enter()):
             return
         try:
             link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
