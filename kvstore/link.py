@@ -93,7 +93,7 @@ class Link:
             self.close_when_left()
 
     def retire(self) -> None:
-        """Takes no more calls and closes when those on it have ended, which a closed channel would not let be answered."""
+        """Takes no more calls and closes when those on it have ended: a closed channel would end them."""
         with self._lock:
             self._retired = True
         self.close_when_left()
