@@ -10,7 +10,6 @@ whatever goes wrong with the store is a smaller number in a result, never an exc
 own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before anything moves.
 """
 
-import concurrent.futures
 import contextlib
 import logging
 import time
@@ -37,7 +36,8 @@ from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
 from kvstore.log_rate import LogRate
 from kvstore.management import PREFIX_HASHES_MAX
-from kvstore.threads import begun
+from kvstore.sync import Future
+from kvstore.threads import Crew, begun
 from kvstore.tracing import NamesRequest
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class Agent:
         self._buffer_pages = self.config.staging_nbytes // page_nbytes
         if not self._buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
-        self._hashers = concurrent.futures.ThreadPoolExecutor(self.config.hashers, "kvstore-hash")
-        self._ahead = concurrent.futures.ThreadPoolExecutor(ABREAST * self.config.workers, "kvstore-ahead")
+        self._hashers = Crew(self.config.hashers, "kvstore-hash")
+        self._ahead = Crew(ABREAST * self.config.workers, "kvstore-ahead")
         lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
         self._saves: Lane[SaveResult] = Lane("save", *lanes)
         self._loads: Lane[LoadResult] = Lane("load", *lanes)
@@ -153,7 +153,7 @@ class Agent:
         """
         timeout_s = self.config.save_timeout_s if timeout_s is None else timeout_s
         job = self._job(prefix_hashes, units, pool, timeout_s, fence)
-        gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
+        gathered: Future[None] = Future()
         gathered.set_running_or_notify_cancel()
         count = len(job.prefix_hashes)
         self._add(saves=1)
@@ -239,7 +239,7 @@ class Agent:
         self._outage.report(error)
         return LoadResult(0, 0, str(error) if error else None)
 
-    def _save(self, job: Job, buffer: torch.Tensor, gathered: concurrent.futures.Future[None]) -> SaveResult:
+    def _save(self, job: Job, buffer: torch.Tensor, gathered: Future[None]) -> SaveResult:
         stored = existing = 0
         reason = None
         try:
@@ -389,12 +389,12 @@ class _GoesOver(Exception):
     """The near node does not answer, and there is time left to ask the owners."""
 
 
-def _release(gathered: concurrent.futures.Future[None]) -> None:
+def _release(gathered: Future[None]) -> None:
     if not gathered.done():
         gathered.set_result(None)
 
 
-def _resolved(result: Result) -> concurrent.futures.Future[Result]:
-    done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+def _resolved(result: Result) -> Future[Result]:
+    done: Future[Result] = Future()
     done.set_result(result)
     return done

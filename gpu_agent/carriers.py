@@ -31,6 +31,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError
 from kvstore.keys import Namespace, short
 from kvstore.log_rate import LogRate
+from kvstore.threads import end
 from kvstore.tracing import NamesRequest
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.mapped_slots import AcquiredSlots
@@ -323,6 +324,4 @@ class _Hashes:
 
     def __exit__(self, *_: object) -> None:
         futures = {future for parts in self._found.values() for future, _ in parts}
-        for future in futures:
-            future.cancel()
-        concurrent.futures.wait(futures)
+        end(futures)

@@ -16,6 +16,8 @@ from typing import Generic, TypeVar
 import torch
 
 from kvstore.log_rate import LogRate
+from kvstore.sync import Event, Future
+from kvstore.threads import Crew, wait_for
 from kvstore.tracing import NamesRequest, carried, span
 
 log = logging.getLogger(__name__)
@@ -37,20 +39,20 @@ class Lane(Generic[Result]):
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(workers):  # as many as jobs can run; written once, so that the memory is really there
             self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
-        self._executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=f"kvstore-{name}")
+        self._executor = Crew(workers, f"kvstore-{name}")
         self._lock = threading.Lock()
         self._active: dict[concurrent.futures.Future[Result], int] = {}  # future -> page bytes of its job
         self._pending_nbytes = 0  # their sum: there may be thousands
         self._running = 0
         self._closed = False
         self._pid = os.getpid()
-        self.stopping = threading.Event()  # set: jobs end at their next chunk
+        self.stopping = Event()  # set: jobs end at their next chunk
 
     def submit(
         self, nbytes: int, work: Callable[[torch.Tensor], Result], failed: Callable[[str], Result]
     ) -> concurrent.futures.Future[Result]:
         """Runs `work(buffer)` later. `nbytes`: what the job counts against the limit."""
-        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        done: concurrent.futures.Future[Result] = Future()
         done.set_running_or_notify_cancel()  # from here on nobody can cancel it but we
         with self._lock:
             reason = self._refusal(nbytes)
@@ -86,6 +88,9 @@ class Lane(Generic[Result]):
         except RuntimeError as error:
             self._pending_nbytes -= self._active.pop(done)
             return str(error)
+        except BaseException:  # an interrupt of who submits: nobody will ask for the result
+            self._pending_nbytes -= self._active.pop(done, 0)
+            raise
         return ""
 
     def _run(
@@ -117,7 +122,7 @@ class Lane(Generic[Result]):
         with self._lock:
             self._closed = True
             active = list(self._active)
-        concurrent.futures.wait(active, timeout_s)
+        wait_for(active, timeout_s)
         self.stopping.set()
         self._executor.shutdown(wait=True)
 

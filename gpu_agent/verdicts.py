@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from kvstore.sync import Condition, aside
 from kvstore.tracing import NamesRequest
 from kvstore.tracing import request as for_request
 
@@ -54,10 +55,10 @@ class Verdicts:
         self._keys_of: dict[str, set[bytes]] = {}
         self._new: dict[bytes, _Verdict] = {}  # of this step
         self._wanted: dict[bytes, _Verdict] = {}
-        self._wake = threading.Condition()  # guards _wanted and _closed
+        self._wake = Condition()  # guards _wanted and _closed
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookup", daemon=True)
-        self._thread.start()
+        aside(self._thread.start)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
         """None: ask again later. False at the latest when `timeout_s` is over."""
@@ -81,7 +82,7 @@ class Verdicts:
         if self._new:
             with self._wake:
                 self._wanted.update(self._new)
-                self._wake.notify()
+                self._wake.notify_all()
             self._new = {}
 
     def mark_miss(self, keys: Iterable[bytes]) -> None:
@@ -103,7 +104,7 @@ class Verdicts:
         """Returns when the call that is under way does."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
         self._thread.join()
 
     def check(self) -> list[str]:

@@ -53,7 +53,10 @@ PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # what a put's promise holds 
 
 
 class Client(Management):
-    """A connection to the store. Make one per process and share it between threads."""
+    """A connection to the store. Make one per process and share it between threads.
+
+    In a child of a fork its calls raise InvalidRequest. A signal handler may raise in a call.
+    """
 
     def __init__(self, config: ClientConfig | None = None) -> None:
         super().__init__(config or client_config())

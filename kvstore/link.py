@@ -6,9 +6,11 @@ calls that are on it have ended.
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import kvstore.tracing as tracing
@@ -28,6 +30,8 @@ from kvstore.errors import (
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import NoThread, Turns, aside, start_thread
+from kvstore.wires.connections import check_process
 from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.negotiation import Negotiation, Way
 from kvstore.wires.wire import Wire
@@ -53,8 +57,9 @@ class Link:
         self.retry_at = retry_at
         self.opened: set[bytes] = set()
         self._lock = threading.Lock()
-        self._calls = 0
+        self._visits: Turns[None] = Turns()
         self._retired = False
+        self._closed = False
 
     @property
     def wire(self) -> Wire:
@@ -73,28 +78,45 @@ class Link:
     def limits(self) -> pb.Limits:
         return self.way.hello.limits
 
-    def enter(self) -> bool:
-        """A call begins, and ends with `leave`. False: this link takes no more."""
+    def enter(self) -> "Visit | None":
+        """A call begins, and ends with `Visit.leave`. None: this link takes no more."""
+        visit = Visit(self)
         with self._lock:
-            if not self._retired:
-                self._calls += 1
-            return not self._retired
+            if self._retired:
+                return None
+            self._visits.take(visit, None)
+        return visit
 
-    def leave(self) -> None:
-        with self._lock:
-            self._calls -= 1
-            last = self._retired and not self._calls
-        if last:
-            self.way.close()
+    def leave(self, visit: "Visit") -> None:
+        self._visits.give(visit)
+        if self._retired:
+            self.close_when_left()
 
     def retire(self) -> None:
-        """Takes no more calls and closes when those that are on it have ended: a channel that is closed ends them,
-        though they might be answered."""
+        """Takes no more calls and closes when those on it have ended: a closed channel would end them."""
         with self._lock:
-            last = not self._retired and not self._calls
             self._retired = True
-        if last:
+        self.close_when_left()
+
+    def close_when_left(self) -> bool:
+        """Whether it is closed, now or before. Once more does no harm: an interrupt may have come in between."""
+        if not self._closed and not self._visits.count:
             self.way.close()
+            self._closed = True
+        return self._closed
+
+
+class Visit:
+    """A call on a link. One that is interrupted has left when it is collected, if it did not before."""
+
+    __slots__ = ("__weakref__", "fresh", "link")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.fresh = False  # whether the link was made for it
+
+    def leave(self) -> None:
+        self.link.leave(self)
 
 
 class NodeLink:
@@ -119,6 +141,8 @@ class NodeLink:
         self._link: Link | None = None
         self._closed = False
         self._running: set[str] = set()  # what is done beside the calls
+        self._retired: list[Link] = []  # which may not be closed yet
+        self._pid = os.getpid()
         self.connect_count = 0
         self.failure_count = 0
 
@@ -155,6 +179,9 @@ class NodeLink:
         self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
     ) -> Result:
         deadline.remaining()  # a caller who comes too late says nothing about the node
+        check_process(self._pid)  # first: in a child of a fork a lock may be taken by a thread that is not there
+        if self._retired:
+            self._close_retired()
         self._breaker.enter()
         began = self._clock()
         try:
@@ -180,26 +207,26 @@ class NodeLink:
     def _run(self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline) -> Result:
         """Once more if a link that had worked is dead (the node was restarted) or the node does not
         know the namespace (any more). A link that fails when new is not tried again."""
-        link, fresh = self._connected(deadline)
+        visit = self._connected(deadline)
         try:
-            return self._attempt(link, call, namespace, deadline)
+            return self._attempt(visit.link, call, namespace, deadline)
         except UnknownNamespace:
-            link.opened.clear()
+            visit.link.opened.clear()
         except Unauthenticated:  # the token may be another by now
-            self._drop(link)
-            if fresh:
+            self._drop(visit.link)
+            if visit.fresh:
                 raise
         except Unavailable as error:
-            if fresh:
+            if visit.fresh:
                 raise
             log.info("%s: connecting again: %s", self.address, error)
         finally:
-            link.leave()
-        link, _ = self._connected(deadline)
+            visit.leave()
+        visit = self._connected(deadline)
         try:
-            return self._attempt(link, call, namespace, deadline)
+            return self._attempt(visit.link, call, namespace, deadline)
         finally:
-            link.leave()
+            visit.leave()
 
     def _attempt(
         self, link: Link, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
@@ -215,17 +242,24 @@ class NodeLink:
                 self._drop(link)
             raise
 
-    def _connected(self, deadline: Deadline) -> tuple[Link, bool]:
-        """(the link, which the call has entered; whether it was made just now)."""
+    def _connected(self, deadline: Deadline) -> Visit:
+        """A visit to the link, which may have been made just now."""
         link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
-        if link is not None and link.enter():
+        if link is not None and (visit := link.enter()):
             if self._clock() >= link.retry_at:
                 self._try_better(link)
-            return link, False
+            return visit
+        try:
+            return aside(partial(self._made, deadline))
+        except NoThread as error:
+            raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
+
+    def _made(self, deadline: Deadline) -> Visit:
+        """In a thread in which no signal handler raises, and which goes on if its caller is interrupted."""
         with self._connecting(deadline):
             link = self._link
-            if link is not None and link.enter():
-                return link, False
+            if link is not None and (visit := link.enter()):
+                return visit
             if self._closed:
                 raise Unavailable("this client is closed")
             way = self._negotiation.open(deadline)
@@ -235,17 +269,18 @@ class NodeLink:
                 way.close()
                 raise
             link = self._linked(way)
-            link.enter()
+            visit = link.enter()
+            assert visit is not None, "it is new"
+            visit.fresh = True
             if not self._take(None, link):
-                link.leave()
+                visit.leave()
                 raise Unavailable("this client is closed")
-            return link, True
+            return visit
 
     def _connect(self) -> None:
         """For who had no time for it, and for all others: if it is always such a one who tries, nobody gets in."""
         try:
-            link, _ = self._connected(Deadline(self._config.timeout_s))
-            link.leave()
+            self._connected(Deadline(self._config.timeout_s)).leave()
             self._breaker.success()
         except KVStoreError as error:
             log.info("%s: no connection: %s", self.address, error)
@@ -264,8 +299,7 @@ class NodeLink:
         return Link(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
 
     def _take(self, old: Link | None, link: Link) -> bool:
-        """Puts a new link in the place of `old`. False, and the new one retires, if that is not there any more or
-        this client is closed."""
+        """Puts a new link in the place of `old`. False, and the new one retires, if that is gone or all is closed."""
         with self._lock:
             taken = self._link is old and not self._closed
             if taken:
@@ -273,14 +307,26 @@ class NodeLink:
                 self.connect_count += 1
         loser = old if taken else link
         if loser:
-            loser.retire()
+            self._retire(loser)
         return taken
 
     def _drop(self, link: Link) -> None:
         with self._lock:
             if self._link is link:
                 self._link = None
+        self._retire(link)
+
+    def _retire(self, link: Link) -> None:
+        self._retired.append(link)
         link.retire()
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        """Those of which the last call was interrupted are closed by whoever comes next."""
+        for link in tuple(self._retired):
+            if link.close_when_left():
+                with contextlib.suppress(ValueError):  # another was faster
+                    self._retired.remove(link)
 
     # ---- a better wire -------------------------------------------------------------------
 
@@ -303,16 +349,15 @@ class NodeLink:
                 return
             self._running.add(name)
         try:
-            threading.Thread(target=run, name=name, daemon=True).start()
+            start_thread(run, name)
         except RuntimeError as error:  # no more threads can be had
             self._running.discard(name)
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
     def _look_whether_it_lives(self) -> None:
-        """A call that was not answered in time says little of a node that answers others at once: its disk may hang,
-        and what is in RAM is there."""
+        """A call that was late says little of a node that answers others at once: its disk may hang, its RAM not."""
         link = self._link
-        if link is None or not link.enter():
+        if link is None or not (visit := link.enter()):
             return
         try:
             link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
@@ -322,7 +367,7 @@ class NodeLink:
             if not self._breaker.failing:  # calls in a hurry say nothing
                 self._breaker.failure(error, LIVES_S)
         finally:
-            link.leave()
+            visit.leave()
 
     def _better(self, link: Link) -> None:
         try:
@@ -338,11 +383,16 @@ class NodeLink:
 
     def close(self) -> None:
         """Closes idle connections now and those in use when their call ends."""
+        if os.getpid() != self._pid:  # in a child of a fork: a lock may be taken by a thread that is not there
+            if self._link:
+                self._link.way.close()
+            return
         with self._lock:
             self._closed = True
             link, self._link = self._link, None
         if link:
-            link.retire()
+            self._retire(link)
+        self._close_retired()
 
 
 def _hurried(deadline: Deadline) -> bool:

@@ -23,6 +23,7 @@ from kvstore.messages import add_counts, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import VerifyResult
 from kvstore.spans import set_up as set_up_spans
+from kvstore.wires.connections import check_process
 from kvstore.wires.tls import check_tls
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Management:
         check_tls(config)
         set_up_spans()
         self.config = config
+        self._pid = os.getpid()
         self._fan_out = FanOut(config)
 
     def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
@@ -312,6 +314,7 @@ class Management:
         return self._fan_out.one(call, namespace, self._deadline(timeout_s), what)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
+        check_process(self._pid)  # before any lock, which a thread of the parent may hold for ever here
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
 
 

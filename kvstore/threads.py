@@ -5,16 +5,112 @@ behind its caller's back, in buffers that are somebody else's by then. So is wha
 while it starts the thread.
 """
 
+import atexit
+import contextlib
+import functools
+import os
+import queue
+import threading
+import time
+import weakref
 from collections.abc import Callable, Collection
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
+from concurrent.futures import Future as AnyFuture
+from concurrent.futures import TimeoutError as Late  # another one than Python's before 3.11
 from typing import Any, TypeVar
 
+from kvstore.sync import Future, Turns, start_thread
 from kvstore.tracing import carried
 
 Result = TypeVar("Result")
 
 
-def begin(done: "Future[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any) -> bool:
+class Crew(Executor):
+    """A pool of threads that an interrupt of who submits leaves as it was; else as a `ThreadPoolExecutor`.
+
+    Each job starts a thread until there are `threads_max`.
+    """
+
+    def __init__(self, threads_max: int, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[functools.partial[None] | None] = queue.SimpleQueue()
+        self._threads: Turns[None] = Turns(threads_max)
+        self._closed = False
+        self._pid = os.getpid()
+        _crews.add(self)
+
+    def submit(self, function: Callable[..., Result], /, *arguments: Any, **named: Any) -> "Future[Result]":
+        """Raise RuntimeError, and never do it, if it is closed or can start no thread."""
+        done: Future[Result] = Future()
+        job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        turn = _Turn()
+        if self._threads.take(turn, None):
+            start_thread(functools.partial(_work, self._jobs, self._threads, [turn]), self._name)
+        del turn
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._jobs.put(job)
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more jobs. What was submitted is done; with `wait` this returns afterwards."""
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while cancel_futures:
+                    job = self._jobs.get_nowait()
+                    if job is not None:
+                        job.args[0][0].cancel()
+            self._jobs.put(None)
+        while wait and self._threads.count:
+            time.sleep(0.001)
+
+    def __del__(self) -> None:
+        self._jobs.put(None)  # its threads end
+
+    def _end(self) -> None:
+        if self._pid == os.getpid():  # a child of a fork does not have the threads
+            self.shutdown()
+
+
+class _Turn:
+    """A thread's place in its crew."""
+
+
+def _work(jobs: "queue.SimpleQueue[functools.partial[None] | None]", threads: Turns[None], turn: list[_Turn]) -> None:
+    """Do jobs until there are no more. It does not hold the crew, which may be dropped without a shutdown."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+    jobs.put(None)  # the next thread ends, too
+    threads.give(turn.pop())
+
+
+def _do(own: "list[Future[Result]]", function: Callable[[], Result]) -> None:
+    done = own.pop()
+    try:
+        if done.set_running_or_notify_cancel():
+            done.set_result(function())
+    except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
+        done.set_exception(error)
+    finally:
+        del done  # its error has this frame, and with it what was asked for: they would wait for a collection
+
+
+_crews: "weakref.WeakSet[Crew]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for crew in list(_crews):
+        crew._end()
+
+
+def begin(done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any) -> bool:
     """Whether a thread does it and tells `done`, a new future; if not, nobody ever will, and it is cancelled. Who may
     be interrupted puts `done` where `end` finds it before."""
     own = [done]
@@ -43,7 +139,7 @@ def begun(pool: Executor, function: Callable[..., Result], *arguments: Any) -> "
     return done if begin(done, pool, function, *arguments) else None
 
 
-def end(futures: Collection["Future[Any]"]) -> None:
+def end(futures: Collection["AnyFuture[Any]"]) -> None:
     """What has not begun never will, and what has is waited for. An interrupt is raised afterwards."""
     try:
         wait_for([done for done in futures if not done.cancel()])
@@ -52,11 +148,21 @@ def end(futures: Collection["Future[Any]"]) -> None:
         raise
 
 
-def wait_for(futures: Collection["Future[Any]"]) -> None:
+def wait_for(futures: Collection["AnyFuture[Any]"], timeout_s: float | None = None) -> None:
     """Until all of them, which nobody has cancelled, have ended. An interrupt is raised afterwards.
 
     One after the other: `concurrent.futures.wait` takes all their locks, and an interrupt then leaves them taken.
+    `timeout_s`: of which it waits no longer, and an interrupt is raised at once.
     """
+    if timeout_s is not None:
+        until = time.monotonic() + timeout_s
+        for future in futures:
+            try:
+                future.exception(max(0.0, until - time.monotonic()))
+            except Late:
+                if not future.done():
+                    return
+        return
     try:
         for future in futures:
             future.exception()

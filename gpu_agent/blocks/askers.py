@@ -14,6 +14,8 @@ from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
+from kvstore.sync import Future
+from kvstore.threads import Crew
 from kvstore.tracing import NamesRequest, carried
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,8 @@ class ThreadAsker:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lookups = concurrent.futures.ThreadPoolExecutor(THREADS, "kvstore-lookup")
-        self._touches = concurrent.futures.ThreadPoolExecutor(1, "kvstore-touch")  # for which no request waits
+        self._lookups = Crew(THREADS, "kvstore-lookup")
+        self._touches = Crew(1, "kvstore-touch")  # for which no request waits
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         deadline = Deadline(timeout_s)
@@ -125,6 +127,6 @@ def _submitted(
     try:
         return executor.submit(carried(run))
     except RuntimeError as error:  # no thread can be had, or the interpreter ends
-        failed: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        failed: concurrent.futures.Future[Result] = Future()
         failed.set_exception(Unavailable(str(error)))
         return failed

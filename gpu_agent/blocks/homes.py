@@ -5,10 +5,10 @@ BlockRank --- Home --- agents of the groups --- saves and loads
 
 import concurrent.futures
 import logging
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from kvstore.client import Client
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
+from kvstore.sync import start_thread
+from kvstore.threads import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -155,13 +157,13 @@ class InProcess:
         """The agents' threads do it."""
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
-        concurrent.futures.wait(list(futures))
+        wait_for(list(futures))
 
     def retire(self, agents: Sequence[BlockAgent | None]) -> None:
         gone = [agent for agent in self._live if agent in agents]
         self._live = [agent for agent in self._live if agent not in gone]
         try:
-            threading.Thread(target=_close, args=(gone,), name="kvstore-close", daemon=True).start()
+            start_thread(partial(_close, gone), "kvstore-close")
         except RuntimeError as error:  # no thread can be had
             log.warning("agents that are not used any more stay until the end: %s", error)
             self._live += gone

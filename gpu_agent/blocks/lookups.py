@@ -19,6 +19,7 @@ from gpu_agent.blocks.askers import Answer, Asker, Question
 from gpu_agent.outage import Outage
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
+from kvstore.sync import Future
 from kvstore.tracing import carried, request
 
 PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
@@ -61,7 +62,7 @@ class Lookups:
         """Starts a lookup; a former one of this request is forgotten, but for its answer, which `stands` until there is
         another. Returns at once."""
         nothing = tuple(bytes(len(keys)) for _, keys in question)
-        done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+        done: concurrent.futures.Future[Answer] = Future()
         with self._lock:
             full = self._running >= PENDING_MAX
             wanted = any(len(keys) for _, keys in question) and not full

@@ -37,6 +37,8 @@ from gpu_agent.transfer import Fence
 from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.sync import Future
+from kvstore.threads import Crew, wait_for
 from kvstore.tracing import NamesRequest, carried, request
 
 log = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(len(entry.components[0]))
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[tuple[LoadJob, int]]]] = {}
-        self._offloads = concurrent.futures.ThreadPoolExecutor(1, "kvstore-offload")
+        self._offloads = Crew(1, "kvstore-offload")
         self._offloads.submit(lambda: None)  # has its thread start now: later, if none can be had, that would raise
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect
@@ -180,7 +182,7 @@ class KVStoreLinker(UnifiedCacheLinker):
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         _, jobs = self._batches.pop(counter_index, (None, []))
-        concurrent.futures.wait([job.done for job, _ in jobs])  # nothing writes to the slots after this
+        wait_for([job.done for job, _ in jobs])  # nothing writes to the slots after this
         # The counter forgets a failure that comes after the last layer, and what is said to have landed is stored
         # for everybody. So the loads themselves are asked, too.
         whole = all(job.done.result().pages == pages for job, pages in jobs)
@@ -196,7 +198,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         if not hashes or slots is None or len(self._pending) >= OFFLOADS_MAX:
             return False
         if not self._writes:
-            done: concurrent.futures.Future[bool] = concurrent.futures.Future()
+            done: concurrent.futures.Future[bool] = Future()
             done.set_result(True)
             self._pending.append(done)
             return True
@@ -228,7 +230,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued.clear()
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)
-        concurrent.futures.wait(self._pending)
+        wait_for(self._pending)
         self._pending.clear()
         self.layer_done_counter.reset()
         version = weight_version()

@@ -46,6 +46,7 @@ from gpu_agent.pool import KVPool
 from gpu_agent.verdicts import Verdicts
 from kvstore.client import Client
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.threads import wait_for
 from kvstore.tracing import NamesRequest, request
 
 log = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ class _Job:
         return all(future is None or future.done() for _, future in self._parts)
 
     def wait(self) -> None:
-        concurrent.futures.wait([future for _, future in self._parts if future])
+        wait_for([future for _, future in self._parts if future])
 
     def outcome(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that are where they should be now, and the others."""

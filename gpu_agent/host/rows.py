@@ -28,6 +28,8 @@ from kvstore.config import load, setting
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import PAGE_TOKENS_MAX
+from kvstore.sync import Future
+from kvstore.threads import wait_for
 
 _SPACE = "page"
 # Found pages are held for as long as a load may take, but what is held can not make room for others.
@@ -111,7 +113,7 @@ class RowTier:
         """Returns when nobody reads or writes the memory for this job any more. Nothing can be called
         back that a thread is just copying, so this waits: at most until the job's own deadline."""
         last: concurrent.futures.Future[Any] = job.gathered if isinstance(job, SaveJob) else job.done
-        concurrent.futures.wait([last])
+        wait_for([last])
 
     def active(self, kind: str) -> int:
         """Jobs that are not done, of kind 'save' or 'load'."""
@@ -152,8 +154,8 @@ def _units(rows: Sequence[int]) -> torch.Tensor:
 
 
 def _nothing_saved(count: int) -> SaveJob:
-    gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
-    done: concurrent.futures.Future[SaveResult] = concurrent.futures.Future()
+    gathered: concurrent.futures.Future[None] = Future()
+    done: concurrent.futures.Future[SaveResult] = Future()
     gathered.set_result(None)
     done.set_result(SaveResult(0, 0, count, "the store can not be asked"))
     return SaveJob(gathered, done)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from gpu_agent.kernels.device import Device
 from kvstore.errors import ConfigError
+from kvstore.sync import Condition, aside
 
 log = logging.getLogger(__name__)
 _NEVER_UNMAPPED: list[memoryview] = []
@@ -25,7 +26,7 @@ class ArenaLock:
     def __init__(self, device: Device, idle: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._device = device
         self._idle = idle
-        self._lock = threading.Condition()  # notified when the thread ends
+        self._lock = Condition()  # notified when the thread ends
         self._wanted: memoryview | None = None
         self._locked: memoryview | None = None
         self._failed: memoryview | None = None  # not tried again
@@ -40,7 +41,7 @@ class ArenaLock:
             if self._thread is None and memory is not self._locked and memory is not self._failed:
                 self._thread = threading.Thread(target=self._run, name="kvstore-page-lock", daemon=True)
                 try:
-                    self._thread.start()
+                    aside(self._thread.start)
                 except RuntimeError as error:  # no thread to be had: tried again at the next use
                     self._thread = None
                     log.warning("no thread to page-lock the node's memory, copies are slow: %s", error)

@@ -10,6 +10,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import PageLayout
+from kvstore.sync import Future
 
 # One task of a lane: large enough that its round trip does not count (half a millisecond beside busy cores, in which
 # one moves 3 MiB), small enough that the threads share a call of a few large objects.
@@ -89,7 +90,7 @@ class Batch(Generic[Value]):
     """A call whose parts end one by one, in any thread. `done` has the results when the last one did."""
 
     def __init__(self, count: int, parts: int, default: Value) -> None:
-        self.done: concurrent.futures.Future[ObjectResults[Value]] = concurrent.futures.Future()
+        self.done: concurrent.futures.Future[ObjectResults[Value]] = Future()
         self._values = [default] * count
         self._left = parts
         self._error = ""

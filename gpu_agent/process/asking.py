@@ -19,6 +19,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
+from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.wires.status import from_status
 
@@ -55,7 +56,7 @@ class AskProcess:
 
     def open(self, namespaces: Sequence[Namespace], timeout_s: float) -> "concurrent.futures.Future[None]":
         """The process opens what it is named, when it is ready."""
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done: concurrent.futures.Future[None] = Future()
         try:
             for namespace in namespaces:
                 self._number(namespace)
@@ -75,7 +76,7 @@ class AskProcess:
         self._child.close(lambda: False)
 
     def _ask(self, kind: Kind, question: Question, timeout_s: float) -> "concurrent.futures.Future[Any]":
-        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        done: concurrent.futures.Future[Any] = Future()
         if not (self._child.listens and self._child.ready):
             self._child.poll()  # the only ones who ask it may be those who wait for it
         if not (self._child.listens and self._child.ready):

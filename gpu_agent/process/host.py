@@ -6,7 +6,6 @@
 How it begins and ends: `task.py`.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -26,6 +25,7 @@ from kvstore.client import Client
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest, ProtocolError
 from kvstore.messages import parse_namespace
+from kvstore.sync import start_thread
 from kvstore.tracing import unpacked_all, within
 
 _OVER_S = 0.001  # for an order that comes too late: its agent says so
@@ -62,7 +62,7 @@ class AgentHost:
             elif kind is Kind.RETIRE:
                 agent = self._agents.pop(frames.parse_number(body), None)
                 if agent:
-                    threading.Thread(target=agent.close, name="kvstore-close", daemon=True).start()
+                    start_thread(agent.close, "kvstore-close")
             elif kind is Kind.CLOSE:
                 self._close(frames.parse_close(body))
                 return

@@ -4,13 +4,13 @@ save ---> GATHERED ---> SAVED          each order ends once: by an answer, or wh
 load -----------------> LOADED         it is gone, for then nothing reads or writes its blocks any more
 """
 
-import concurrent.futures
 from dataclasses import dataclass
 from typing import TypeVar
 
 from gpu_agent.jobs import LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.process.frames import Loaded, Saved
 from kvstore.errors import ProtocolError
+from kvstore.sync import Future
 
 Kind = TypeVar("Kind")
 
@@ -110,11 +110,11 @@ class Orders:
 
 
 def new_save() -> SaveJob:
-    return SaveJob(concurrent.futures.Future(), concurrent.futures.Future())
+    return SaveJob(Future(), Future())
 
 
 def new_load() -> LoadJob:
-    return LoadJob(concurrent.futures.Future())
+    return LoadJob(Future())
 
 
 def _known(orders: dict[int, Kind], number: int) -> Kind:

@@ -13,6 +13,7 @@ from typing import Protocol
 from kvstore.errors import KVStoreError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import Event, aside
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -63,19 +64,20 @@ class Follower:
     def __init__(self, ask: Callable[[int, float], Views], heard: Callable[[pb.View], None]) -> None:
         self._ask, self._heard = weakref.WeakMethod(ask), weakref.WeakMethod(heard)
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = Event()
+        self._ended = Event()
         self._thread: threading.Thread | None = None
         self._views: Views | None = None
         self._pid = 0
-        self._may_run = threading.Event()
+        self._may_run = Event()
         self._may_run.set()
-        self.outside = threading.Event()  # of gRPC
+        self.outside = Event()  # of gRPC
         self.outside.set()
         _forks.followers.add(self)
 
     @property
     def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._ended.is_set() and self._pid == os.getpid()
 
     def pause(self) -> None:
         """It begins no stream; if there is one it ends, and `outside` is set when it has."""
@@ -83,7 +85,7 @@ class Follower:
             self._may_run.clear()
             views = self._views
         if views is not None:
-            views.cancel()
+            aside(views.cancel)
 
     def go_on(self) -> None:
         self._may_run.set()
@@ -96,10 +98,11 @@ class Follower:
             if self._thread is not None or self._closed.is_set():
                 return
             self._pid = os.getpid()
-            self._thread = threading.Thread(target=self._run, name="kvstore-views", daemon=True)
+            self._thread = threading.Thread(target=self._follow, name="kvstore-views", daemon=True)
         try:
-            self._thread.start()
+            aside(self._thread.start)
         except RuntimeError as error:  # no more threads can be had
+            self._ended.set()
             log.warning("the cluster's views are heard of with new connections only: %s", error)
 
     def close(self) -> None:
@@ -110,9 +113,15 @@ class Follower:
         if thread is None or self._pid != os.getpid():  # after a fork it is not there, and its stream is the parent's
             return
         if views is not None:
-            views.cancel()
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(END_S)
+            aside(views.cancel)
+        if threading.get_ident() != thread.ident:
+            self._ended.wait(END_S)
+
+    def _follow(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._ended.set()
 
     def _run(self) -> None:
         turn, failures = random.randrange(1 << 16), 0

@@ -4,14 +4,14 @@ On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the nod
 """
 
 import collections
-import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.errors import KVStoreError
-from kvstore.threads import begin, end, wait_for
+from kvstore.sync import Future, Turns
+from kvstore.threads import Crew, begin, end, wait_for
 
 T = TypeVar("T")
 
@@ -33,6 +33,10 @@ def shares(count: int, lanes: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+class Turn:
+    """The right to one of so many threads."""
+
+
 class Abreast:
     """Threads of a wire or a client, made when they are needed. A call waits for none: behind other calls it would
     miss its deadline."""
@@ -41,8 +45,8 @@ class Abreast:
         self._threads_max = threads_max
         self._name = name
         self._lock = threading.Lock()
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
-        self._busy = 0
+        self._threads: Crew | None = None
+        self._turns: Turns[None] = Turns(threads_max)  # of what is done or about to be
         self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
@@ -59,10 +63,10 @@ class Abreast:
                     return
                 made[number] = _caught(calls[number])
 
-        others: list[concurrent.futures.Future[None]] = []
+        others: list[Future[None]] = []
         try:
             for _ in calls[1:]:
-                others.append(concurrent.futures.Future())
+                others.append(Future())
                 if not self._begin(others[-1], take):
                     others.pop()
                     break
@@ -81,29 +85,37 @@ class Abreast:
 
     def start(self, work: Callable[[], None]) -> bool:
         """In a thread, which nobody waits for. False: there is none."""
-        return self._begin(concurrent.futures.Future(), work)
+        return self._begin(Future(), work)
 
-    def _begin(self, done: "concurrent.futures.Future[None]", work: Callable[[], None]) -> bool:
+    @property
+    def _busy(self) -> int:
+        return self._turns.count
+
+    def _begin(self, done: "Future[None]", work: Callable[[], None]) -> bool:
         """False: there is no thread; or the wire is closed, or its threads are the parent's, as the call is going to
         say."""
         if os.getpid() != self._pid:
             return False
+        turn = Turn()
+        if not self._turns.take(turn, None):
+            return False
         with self._lock:
-            if self._busy == self._threads_max:
-                return False
             if self._threads is None:
-                self._threads = concurrent.futures.ThreadPoolExecutor(self._threads_max, self._name)
-            self._busy += 1
-            done.add_done_callback(self._ended)
-            threads = self._threads
-        return begin(done, threads, work)
+                self._threads = Crew(self._threads_max, self._name)
+        own = [turn]  # the turn ends with the work, or with what an interrupt leaves of it
+        del turn
 
-    def _ended(self, _: object) -> None:
-        with self._lock:
-            self._busy -= 1
+        def ended(_: object) -> None:
+            if own:
+                self._turns.give(own.pop())
+
+        done.add_done_callback(ended)
+        return begin(done, self._threads, work)
 
     def close(self) -> None:
         """Calls that run end by their deadlines."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.sync import Event, start_thread
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,11 @@ class _Question:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self.answered = threading.Event()
+        self.answered = Event()
         self.found: tuple[str, ...] = ()
         self.error: Exception | None = None
         try:
-            threading.Thread(target=self._ask, name=f"kvstore-resolve-{host}", daemon=True).start()
+            start_thread(self._ask, f"kvstore-resolve-{host}")
         except RuntimeError as error:  # no more threads can be had
             self.error = error
             self.answered.set()

@@ -5,11 +5,11 @@ import fcntl
 import mmap
 import operator
 import os
-import threading
 from collections.abc import Sequence
 
 from kvstore.buffers import advise
 from kvstore.errors import ProtocolError
+from kvstore.sync import Event
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
 # Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps memory may wait.
@@ -56,7 +56,7 @@ class ArenaMap:
         """Of slots that were checked."""
         return [self.memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
 
-    def populate(self, stop: threading.Event) -> None:
+    def populate(self, stop: Event) -> None:
         """Enters the arena into this process's page table, until done or told to stop.
 
         Otherwise the first use of each 4 KiB pays for it, which makes the first pass over the arena

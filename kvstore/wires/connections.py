@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +25,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.sync import NoThread, Turns, aside
 from kvstore.tracing import current
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import from_status
@@ -43,18 +45,35 @@ class Refused(Exception):
         self.error = error
 
 
+def check_process(pid: int) -> None:
+    """Raises InvalidRequest in another process than that one, which a fork made."""
+    if os.getpid() != pid:
+        raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
+
+
 class ConnectionPool(Generic[Socket]):
     """At most `count_max` connections to one node; a thread leases one for the length of a call.
 
     The last one returned is the first one taken, so that an idle pool keeps few of them warm.
-    `where` names the peer in messages, `connect` makes a connection that was greeted.
+    `where` names the peer in messages, `connect` makes a connection that was greeted, `let_go` is called with one
+    that is about to be closed, perhaps twice.
+
+    A thread may be interrupted anywhere, so nothing here depends on what comes next: a connection is always in one
+    list at most, and one that is in none is closed when it is collected.
     """
 
-    def __init__(self, where: str, connect: Callable[[Deadline], Socket], count_max: int) -> None:
+    def __init__(
+        self,
+        where: str,
+        connect: Callable[[Deadline], Socket],
+        count_max: int,
+        let_go: Callable[[Socket], None] = lambda connection: None,
+    ) -> None:
         self.where = where
         self._connect = connect
         self._count_max = count_max
-        self._turns = threading.BoundedSemaphore(count_max)
+        self._let_go = let_go
+        self._turns: Turns[list[Socket]] = Turns(count_max)  # of leases; each has its connection in a list
         self._lock = threading.Lock()
         self._idle: list[Socket] = []
         self._closed = False
@@ -87,45 +106,61 @@ class ConnectionPool(Generic[Socket]):
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """A connection until `Lease.end`; armed with the deadline."""
         self.check_process()
-        if not self._turns.acquire(timeout=deadline.remaining()):
+        turns = self._turns
+        if turns.have_abandoned:
+            turns.abandon(self._end_all)
+        lease = Lease(self, deadline)
+        if not turns.take(lease, lease.held, deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
             )
-        connection = None
         try:
-            connection = self._waiting()
-            fresh = connection is None
-            if connection is None:
-                try:
-                    connection = self._connect(deadline)
-                except Exception as error:
-                    self.raise_named(error, deadline)
-                    raise
-            connection.arm(deadline.remaining())
+            self._begin(lease, deadline)
         except BaseException:
-            if connection is not None:
-                connection.close()
-            self._turns.release()
+            lease.in_step = False
+            lease.end()
             raise
-        connection.heard = False
-        return Lease(self, connection, deadline, fresh)
+        return lease
 
-    def _waiting(self) -> Socket | None:
+    def _begin(self, lease: "Lease[Socket]", deadline: Deadline) -> None:
+        held = lease.held
+        self._take_idle(held)
+        if not held:
+            lease.fresh = True
+            try:
+                held.append(aside(partial(self._connect, deadline)))  # descriptors come and go there
+            except Exception as error:
+                self.raise_named(error, deadline)
+                raise
+        connection = lease.connection = held[0]
+        connection.arm(deadline.remaining())
+        connection.heard = False
+
+    def _take_idle(self, held: list[Socket]) -> None:
         """An idle connection that the node has not ended meanwhile: it lets the longest idle go when it is full, which
         is no failure of a call."""
         while True:
             with self._lock:
                 if not self._idle:
-                    return None
-                connection = self._idle.pop()
-            if connection.quiet:
-                return connection
+                    return
+                held.append(self._idle.pop())
+            if held[0].quiet:
+                return
+            self._end_all(held)
+
+    def _end_all(self, held: list[Socket]) -> None:
+        for connection in tuple(held):
+            self._let_go(connection)
             connection.close()
+        held.clear()
+
+    @property
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def check_process(self) -> None:
         """Raises InvalidRequest after a fork: two processes on one stream would read each other's answers."""
-        if os.getpid() != self._pid:
-            raise InvalidRequest("this client was connected before a fork; make a client of its own in each process")
+        check_process(self._pid)
 
     def raise_named(self, error: BaseException, deadline: Deadline) -> None:
         """Raises what went wrong on a connection as an error of ours, if it is none."""
@@ -135,24 +170,32 @@ class ConnectionPool(Generic[Socket]):
             raise DeadlineExceeded(f"no answer from {self.where} in {deadline.seconds:g} s") from error
         if isinstance(error, OSError):
             raise Unavailable(f"connection to {self.where} failed: {error}") from error
+        if isinstance(error, NoThread):
+            raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
-    def take_back(self, connection: Socket, in_step: bool) -> None:
+    def take_back(self, lease: "Lease[Socket]") -> None:
         """Ends a lease. A connection that is out of step is closed."""
-        with self._lock:
-            keep = in_step and not self._closed
-            if keep:
-                self._idle.append(connection)
-        if not keep:
-            connection.close()
-        self._turns.release()
+        if lease.in_step:
+            with self._lock:
+                if lease.held and not self._closed:
+                    self._idle.append(lease.held.pop())  # never in two places
+        if lease.held:
+            self._end_all(lease.held)
+        self._turns.give(lease)
 
     def close(self) -> None:
-        """Closes idle connections; those in use close when their call ends."""
+        """Closes idle connections; those in use close when their call ends. In a child of a fork, whose parent's
+        threads may have held the lock, only this process's copies of their descriptors."""
+        if self.forked:
+            for connection in tuple(self._idle):
+                connection.close()
+            return
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._end_all(idle)
+        if self._turns.have_abandoned:
+            self._turns.abandon(self._end_all)
 
 
 class Lease(Generic[Socket]):
@@ -162,10 +205,12 @@ class Lease(Generic[Socket]):
     are, so the connection is not used again; a refusal leaves it in step.
     """
 
-    def __init__(self, pool: ConnectionPool[Socket], connection: Socket, deadline: Deadline, fresh: bool) -> None:
+    connection: Socket
+
+    def __init__(self, pool: ConnectionPool[Socket], deadline: Deadline) -> None:
         self._pool = pool
-        self.fresh = fresh
-        self.connection = connection
+        self.held: list[Socket] = []  # its connection, until that is somebody else's
+        self.fresh = False
         self._deadline = deadline
         self.in_step = True
 
@@ -182,7 +227,8 @@ class Lease(Generic[Socket]):
         self._pool.raise_named(error, self._deadline)
 
     def end(self) -> None:
-        self._pool.take_back(self.connection, self.in_step)
+        """Gives the connection back. Once more does no harm."""
+        self._pool.take_back(self)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
 """The gRPC wire, client side: works through proxies and from any language; pages cross in chunks."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -16,8 +20,11 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.pieces import Pieces, pieces_nbytes
 from kvstore.seals import Seals, room, sealed
+from kvstore.sync import NoThread, aside, in_main_thread, start_thread
 from kvstore.tracing import HEADER, current
 from kvstore.wires.chunks import fill, runs
+from kvstore.wires.connections import check_process
+from kvstore.wires.grpc_forks import gate
 from kvstore.wires.outbox import Outbox
 from kvstore.wires.status import from_status
 from kvstore.wires.tls import ClientTls
@@ -26,6 +33,7 @@ from kvstore.wires.tls import ClientTls
 # its size afterwards, so that a node could fill an engine's memory.
 IDENTITY_ONLY = 1
 
+_Metadata = tuple[tuple[str, str], ...]
 _METHODS = {
     "hello": "Hello",
     "open_namespace": "OpenNamespace",
@@ -49,8 +57,15 @@ _METHODS = {
 }
 
 
+Result = TypeVar("Result")
+
+
 class GrpcWire:
-    """One channel. gRPC multiplexes calls of many threads over it."""
+    """One channel. gRPC multiplexes calls of many threads over it.
+
+    The channel has a condition that all its calls take, in any thread. A signal handler that raises just then leaves it
+    taken, and every later call and `close` would hang: so the main thread does not enter gRPC, another does it.
+    """
 
     name = "grpc"
 
@@ -58,6 +73,7 @@ class GrpcWire:
         """`target`: host:port, which gRPC's own resolver then has to find, or what `grpc_target` makes of addresses;
         the peer and what is between are told `authority`. `tls`: None: plain. `token`: who asks. Raises Unavailable
         if files of TLS are no good."""
+        self._pid = os.getpid()
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         if tls is not None and tls.renamed:
             authority = tls.name  # gRPC compares that, too, with the certificate at each call
@@ -71,36 +87,57 @@ class GrpcWire:
             ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.enable_http_proxy", 0),
         ]
-        if tls is None:
-            self._channel = grpc.insecure_channel(target, options)
-        else:
-            pems = tls.pems()
+        pems = None if tls is None else tls.pems()
+        named = (
+            () if tls is None else (("grpc.ssl_target_name_override", tls.name),)
+        )  # also of who is called by an address
+
+        def channel() -> grpc.Channel:
+            if pems is None:
+                return grpc.insecure_channel(target, options)
             credentials = grpc.ssl_channel_credentials(pems.roots, pems.key or None, pems.chain or None)
-            named = ("grpc.ssl_target_name_override", tls.name)  # also of who is called by an address
-            self._channel = grpc.secure_channel(target, credentials, [*options, named])
+            return grpc.secure_channel(target, credentials, [*options, *named])
+
+        self._channel = _in_grpc(channel)
         self._stub = KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
         # Frames with page bytes stay in their wire form: see `chunk_frame`.
         self._put = self._channel.stream_stream("/kvstore.KVStore/Put", None, pb.PutFrameReply.FromString)
         self._get = self._channel.unary_stream("/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None)
+        _wires.add(self)
 
     @property
-    def _told(self) -> tuple[tuple[str, str], ...]:
+    def _told(self) -> _Metadata:
         """Metadata of a call."""
         trace = current()
         return self._metadata if trace is None else (*self._metadata, (HEADER, trace.header()))
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
+        check_process(self._pid)
+        told, call = self._told, getattr(self._stub, _METHODS[op])
         try:
-            return getattr(self._stub, _METHODS[op])(request, timeout=deadline.remaining(), metadata=self._told)
+            return _in_grpc(lambda: call(request, timeout=deadline.remaining(), metadata=told))
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
     def put(
         self, request: pb.PutRequest, pages: Sequence[Pieces], deadline: Deadline, seals: Seals | None = None
     ) -> list[int]:
+        check_process(self._pid)
+        stream, told = _Stream(), self._told
+        return _in_grpc(partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop)
+
+    def _put_all(
+        self,
+        stream: "_Stream",
+        told: _Metadata,
+        request: pb.PutRequest,
+        pages: Sequence[Pieces],
+        deadline: Deadline,
+        seals: Seals | None,
+    ) -> list[int]:
         outbox = Outbox()
         try:
-            with _whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=self._told)) as replies:
+            with stream.whole(self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)) as replies:
                 replies.add_done_callback(outbox.end)  # nothing waits for a stream that the node or the time ended
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
@@ -130,8 +167,22 @@ class GrpcWire:
         deadline: Deadline,
         seals: Seals | None = None,
     ) -> tuple[list[bool], list[int]]:
+        check_process(self._pid)
+        stream, told = _Stream(), self._told
+        return _in_grpc(partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals), stream.stop)
+
+    def _get_all(
+        self,
+        stream: "_Stream",
+        told: _Metadata,
+        request: pb.GetRequest,
+        buffers: Sequence[Pieces],
+        seeds: Sequence[int],
+        deadline: Deadline,
+        seals: Seals | None,
+    ) -> tuple[list[bool], list[int]]:
         try:
-            with _whole(self._get(request, timeout=deadline.remaining(), metadata=self._told)) as frames:
+            with stream.whole(self._get(request, timeout=deadline.remaining(), metadata=told)) as frames:
                 begin = pb.GetFrame.FromString(next(frames)).begin
                 hits = list(begin.hits)
                 found = [i for i, hit in enumerate(hits) if hit]
@@ -156,6 +207,7 @@ class GrpcWire:
 
     def follow(self, number: int, seconds: float) -> "Followed":
         """Views from now on, for so long. `number`: of the one that is known."""
+        check_process(self._pid)
         try:
             request = pb.FollowRequest(number=number)
             return Followed(self._stub.Follow(request, timeout=seconds, metadata=self._told))
@@ -163,7 +215,15 @@ class GrpcWire:
             raise _translated(error) from error
 
     def close(self) -> None:
-        self._channel.close()
+        """Ends its calls. In a child of a fork it does nothing: the channel is the parent's."""
+        if os.getpid() != self._pid:
+            return
+        close = partial(gate.run, self._channel.close)
+        if in_main_thread():
+            with contextlib.suppress(RuntimeError):
+                start_thread(close, "kvstore-close")  # nobody waits for it
+        else:
+            close()
 
 
 class Followed:
@@ -199,14 +259,40 @@ def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
         outbox.put(pb.PutFrame(commit=pb.CommitRequest(leaves=made)).SerializeToString())
 
 
-@contextlib.contextmanager
-def _whole(replies: Any) -> Iterator[Any]:
-    """Around hearing all that a stream answers. Whatever ends that early, an interrupt too, ends the stream."""
+class _Stream:
+    """A call that moves pages. Whatever ends it early, an interrupt of its caller too, ends it at the node."""
+
+    def __init__(self) -> None:
+        self._replies: list[Any] = []
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def whole(self, replies: Any) -> Iterator[Any]:
+        """Around hearing all that it answers."""
+        self._replies.append(replies)
+        try:
+            if self._stopped:
+                replies.cancel()
+            yield replies
+        except BaseException:
+            replies.cancel()
+            raise
+        finally:
+            self._replies.clear()
+
+    def stop(self) -> None:
+        """From another thread: it ends soon."""
+        self._stopped = True
+        for replies in tuple(self._replies):
+            replies.cancel()
+
+
+def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
+    """`aside`, and not while this process forks."""
     try:
-        yield replies
-    except BaseException:
-        replies.cancel()
-        raise
+        return aside(partial(gate.run, work), stop)
+    except NoThread as error:
+        raise Unavailable(f"gRPC has no thread: {error}") from error
 
 
 def _translated(error: grpc.RpcError | ValueError) -> Exception:
@@ -219,3 +305,17 @@ def _page_bytes(frame: bytes) -> memoryview:
     """Of a GetFrame with a chunk; none of any other. Raises DecodeError for what is no GetFrame."""
     data = chunk_of(frame)
     return memoryview(pb.GetFrame.FromString(frame).chunk.data) if data is None else data
+
+
+_wires: "weakref.WeakSet[GrpcWire]" = weakref.WeakSet()
+
+
+def _keep_channels() -> None:
+    """In a child of a fork nobody may end its parent's channels: gRPC would wait for threads, and for locks of threads,
+    that are not there. They are never collected, not even when the interpreter ends."""
+    for wire in list(_wires):
+        for kept in (wire._channel, wire._stub, wire._put, wire._get):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_keep_channels)

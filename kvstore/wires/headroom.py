@@ -6,6 +6,7 @@ import os
 import threading
 
 from kvstore.errors import Unavailable
+from kvstore.sync import NoThread, aside
 
 DESCRIPTORS = 16  # it aborted with up to 5
 THREADS = 8  # and with up to 4
@@ -13,6 +14,13 @@ THREADS = 8  # and with up to 4
 
 def check_headroom() -> None:
     """Takes as many for a moment. Raises Unavailable."""
+    try:
+        aside(_check)
+    except NoThread as error:
+        raise Unavailable("this process can start no thread more (ulimit -u)") from error
+
+
+def _check() -> None:
     with contextlib.ExitStack() as taken:
         try:
             for _ in range(DESCRIPTORS):

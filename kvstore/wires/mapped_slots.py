@@ -85,6 +85,7 @@ class ReservedSlots(_Slots):
         self._lease.connection.arm(self._deadline.remaining())
         with self._lease as connection:
             exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
+            connection.holds = False
         self._waiting = False
 
     def end(self) -> None:
@@ -133,11 +134,24 @@ def release(lease: Lease[DescriptorSocket]) -> None:
     """Sent even when the deadline passed or the exchange before failed: without it the node, which can
     not tell a client that is still writing from one that is not, keeps the slots until the process ends. Not behind
     half a frame: of a request that did not arrive the node holds nothing."""
-    if lease.connection.torn:
+    if not give_back(lease.connection):
         lease.in_step = False
-        return
+
+
+def give_back(connection: DescriptorSocket) -> bool:
+    """Tells the node that this connection holds no slots. False: it could not be told."""
+    if connection.torn:
+        return False
     try:
-        lease.connection.arm(RELEASE_S)
-        lease.connection.send_frame(request_header("release", pb.ReleaseRequest()), at_once=True)
+        connection.arm(RELEASE_S)
+        connection.send_frame(request_header("release", pb.ReleaseRequest()), at_once=True)
     except OSError:
-        lease.in_step = False
+        return False
+    connection.holds = False
+    return True
+
+
+def let_go(connection: DescriptorSocket) -> None:
+    """Before a connection is closed of which nobody gave back what it holds: an interrupt came twice."""
+    if connection.holds:
+        give_back(connection)

@@ -27,10 +27,11 @@ from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavaila
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pieces import Pieces, meeting, pieces_nbytes
 from kvstore.seals import Seals, room, sealed
+from kvstore.sync import Event, start_thread
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
 from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
-from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, release
+from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, let_go, release
 from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket, connected
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,10 @@ class ShmWire:
         self._config = config
         self._path = socket_here(node_path, config)
         self._instance_id = instance_id
-        self._pool = ConnectionPool(self._path, self._connect, config.connections_max)
+        self._pool = ConnectionPool(self._path, self._connect, config.connections_max, let_go)
         self._lock = threading.Lock()
         self._arena: ArenaMap | None = None
-        self._closed = threading.Event()
+        self._closed = Event()
         self._abreast = Abreast()
         self.elsewhere = False
 
@@ -121,6 +122,7 @@ class ShmWire:
         try:
             try:
                 with lease as connection:
+                    connection.holds = True
                     slots = make(lease, exchange(connection, op, request)[0])
                 try:
                     yield slots
@@ -129,6 +131,7 @@ class ShmWire:
                         slots.end()
                     raise
                 slots.end()
+                connection.holds = False
             except BaseException:
                 # The answer may be on its way, or an interrupt came before the node was told; twice does no harm.
                 release(lease)
@@ -248,6 +251,8 @@ class ShmWire:
     def close(self) -> None:
         """Closes idle connections; those in use close when their call or context ends. The map goes
         with the last view of it."""
+        if self._pool.forked:
+            return self._pool.close()
         with self._lock:
             arena = None if self._closed.is_set() else self._arena
             self._closed.set()
@@ -260,7 +265,7 @@ class ShmWire:
 def _beside(name: str, work: Callable[[], None]) -> None:
     """In a thread of its own. Where none can be had the arena's page tables are as they are, which is only slower."""
     try:
-        threading.Thread(target=work, name=name, daemon=True).start()
+        start_thread(work, name)
     except RuntimeError as error:
         log.warning("no thread for %s: %s", name, error)
 

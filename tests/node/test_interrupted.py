@@ -1,6 +1,7 @@
 """A call that is interrupted, by Ctrl-C or an engine's signal, touches nothing afterwards: its buffers are the
 caller's again."""
 
+import concurrent.futures
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,19 +15,32 @@ from kvstore.wires.connections import request_header
 from node.server import Node
 
 
-def test_a_put_over_grpc_reads_its_pages_in_the_calling_thread(
-    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_main", [True, False])
+def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
+    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, in_main: bool
 ) -> None:
     """gRPC has a thread of its own that sends; it may go on when the call is over."""
-    client, threads, chunk_frame = connect(node, "grpc"), set[int](), grpc_wire.chunk_frame
+    client, read, waited = connect(node, "grpc"), set[int](), set[int]()
+    chunk_frame, put_all = grpc_wire.chunk_frame, grpc_wire.GrpcWire._put_all
 
     def seen(run: list[memoryview]) -> bytes:
-        threads.add(threading.get_ident())
+        read.add(threading.get_ident())
         return chunk_frame(run)
 
+    def waited_for(*arguments: Any) -> list[int]:
+        waited.add(threading.get_ident())
+        return put_all(*arguments)
+
     monkeypatch.setattr(grpc_wire, "chunk_frame", seen)
-    pages.put(client, pages.keys(1, 2))
-    assert threads == {threading.get_ident()}
+    monkeypatch.setattr(grpc_wire.GrpcWire, "_put_all", waited_for)
+    if in_main:
+        pages.put(client, pages.keys(1, 2))
+    else:
+        with concurrent.futures.ThreadPoolExecutor(1) as another:
+            another.submit(pages.put, client, pages.keys(3, 4)).result(60.0)
+    assert read == waited
+    assert len(read) == 1
+    assert (threading.get_ident() in read) is False
 
 
 def test_a_put_over_grpc_that_is_interrupted_stores_nothing(

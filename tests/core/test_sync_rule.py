@@ -1,0 +1,89 @@
+"""Code that may run in a caller's thread uses `kvstore.sync` where `threading` would leave a lock taken for ever.
+
+A signal handler that raises while the main thread is inside `threading.Condition` (or anything made of one) leaves its
+lock taken. So such things stand only where no signal handler runs, each with the reason.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+# Made of a Condition of Python's own, or, as Thread.start, waiting for one.
+FORBIDDEN = {
+    "threading": {"Condition", "Semaphore", "BoundedSemaphore", "Event", "Barrier", "Timer", "Thread"},
+    "concurrent.futures": {"Future", "ThreadPoolExecutor", "wait", "as_completed", "ProcessPoolExecutor"},
+    "queue": {"Queue", "LifoQueue", "PriorityQueue"},
+}
+TOOLS = "tool: the main thread is the program's own, which ends with the first interrupt"
+# Modules and what of it they may use, and why.
+ALLOWED = {
+    "kvstore/sync.py": ({"Thread", "Future"}, "it is where these are made safe: another thread starts the thread"),
+    "kvstore/cluster/follower.py": ({"Thread"}, "started by `aside`, and waited for by an Event of kvstore.sync"),
+    "kvstore/wires/headroom.py": ({"Event", "Thread"}, "runs in a helper thread: `aside`"),
+    "kvstore/wires/outbox.py": ({"Semaphore"}, "entered by helper threads and gRPC's: `aside` in grpc_wire.py"),
+    "kvstore/spans.py": ({"Thread"}, "at the end of the process, to flush spans"),
+    "kvstore/doctor/check.py": ({"Event", "Thread"}, TOOLS),
+    "kvstore/doctor/pages.py": ({"Condition"}, TOOLS),
+    "kvstore/measure/bench.py": ({"Event", "ThreadPoolExecutor", "wait"}, TOOLS),
+    "kvstore/measure/trial.py": ({"Event", "ThreadPoolExecutor"}, TOOLS),
+    "gpu_agent/verdicts.py": ({"Thread"}, "started by `aside`"),
+    "gpu_agent/kernels/arena_lock.py": ({"Thread"}, "started by `aside`"),
+}
+MODULES = [
+    path
+    for package in ("kvstore", "gpu_agent")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if "pb" not in path.parts
+]
+
+
+def used(source: str) -> set[str]:
+    """Forbidden things that a module makes or calls. Names in annotations do no harm."""
+    tree, names = ast.parse(source), dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in FORBIDDEN:
+            names |= {
+                alias.asname or alias.name: alias.name for alias in node.names if alias.name in FORBIDDEN[node.module]
+            }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            called = [*node.bases]
+        elif isinstance(node, ast.Call):
+            called = [node.func]
+        else:
+            continue
+        for what in called:
+            target = what.value if isinstance(what, ast.Subscript) else what
+            text = ast.unparse(target)
+            module, _, name = text.rpartition(".")
+            if name in FORBIDDEN.get(module, ()):
+                found.add(name)
+            elif text in names:
+                found.add(names[text])
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_uses_nothing_that_an_interrupt_leaves_taken(path: Path) -> None:
+    allowed, reason = ALLOWED.get(str(path.relative_to(ROOT)), (set(), ""))
+    extra = used(path.read_text()) - allowed
+    assert not extra, f"use kvstore.sync or kvstore.threads in place of {sorted(extra)}"
+    assert used(path.read_text()) == allowed, f"ALLOWED has more than is used: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import threading\nthreading.Event()", {"Event"}),
+        ("from threading import Condition as C\nC()", {"Condition"}),
+        ("import concurrent.futures\nclass A(concurrent.futures.Future[int]): ...", {"Future"}),
+        ("import threading\ndef f(stop: threading.Event) -> None: ...", set()),
+        ("import threading\nthreading.Lock()", set()),
+        ("from kvstore.sync import Event\nEvent()", set()),
+    ],
+)
+def test_what_is_forbidden_is_found(source: str, expected: set[str]) -> None:
+    assert used(source) == expected
