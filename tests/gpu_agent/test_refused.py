@@ -152,6 +152,23 @@ def test_a_token_that_is_revoked_under_an_engine_is_an_outage(
     assert loaded(agent) == PAGES
 
 
+def test_a_revoked_token_is_told_of_until_a_request_is_served(
+    gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said "the store answers again" whenever the breaker let a request go to its refusal."""
+    agent = make_agent(token_file=str(gated.file(gated.token("leaver"))))
+    assert saved(agent) == (PAGES, 0)
+    revoke(gated.path, "leaver")
+    gated.taken_up(lambda: not gated.node.access.identities.tokens)
+    knocks = gated.knocks
+    wait_until(lambda: (agent.lookup(hashes()), gated.knocks >= knocks + 4)[1])
+    assert [line for line in caplog.messages if " again" in line or "is back" in line] == []
+    assert len([line for line in caplog.messages if line.startswith("the store refuses this engine")]) == 1
+    gated.file(gated.token("joiner"))
+    wait_until(lambda: agent.lookup(hashes()) == PAGES)
+    assert caplog.messages[-1].startswith("the store serves this engine again")
+
+
 def test_an_engine_that_may_only_read_loads_and_its_saves_are_dropped(
     gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
