@@ -269,6 +269,7 @@ class ClientConfig(PageKeyConfig):
     tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
     tls_key: str = setting("", "PEM file of its key")
     tls_name: str = setting("", "name that a node's certificate must have; empty: the host in its address")
+    tenant: str = setting("", "whose namespaces this opens; empty: those of the token's tenant")
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -22,6 +22,7 @@ from gpu_agent.jobs import SaveJob
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
+from kvstore.credentials import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace, prefix_hashes
 from kvstore.tracing import request
@@ -35,7 +36,8 @@ class TransformersAdapter:
 
     `name` names the model to everyone who shares the store: never a local path. `revision` names
     its weights; without one a digest of all parameters is taken, so that other weights under the
-    same name can not hit. Raises InvalidRequest for a model whose cache has other layers than full
+    same name can not hit. The tenant is the client's. Raises ConfigError for a token that can not be
+    read, InvalidRequest for a model whose cache has other layers than full
     or sliding-window attention, or whose KV does not follow from its tokens alone, and in every call
     once adapters (LoRA) were added to it.
     """
@@ -49,7 +51,7 @@ class TransformersAdapter:
         page_tokens: int = PAGE_TOKENS,
         config: AgentConfig | None = None,
     ) -> None:
-        self.namespace = namespace_of(model, name, revision, page_tokens, client.key_id)
+        self.namespace = namespace_of(model, name, revision, page_tokens, client.key_id, client.tenant)
         self._model: Any = model
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
@@ -138,13 +140,18 @@ class TransformersAdapter:
 
 
 def namespace_of(
-    model: Any, name: str, revision: str | None, page_tokens: int = PAGE_TOKENS, key_id: str = ""
+    model: Any,
+    name: str,
+    revision: str | None,
+    page_tokens: int = PAGE_TOKENS,
+    key_id: str = "",
+    tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
     """Of a model's KV. Raises InvalidRequest if it can not be stored."""
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise InvalidRequest(f"the model caches with {type(layer).__name__}; only full attention can be stored")
-    return model_namespace(model, name, revision, page_tokens, key_id)
+    return model_namespace(model, name, revision, page_tokens, key_id, tenant)
 
 
 def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

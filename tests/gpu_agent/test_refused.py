@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleets import SMALL
+from gated import TENANT, Gated
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
 from waiting import wait_until
 
@@ -20,44 +20,7 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import identity_of
 from gpu_agent.process.home import AgentProcess
 from kvstore import Client, ClientConfig, ConfigError, Namespace
-from kvstore.identity_file import add, new_token, revoke, token_line
-from node.config import NodeConfig
-from node.server import Node
-
-TENANT = "team-a"
-
-
-class Gated:
-    """A node that asks who you are, and how often somebody knocked in vain."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.folder = folder / "identities", folder
-        self.path.touch()
-        self.node = Node(NodeConfig(**SMALL, identities=str(self.path), shm_trust=TENANT))
-        self.knocks = 0
-        refused = self.node.audit.refused
-
-        def counted(*about: str) -> None:
-            self.knocks += 1
-            refused(*about)
-
-        self.node.audit.refused = counted  # type: ignore[method-assign]
-        self.node.start()
-
-    def token(self, name: str, role: str = "write") -> str:
-        token = new_token(TENANT)
-        add(self.path, token_line(name, token, tenant=TENANT, role=role))
-        self.taken_up(lambda: name in {who.name for who in self.node.access.identities.tokens.values()})
-        return token
-
-    def taken_up(self, holds: Callable[[], bool]) -> None:
-        wait_until(lambda: (self.node.access.look(), holds())[1])
-
-    def file(self, token: str) -> Path:
-        path = self.folder / "token"
-        path.write_text(token)
-        path.chmod(0o600)
-        return path
+from kvstore.identity_file import new_token, revoke
 
 
 @pytest.fixture
