@@ -1,13 +1,16 @@
 """Hugging Face transformers: a prompt's KV out of a model's cache, and into a fresh one.
 
     adapter.save(cache, tokens)            after a forward pass
-    cache, n = adapter.load(tokens)        then model(ids[:, n:], past_key_values=cache)
+    cache, n = adapter.load(tokens)        then model(ids[:, n:], cache=cache)
+
+`cache=` is called `past_key_values=` before transformers 5.24; `cache_argument(model)` says which.
 
 Each cache is a pool of its own: token slot t of layer l is `cache.layers[l].keys[0, :, t, :]`, so
 the pool's tensors are transposed views of the cache's, without a copy. transformers is imported
 only here.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +66,7 @@ class TransformersAdapter:
         """
         check_adapters(self._model)
         ids = _token_list(tokens)
-        pairs = _plain_pairs(cache)
+        pairs = _plain_pairs(cache, self._model)
         held = min((keys.shape[-2] for keys, _ in pairs), default=0)
         if held < len(ids):
             raise InvalidRequest(f"the cache holds {held} tokens, fewer than the {len(ids)} to save")
@@ -154,7 +157,13 @@ def namespace_of(
     return model_namespace(model, name, revision, page_tokens, key_id, tenant)
 
 
-def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def cache_argument(model: Any) -> str:
+    """Return the argument by which a model takes its cache: `cache` since transformers 5.24, which warns of the former
+    name, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _plain_pairs(cache: DynamicCache, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(K, V) of every layer. Raises InvalidRequest for a class that keeps less than all tokens (a
     sliding window has only its last ones) or something else than plain K and V."""
     pairs = []
@@ -162,7 +171,7 @@ def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]
         if type(layer) is not DynamicLayer:
             raise InvalidRequest(
                 f"layer {number} of the cache is a {type(layer).__name__}, which may not hold the plain KV of "
-                "every token; run the model with past_key_values=DynamicCache()"
+                f"every token; run the model with {cache_argument(model)}=DynamicCache()"
             )
         if layer.keys is None or layer.values is None:
             raise InvalidRequest(f"layer {number} of the cache is empty; save after a forward pass")
