@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo demo-cluster test test-hostile test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-otlp test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
+.PHONY: help setup demo demo-cluster test test-hostile test-etcd test-tls test-cluster test-races test-crash test-power test-protobuf test-otlp test-transformers test-clients fuzz audit dist test-dist image test-image docker-test test-kubernetes test-monitoring test-console gpu-test gpu-test-vllm gpu-test-sglang test-vllm test-vllm-scheduler test-sglang test-lightllm test-lmcache demo-vllm check format lint types proto golden bench soak soak-cluster clean
 
 help:
 	@echo "make demo         KV of one process loaded by another through a real node (about a minute)"
@@ -34,6 +34,7 @@ help:
 	@echo "make audit        what the node's image installs, its licences, dist/sbom.json, and what is known against it (network;"
 	@echo "                  status 3: nobody could be asked)"
 	@echo "make test-protobuf  the service under the oldest and newest protobuf of our range (3 minutes)"
+	@echo "make test-transformers  the adapters of transformers with 5.24, after the 5.23 of make test (2 minutes)"
 	@echo "make test-otlp    traces by OpenTelemetry's own exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs (3 minutes; network)"
 	@echo "make test-clients  the client in docs/clients (Node.js, npm) against a node and the golden bytes"
 	@echo "make test-cluster   nodes on hosts of their own (network namespaces) that are killed, stopped, cut off, full, with etcd and without (8 minutes; root, Linux)"
@@ -47,7 +48,8 @@ help:
 	@echo "make test-vllm | test-sglang | test-lightllm | test-lmcache"
 	@echo "                  the engines' own code, each in an environment of its own (Python 3.11, 1.5 to 5 GB; no GPU);"
 	@echo "                  LightLLM is cloned with git, or LIGHTLLM_SRC names a checkout; ARGS goes to pytest"
-	@echo "                  SEEDS=200: so many storms through vLLM's scheduler"
+	@echo "                  SEEDS=200: so many storms through an engine's scheduler"
+	@echo "                  test-lmcache: 0.5.6 and 0.5.7rc2, LMCACHE_VERSIONS=0.5.6 for one; 5 GiB of free memory"
 	@echo "make gpu-test     kernels against the reference on this machine's GPU, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"
 	@echo "make gpu-test-vllm  real vLLM on this machine's GPU: hits, caches, outages, its server, both routes (6 minutes;"
 	@echo "                  PYTHON names one with vLLM 0.33, CuPy, pytest, pytest-xdist and '.[node]'; two ranks need two GPUs)"
@@ -143,6 +145,12 @@ test-protobuf: $(READY)
 			tests/node/test_grpc_abuse.py tests/node/test_limits_grpc.py tests/core/test_client.py tests/core/test_messages.py tests/cli/test_commands.py || exit 1; \
 	done
 
+# The release after the pinned one, laid over our own environment: it renamed the argument of a model's cache.
+test-transformers: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-transformers/5.24.0 transformers==5.24.0
+	PYTHONPATH=.venv-transformers/5.24.0 $(BIN)/python -m pytest tests/gpu_agent/test_transformers.py tests/gpu_agent/test_transformers_paged.py \
+		tests/gpu_agent/test_tenants.py tests/gpu_agent/identity/test_rope.py $(ARGS)
+
 # The last exporters that fit our pins, and today's with what they ask for, each in an environment of its own.
 OTLP := opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-grpc
 test-otlp:
@@ -207,7 +215,7 @@ ENGINE_PYTHON ?= python3.11
 define engine_environment
 	@command -v $(ENGINE_PYTHON) >/dev/null || { echo "the engines need Python 3.11; set ENGINE_PYTHON=..."; exit 1; }
 	@$(ENGINE_PYTHON) -m venv $(@D)
-	bash $< $(@D)
+	bash $< $(@D) $(engine_version)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 endef
@@ -215,13 +223,24 @@ endef
 .venv-%/.ready: tests/engines/%/install.sh pyproject.toml
 	$(engine_environment)
 
+.venv-lmcache-%/.ready: engine_version = $*
+.venv-lmcache-%/.ready: tests/engines/lmcache/install.sh pyproject.toml
+	$(engine_environment)
+
 .venv-vllm-official/.ready: tests/engines/vllm/install-official.sh pyproject.toml
 	$(engine_environment)
 
-.PRECIOUS: .venv-%/.ready
+.PRECIOUS: .venv-%/.ready .venv-lmcache-%/.ready
 
-test-vllm test-sglang test-lightllm test-lmcache: test-%: $(READY) .venv-%/.ready
+test-vllm test-sglang test-lightllm: test-%: $(READY) .venv-%/.ready
 	KVSTORE_NODE_PYTHON=$(BIN)/python .venv-$*/bin/python -m pytest tests/engines/$* $(ARGS)
+
+# The release of which the documents speak, and the one that comes.
+LMCACHE_VERSIONS ?= 0.5.6 0.5.7rc2
+test-lmcache: $(LMCACHE_VERSIONS:%=test-lmcache-%)
+
+test-lmcache-%: $(READY) .venv-lmcache-%/.ready
+	KVSTORE_NODE_PYTHON=$(BIN)/python .venv-lmcache-$*/bin/python -m pytest tests/engines/lmcache $(ARGS)
 
 # vLLM that runs on a CPU is a community build. The official wheel does not, but its scheduler does.
 test-vllm: test-vllm-scheduler

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from gpu_agent import SaveResult
-from gpu_agent.engines.transformers import TransformersAdapter
+from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
 from kvstore import Client, KVStoreError, client_config, prefix_hashes
 
 QUESTION = "\n\nQuestion: May I redistribute a modified version of this work?\nAnswer:"
@@ -65,7 +65,9 @@ class Subject:
     @torch.inference_mode()
     def forward(self, ids: list[int], cache: DynamicCache) -> torch.Tensor:
         """Logits `[len(ids), vocabulary]`; extends the cache."""
-        logits: torch.Tensor = self.model(torch.tensor([ids], device=self.device), past_key_values=cache).logits[0]
+        logits: torch.Tensor = self.model(
+            torch.tensor([ids], device=self.device), **{cache_argument(self.model): cache}
+        ).logits[0]
         return logits
 
     def generate(self, logits: torch.Tensor, cache: DynamicCache) -> list[int]:

@@ -15,9 +15,9 @@ Aim for objects of 1 MiB and above: store and load each at least twice the bette
 memory, 1.2 times over TCP. torch's threads do not spin when they are done (OMP_WAIT_POLICY): the tool zeroes its
 buffers right before a load, and a thread that spins would have one of two cores while that is measured.
 
-Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache) and name a python that has the node:
+Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache-0.5.6) and name a python that has the node:
 
-    .venv-lmcache/bin/python benchmarks/lmcache_l2.py --node-python .venv/bin/python [--rounds 5] [--json]
+    .venv-lmcache-0.5.6/bin/python benchmarks/lmcache_l2.py --node-python .venv/bin/python [--rounds 5] [--json]
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from gpu_work import synchronize, wait_locked
 from measure import Report, median
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from gpu_agent.engines.transformers import TransformersAdapter
+from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
 from gpu_agent.kernels.available import transfer_for
 from kvstore import Client, client_config, prefix_hashes
 from kvstore.measure.node_process import NodeProcess
@@ -77,12 +77,12 @@ def measure(client: Client, adapter: TransformersAdapter, model: Any, tokens: in
 
     def cold() -> Any:
         cache = DynamicCache()
-        return model(ids, past_key_values=cache, logits_to_keep=1).logits, cache
+        return model(ids, **{cache_argument(model): cache}, logits_to_keep=1).logits, cache
 
     def stored() -> Any:
         load_s, (cache, count) = seconds(lambda: adapter.load(prompt[:-1]))
         assert count >= tokens - QUESTION_TOKENS - adapter.namespace.layout.page_tokens, count
-        return load_s, count, model(ids[:, count:], past_key_values=cache, logits_to_keep=1).logits
+        return load_s, count, model(ids[:, count:], **{cache_argument(model): cache}, logits_to_keep=1).logits
 
     cold()
     cold_s, (expected, cache) = min((seconds(cold) for _ in range(2)), key=lambda pair: pair[0])

@@ -97,7 +97,7 @@ def identity_of(values: Mapping[str, Any]) -> Identity:
     identity = load(Identity, "KVSTORE", values, defaults={"tenant": ""})
     if identity.tenant:
         return identity
-    client = load(ClientConfig, "KVSTORE", {name: values.get(name) for name in ("token", "token_file")})
+    client = load(ClientConfig, "KVSTORE", {name: values.get(name) for name in ("tenant", "token", "token_file")})
     return dataclasses.replace(identity, tenant=tenant_of(client))
 
 

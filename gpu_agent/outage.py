@@ -1,68 +1,111 @@
-"""An outage of the store in the log: a line when it begins and one when it ends, not one per request, and not one
-per outage of a store that fails and answers by turns."""
+"""What the log says of a store that does not serve: a line when that begins and one when it ends, not one per request.
 
+    served   --no answer-->           away      "the store failed, the engine recomputes until it is back"
+    any      --unknown credential-->  refused   "the store refuses this engine, which recomputes until it is served"
+    any      --a served request-->    served    "the store answers again", or "... serves this engine again"
+
+Only a request that was served ends the other two. A refusal is no service, and between two refusals the client's
+circuit breaker is open, which looks like a node that is away.
+"""
+
+import enum
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    KVStoreError,
+    ProtocolError,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.tracing import NamesRequest
 
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# A node that answers, but refuses, may take the next request: such lines come this seldom. So do outages.
+# A node that serves, but refuses one request, may take the next: such lines come this seldom. So do outages.
 REFUSALS_S = 10.0
 OUTAGES_S = 10.0
+_NO_ANSWER = (Unavailable, DeadlineExceeded, ProtocolError)
+_NO_CREDENTIAL = (Unauthenticated, ConfigError)  # ConfigError: the token's file can not be read
+
+
+class _State(enum.Enum):
+    SERVED = "the store serves"
+    AWAY = "the store failed, the engine recomputes until it is back"
+    REFUSED = "the store refuses this engine, which recomputes until it is served"
+
+
+_ENDS = {_State.AWAY: "the store answers again", _State.REFUSED: "the store serves this engine again"}
+
+
+def start_without(error: KVStoreError) -> str:
+    """Return what to log about a store that did not serve when the engine started."""
+    if isinstance(error, _NO_ANSWER):
+        return f"the store does not answer yet, the engine starts without it: {error}"
+    return f"the store refuses this engine, which starts without it: {error}"
 
 
 class Outage:
-    """Thread-safe. `report` takes what each request met, None for an answer."""
+    """Thread-safe. `report` takes what each request met, None for one that was served."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._state = _State.SERVED
+        self._serves = False  # whether a request was served since the store was away or refused us
         self._error: KVStoreError | None = None
         self._refusals_at = 0.0
-        self._said = False  # that there is an outage
-        self._outages = 0  # since it was said
-        self._outages_at = 0.0  # when it may be said again
+        self._said = _State.SERVED  # the last state that the log tells of
+        self._outages = 0  # since one was told of
+        self._outages_at = 0.0  # when one may be told of again
 
     @property
     def error(self) -> KVStoreError | None:
-        """Why the last request got no answer; None if it got one, be it a refusal."""
+        """Why requests are not served; None if the last one was, or was refused alone."""
         return self._error
 
     def report(self, error: KVStoreError | None) -> None:
-        if error is None and self._error is None:  # unlocked on purpose: the common case
-            return
-        if error is not None and not isinstance(error, Unavailable | DeadlineExceeded | ProtocolError):
+        if error is None:
+            if not self._serves:  # unlocked on purpose: the common case takes no lock
+                self._served()
+        elif isinstance(error, _NO_CREDENTIAL) or (isinstance(error, Forbidden) and not self._serves):
+            self._not_served(_State.REFUSED, error)
+        elif isinstance(error, _NO_ANSWER):
+            self._not_served(_State.AWAY, error)
+        else:  # it says nothing about other requests: too large, a reader's save, over a quota, our own pool is full
             self._refused(error)
-            if isinstance(error, Exhausted):  # of the node's or our own limits: no word about an outage
-                return
-            error = None
+
+    def _served(self) -> None:
         with self._lock:
-            self._outages += error is not None and self._error is None
-            self._error = error
-            if error is None:
-                ended, self._said = self._said, False
-                began = 0
-            else:
-                ended, began = False, self._begun()
+            ended, self._said = self._said, _State.SERVED
+            self._state, self._serves, self._error = _State.SERVED, True, None
+        if ended is not _State.SERVED:
+            log.warning(_ENDS[ended])
+
+    def _not_served(self, state: _State, error: KVStoreError) -> None:
+        with self._lock:
+            self._outages += self._state is _State.SERVED
+            # After a refusal the breaker is open, and says Unavailable: that is no other state.
+            self._state = _State.REFUSED if self._state is _State.REFUSED else state
+            self._serves, self._error = False, error
+            state, began = self._state, self._begun()
         if began:
             others = f" ({began - 1} more since the last such line)" if began > 1 else ""
-            log.warning("the store failed, the engine recomputes until it is back%s: %s", others, error)
-        elif ended:
-            log.warning("the store answers again")
+            log.warning("%s%s: %s", state.value, others, error)
 
     def _begun(self) -> int:
-        """How many outages there were with this one, if that is to be said now."""
+        """Return how many outages there were with this one if it is to be told of now, else 0."""
         now = self._clock()
-        if self._said or now < self._outages_at:
+        if self._said is self._state or now < self._outages_at:
             return 0
-        self._said, self._outages_at = True, now + OUTAGES_S
-        outages, self._outages = self._outages, 0
+        self._said, self._outages_at = self._state, now + OUTAGES_S
+        outages, self._outages = max(1, self._outages), 0
         return outages
 
     def _refused(self, error: KVStoreError) -> None:

@@ -27,6 +27,7 @@ from kvstore.cluster.fan_out import Places, check_knows_members, chosen
 from kvstore.cluster.spread import ELSEWHERE
 from kvstore.complaints import Complaints
 from kvstore.config import ClientConfig, client_config
+from kvstore.credentials import tenant_of
 from kvstore.deadline import Deadline
 from kvstore.errors import (
     ConfigError,
@@ -71,6 +72,12 @@ class Client(Management):
     def key_id(self) -> str:
         """Of the key that this client seals pages with, for a `Namespace`; empty: it has none."""
         return self._page_keys.key_id if self._page_keys else ""
+
+    @property
+    def tenant(self) -> str:
+        """Return whose namespaces this client opens, for a `Namespace`: the configured tenant, else the token's. Raises
+        ConfigError if the token can not be read."""
+        return tenant_of(self.config)
 
     @property
     def wire_name(self) -> str:

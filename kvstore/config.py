@@ -37,6 +37,8 @@ GRPC_CHUNK_NBYTES = 1 << 20
 GET_PIECES_MAX = 1 << 16
 
 _PORT = re.compile("[0-9]{1,5}")  # `int` takes other digits, too, and neither all that are called so nor thousands
+_URL = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL)
+_NOT_A_HOST = re.compile(r"[\s/@?#]")
 _TRUTHS = {"1": True, "0": False, "true": True, "false": False}
 
 Config = TypeVar("Config")
@@ -197,13 +199,30 @@ def engine_arguments(variable: str) -> dict[str, Any]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """'host', 'host:port' or '[v6]:port' -> (host, port). Raises ConfigError."""
+    """'host', 'host:port' or '[v6]:port' -> (host, port). Raises ConfigError, for a URL with what to write instead."""
+    check_no_url("address", address)
     host, colon, port = address.rpartition(":")
     if not colon or (host.count(":") and not host.endswith("]")):
         host, port = address, str(GRPC_PORT)
-    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+    if not host or _NOT_A_HOST.search(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"address {address!r} is not host:port with a port in 1..65535")
     return host.strip("[]"), int(port)
+
+
+def check_no_url(name: str, address: str) -> None:
+    """Raise ConfigError for a URL where host:port belongs; the error names the fix. A resolver would be asked for a
+    host named "http://store", and would only say that there is none."""
+    url = _URL.fullmatch(address)
+    if not url:
+        return
+    if url["scheme"].lower() == "etcd":
+        remedy = f"it names a cluster's etcd; write host:{GRPC_PORT} of one or more of the cluster's nodes"
+    else:
+        place = url["place"].strip()
+        port = "" if re.search(r":\d+$", place) else f":{GRPC_PORT}"
+        remedy = f"write {place or 'host'}{port}, without {url['scheme']}://"
+    shown = address.replace(url["user"], "...@") if url["user"] else address  # it may hold a password
+    raise ConfigError(f"{name}={shown!r} is a URL, not host:port: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +269,7 @@ class ClientConfig(PageKeyConfig):
     tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
     tls_key: str = setting("", "PEM file of its key")
     tls_name: str = setting("", "name that a node's certificate must have; empty: the host in its address")
+    tenant: str = setting("", "whose namespaces this opens; empty: those of the token's tenant")
 
     def __post_init__(self) -> None:
         check_settings(self)

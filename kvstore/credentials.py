@@ -29,7 +29,14 @@ def token_of(config: ClientConfig) -> str:
 
 
 def tenant_of(config: ClientConfig) -> str:
-    """Whose namespaces this client opens, unless somebody says otherwise."""
+    """Return whose namespaces a client opens: the configured tenant, else its token's, else "default".
+
+    Programs and all adapters take the tenant from here. A client certificate does not say its tenant: configure it. The
+    configured tenant may be another one than the token's, because tenants share namespaces; if they do not, the node
+    refuses it and names both. Raises ConfigError for a token that should say the tenant and can not be read.
+    """
+    if config.tenant:
+        return config.tenant
     tenant, dot, _ = token_of(config).partition(".")
     return tenant if dot and tenant else DEFAULT_TENANT
 

@@ -27,9 +27,9 @@ import torch
 from gpu_agent.host.rows import RowTier, tier_config
 from gpu_agent.identity.lightllm import VARIABLES, namespace_of
 from gpu_agent.jobs import LoadJob, SaveJob
-from gpu_agent.options import Identity
+from gpu_agent.options import identity_of
 from kvstore.client import Client
-from kvstore.config import client_config, engine_arguments, engine_variables, load
+from kvstore.config import client_config, engine_arguments, engine_variables
 from kvstore.errors import InvalidRequest
 from kvstore.tracing import NamesRequest, request
 
@@ -67,7 +67,7 @@ class PyLocalCacheService:
         num_worker: int = 0,
         **others: Any,
     ) -> None:
-        arguments, identity = engine_arguments("LIGHTLLM_START_ARGS"), load(Identity, "KVSTORE", {})
+        arguments, identity = engine_arguments("LIGHTLLM_START_ARGS"), identity_of({})
         self.namespace = namespace_of(arguments, engine_variables(*VARIABLES), identity, kvcache_tensor)
         self._client = Client(client_config())
         self._pages = RowTier(self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor))

@@ -187,6 +187,12 @@ class NodeAdapter(L2AdapterInterface):
     def get_load_event_fd(self) -> int:
         return int(self._load_event.fileno())
 
+    def get_memory_tags(self) -> Any:
+        """Return what kind of memory holds the objects: remote storage. LMCache asks from 0.5.7 on."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # not in 0.5.6
+
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
+
     # ---- store, lookup, load ---------------------------------------------------------------
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:

@@ -1,13 +1,16 @@
 """Hugging Face transformers: a prompt's KV out of a model's cache, and into a fresh one.
 
     adapter.save(cache, tokens)            after a forward pass
-    cache, n = adapter.load(tokens)        then model(ids[:, n:], past_key_values=cache)
+    cache, n = adapter.load(tokens)        then model(ids[:, n:], cache=cache)
+
+`cache=` is called `past_key_values=` before transformers 5.24; `cache_argument(model)` says which.
 
 Each cache is a pool of its own: token slot t of layer l is `cache.layers[l].keys[0, :, t, :]`, so
 the pool's tensors are transposed views of the cache's, without a copy. transformers is imported
 only here.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +25,7 @@ from gpu_agent.jobs import SaveJob
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
+from kvstore.credentials import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace, prefix_hashes
 from kvstore.tracing import request
@@ -35,7 +39,8 @@ class TransformersAdapter:
 
     `name` names the model to everyone who shares the store: never a local path. `revision` names
     its weights; without one a digest of all parameters is taken, so that other weights under the
-    same name can not hit. Raises InvalidRequest for a model whose cache has other layers than full
+    same name can not hit. The tenant is the client's. Raises ConfigError for a token that can not be
+    read, InvalidRequest for a model whose cache has other layers than full
     or sliding-window attention, or whose KV does not follow from its tokens alone, and in every call
     once adapters (LoRA) were added to it.
     """
@@ -49,7 +54,7 @@ class TransformersAdapter:
         page_tokens: int = PAGE_TOKENS,
         config: AgentConfig | None = None,
     ) -> None:
-        self.namespace = namespace_of(model, name, revision, page_tokens, client.key_id)
+        self.namespace = namespace_of(model, name, revision, page_tokens, client.key_id, client.tenant)
         self._model: Any = model
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
@@ -61,7 +66,7 @@ class TransformersAdapter:
         """
         check_adapters(self._model)
         ids = _token_list(tokens)
-        pairs = _plain_pairs(cache)
+        pairs = _plain_pairs(cache, self._model)
         held = min((keys.shape[-2] for keys, _ in pairs), default=0)
         if held < len(ids):
             raise InvalidRequest(f"the cache holds {held} tokens, fewer than the {len(ids)} to save")
@@ -138,16 +143,27 @@ class TransformersAdapter:
 
 
 def namespace_of(
-    model: Any, name: str, revision: str | None, page_tokens: int = PAGE_TOKENS, key_id: str = ""
+    model: Any,
+    name: str,
+    revision: str | None,
+    page_tokens: int = PAGE_TOKENS,
+    key_id: str = "",
+    tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
     """Of a model's KV. Raises InvalidRequest if it can not be stored."""
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise InvalidRequest(f"the model caches with {type(layer).__name__}; only full attention can be stored")
-    return model_namespace(model, name, revision, page_tokens, key_id)
+    return model_namespace(model, name, revision, page_tokens, key_id, tenant)
 
 
-def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def cache_argument(model: Any) -> str:
+    """Return the argument by which a model takes its cache: `cache` since transformers 5.24, which warns of the former
+    name, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _plain_pairs(cache: DynamicCache, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(K, V) of every layer. Raises InvalidRequest for a class that keeps less than all tokens (a
     sliding window has only its last ones) or something else than plain K and V."""
     pairs = []
@@ -155,7 +171,7 @@ def _plain_pairs(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]
         if type(layer) is not DynamicLayer:
             raise InvalidRequest(
                 f"layer {number} of the cache is a {type(layer).__name__}, which may not hold the plain KV of "
-                "every token; run the model with past_key_values=DynamicCache()"
+                f"every token; run the model with {cache_argument(model)}=DynamicCache()"
             )
         if layer.keys is None or layer.values is None:
             raise InvalidRequest(f"layer {number} of the cache is empty; save after a forward pass")

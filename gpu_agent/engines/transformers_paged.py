@@ -71,7 +71,8 @@ class PagedAdapter:
             self._cache = _shareable(processor.cache)
         self._blocks = self._cache.cache_allocators[_FULL]
         self._page_tokens = int(self._blocks.tokens_per_page)
-        self.namespace = namespace_of(self._model, name, revision, self._page_tokens, client.key_id)
+        whose = (client.key_id, client.tenant)
+        self.namespace = namespace_of(self._model, name, revision, self._page_tokens, *whose)
         self._agent = Agent(client, self.namespace, _pool(self.namespace.layout, self._blocks), config)
 
     def load(self, tokens: Sequence[int]) -> int:

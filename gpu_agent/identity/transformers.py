@@ -11,6 +11,7 @@ from gpu_agent.options import facts_text
 from gpu_agent.pool import dtype_name
 from kvstore.buffers import byte_view
 from kvstore.checksum import running_digest
+from kvstore.credentials import DEFAULT_TENANT
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
@@ -18,7 +19,14 @@ from kvstore.layout import LayerGroup, PageLayout, Plane
 KV_GROUP = "attention"
 
 
-def model_namespace(model: Any, name: str, revision: str | None, page_tokens: int, key_id: str = "") -> Namespace:
+def model_namespace(
+    model: Any,
+    name: str,
+    revision: str | None,
+    page_tokens: int,
+    key_id: str = "",
+    tenant: str = DEFAULT_TENANT,
+) -> Namespace:
     """Namespace and layout of a model's KV; its configuration's digest is the salt. Without a revision the weights
     are digested. `key_id`: of the key that its pages are sealed with. Raises InvalidRequest for a model whose KV does
     not follow from its tokens alone."""
@@ -31,7 +39,7 @@ def model_namespace(model: Any, name: str, revision: str | None, page_tokens: in
     layout = PageLayout(page_tokens, (LayerGroup(KV_GROUP, tuple(range(text.num_hidden_layers)), planes),))
     facts = facts_text("transformers", config=config_digest(model.config.to_dict()))
     revision = weights_digest(model) if revision is None else revision
-    return Namespace(model=name, layout=layout, revision=revision, salt=facts, key_id=key_id)
+    return Namespace(model=name, layout=layout, tenant=tenant, revision=revision, salt=facts, key_id=key_id)
 
 
 def check_model(model: Any) -> None:

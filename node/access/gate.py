@@ -20,6 +20,8 @@ Info = TypeVar("Info", bound=Any)  # NamespaceInfo
 # Requests about a namespace that those may make with whom its owner shares it.
 SHARED = ("lookup", "get", "list", "stat", "verify")
 
+TENANT_NBYTES_MAX = 63  # that an error repeats of what a stranger sent
+
 
 class _NotHis(Exception):
     """A namespace of somebody else: he is told that it is not there, and the audit log that he asked."""
@@ -97,8 +99,9 @@ class Gate:
             return
         if not principal.owns(tenant, "") and tenant != principal.tenant:
             raise Forbidden(
-                f"{principal.name} is of tenant {principal.tenant} and opens namespaces of no other; "
-                f"set KVSTORE_TENANT={principal.tenant}"
+                f"{principal.name} is of tenant {principal.tenant} and this namespace of tenant "
+                f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set KVSTORE_TENANT={principal.tenant} "
+                "or leave it out; in a program Namespace(tenant=client.tenant)"
             )
         raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore.config import ClientConfig, is_loopback, split_address
+from kvstore.config import ClientConfig, check_no_url, is_loopback, split_address
 from kvstore.credentials import check_stays_private, token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError, Unavailable
@@ -34,6 +34,7 @@ def advertised(told: str, host: str, port: int, towards: Sequence[str]) -> str:
 
 def with_port(told: str, port: int) -> str:
     """This one, if none is told. Raises ConfigError."""
+    check_no_url("advertise", told)
     named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
     bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
     address = told if named else f"[{told}]:{port}" if bare else f"{told}:{port}"

@@ -49,6 +49,9 @@ def open_registry(
 
 def endpoints_and_name(text: str) -> tuple[list[str], str]:
     """Of etcd://HOST:PORT,.../NAME. Raises ConfigError."""
+    if "://" in text.removeprefix(ETCD_SCHEME):  # etcd's own tools take http://HOST:PORT
+        bare = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://", "", text.removeprefix(ETCD_SCHEME))
+        raise ConfigError(f"cluster={text!r} has a URL in it: write {ETCD_SCHEME}{bare}")
     hosts, slash, name = text.removeprefix(ETCD_SCHEME).partition("/")
     named = [host.strip() for host in hosts.split(",")]
     if not slash or not all(named):

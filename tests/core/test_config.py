@@ -1,5 +1,6 @@
 """Settings: sources, ranges, and messages that name the setting and what is allowed."""
 
+import re
 from typing import Any
 
 import pytest
@@ -77,6 +78,40 @@ def test_what_is_no_size_is_a_value_error_that_shows_one(text: str) -> None:
 )
 def test_addresses(address: str, expected: tuple[str, int]) -> None:
     assert split_address(address) == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("http://host:7440", "write host:7440, without http://"),
+        ("https://host", "write host:7440, without https://"),
+        ("GRPC://host:1/path?query", "write host:1, without GRPC://"),
+        ("tcp://[::1]:7440/", "write [::1]:7440, without tcp://"),
+        ("http://", "write host:7440, without http://"),
+        ("etcd://e0:2379/prod", "write host:7440 of one or more of the cluster's nodes"),
+    ],
+)
+def test_a_url_as_an_address_is_refused_with_what_to_write(
+    address: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resolver was asked for a host named "http://host", and said that there is none."""
+    monkeypatch.setenv("KVSTORE_ADDRESS", f"n0:7440, {address}")
+    for made in (lambda: split_address(address), lambda: ClientConfig(f"n0:1,{address}"), client_config):
+        with pytest.raises(ConfigError, match=re.escape(remedy)) as refused:
+            made()
+        assert f"address={address!r} is a URL" in str(refused.value)
+
+
+def test_a_url_with_a_password_is_refused_without_saying_it() -> None:
+    with pytest.raises(ConfigError, match=r"'http://\.\.\.@host:1' is a URL") as refused:
+        split_address("http://user:secret@host:1")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["host/path:80", "user@host:80", "ho st:80", "[http://host]:80", "unix:/run/x"])
+def test_what_is_in_no_hosts_name_is_no_address(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not host:port"):
+        split_address(address)
 
 
 def test_a_config_can_not_be_changed() -> None:

@@ -4,8 +4,17 @@ import logging
 
 import pytest
 
-from gpu_agent.outage import OUTAGES_S, Outage
-from kvstore import DeadlineExceeded, Exhausted, InvalidRequest, Unavailable
+from gpu_agent.outage import OUTAGES_S, Outage, start_without
+from kvstore import (
+    ConfigError,
+    DeadlineExceeded,
+    Exhausted,
+    Forbidden,
+    InvalidRequest,
+    KVStoreError,
+    Unauthenticated,
+    Unavailable,
+)
 
 
 def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,3 +66,66 @@ def test_a_refusal_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
         outage.report(InvalidRequest("too large"))
     assert [record.message for record in caplog.records] == ["the store refused a request: too large"]
     assert outage.error is None
+
+
+REFUSES = "the store refuses this engine, which recomputes until it is served: "
+SERVES_AGAIN = "the store serves this engine again"
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize("refusal", [Unauthenticated("who"), ConfigError("no file"), Forbidden("of team-b")], ids=repr)
+def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
+    refusal: KVStoreError, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two refusals the breaker is open: every second refusal ended "the outage" of the pause before it."""
+    now = [100.0]
+    outage = Outage(lambda: now[0])
+    for _ in range(50):
+        outage.report(refusal)
+        outage.report(Unavailable("node-1 failed 3 times, next try in 1.0 s; last: who"))
+        assert outage.error is not None
+        now[0] += OUTAGES_S
+    assert lines_of(caplog) == [f"{REFUSES}{refusal}"]
+    outage.report(None)
+    outage.report(None)
+    assert lines_of(caplog)[1:] == [SERVES_AGAIN]
+    assert outage.error is None
+
+
+def test_a_store_that_comes_back_and_refuses_does_not_answer_again(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    outage = Outage(lambda: now[0])
+    outage.report(None)
+    outage.report(Unavailable("down"))
+    for error in (InvalidRequest("too large"), Unauthenticated("who"), Forbidden("not that")):
+        outage.report(error)
+        assert outage.error is not None, "nothing was served"
+    now[0] += OUTAGES_S
+    outage.report(Unauthenticated("who"))
+    outage.report(None)
+    assert lines_of(caplog) == [
+        "the store failed, the engine recomputes until it is back: down",
+        "the store refused a request: too large",
+        f"{REFUSES}who",
+        SERVES_AGAIN,
+    ]
+
+
+def test_a_reader_whose_saves_are_refused_is_served_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    outage = Outage(lambda: now[0])
+    for _ in range(4):
+        outage.report(None)
+        outage.report(Forbidden("put asks for write"))
+        assert outage.error is None
+        now[0] += OUTAGES_S / 2
+    assert lines_of(caplog) == ["the store refused a request: put asks for write"] * 2
+
+
+def test_a_start_without_the_store_says_whether_it_was_refused() -> None:
+    assert start_without(Unavailable("x")) == "the store does not answer yet, the engine starts without it: x"
+    for error in (Unauthenticated("x"), Forbidden("x"), ConfigError("x")):
+        assert start_without(error) == "the store refuses this engine, which starts without it: x"

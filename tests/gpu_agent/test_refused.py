@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fleets import SMALL
+from gated import TENANT, Gated
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
 from waiting import wait_until
 
@@ -20,44 +20,7 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import identity_of
 from gpu_agent.process.home import AgentProcess
 from kvstore import Client, ClientConfig, ConfigError, Namespace
-from kvstore.identity_file import add, new_token, revoke, token_line
-from node.config import NodeConfig
-from node.server import Node
-
-TENANT = "team-a"
-
-
-class Gated:
-    """A node that asks who you are, and how often somebody knocked in vain."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.folder = folder / "identities", folder
-        self.path.touch()
-        self.node = Node(NodeConfig(**SMALL, identities=str(self.path), shm_trust=TENANT))
-        self.knocks = 0
-        refused = self.node.audit.refused
-
-        def counted(*about: str) -> None:
-            self.knocks += 1
-            refused(*about)
-
-        self.node.audit.refused = counted  # type: ignore[method-assign]
-        self.node.start()
-
-    def token(self, name: str, role: str = "write") -> str:
-        token = new_token(TENANT)
-        add(self.path, token_line(name, token, tenant=TENANT, role=role))
-        self.taken_up(lambda: name in {who.name for who in self.node.access.identities.tokens.values()})
-        return token
-
-    def taken_up(self, holds: Callable[[], bool]) -> None:
-        wait_until(lambda: (self.node.access.look(), holds())[1])
-
-    def file(self, token: str) -> Path:
-        path = self.folder / "token"
-        path.write_text(token)
-        path.chmod(0o600)
-        return path
+from kvstore.identity_file import new_token, revoke
 
 
 @pytest.fixture
@@ -150,6 +113,23 @@ def test_a_token_that_is_revoked_under_an_engine_is_an_outage(
     gated.file(gated.token("joiner"))
     wait_until(lambda: agent.lookup(hashes()) == PAGES)
     assert loaded(agent) == PAGES
+
+
+def test_a_revoked_token_is_told_of_until_a_request_is_served(
+    gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said "the store answers again" whenever the breaker let a request go to its refusal."""
+    agent = make_agent(token_file=str(gated.file(gated.token("leaver"))))
+    assert saved(agent) == (PAGES, 0)
+    revoke(gated.path, "leaver")
+    gated.taken_up(lambda: not gated.node.access.identities.tokens)
+    knocks = gated.knocks
+    wait_until(lambda: (agent.lookup(hashes()), gated.knocks >= knocks + 4)[1])
+    assert [line for line in caplog.messages if " again" in line or "is back" in line] == []
+    assert len([line for line in caplog.messages if line.startswith("the store refuses this engine")]) == 1
+    gated.file(gated.token("joiner"))
+    wait_until(lambda: agent.lookup(hashes()) == PAGES)
+    assert caplog.messages[-1].startswith("the store serves this engine again")
 
 
 def test_an_engine_that_may_only_read_loads_and_its_saves_are_dropped(

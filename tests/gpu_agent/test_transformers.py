@@ -1,6 +1,7 @@
 """A real model's KV through a real node: restored logits are equal bit by bit, and a model or cache
 whose KV is not plain full attention is refused by name."""
 
+import inspect
 import uuid
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import torch
 from asking import traces_of_calls
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from gpu_agent.engines.transformers import TransformersAdapter, namespace_of
+from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.identity.transformers import weights_digest
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
@@ -39,7 +40,7 @@ def tiny_mistral() -> PreTrainedModel:
 
 def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = model(tokens, past_key_values=cache, use_cache=True).logits
+        logits: torch.Tensor = model(tokens, **{cache_argument(model): cache}, use_cache=True).logits
         return logits
 
 
@@ -203,7 +204,9 @@ def test_a_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
     adapter = make(model)
     cache = DynamicCache(config=model.config)
     forward(model, TOKENS, cache)
-    with pytest.raises(InvalidRequest, match=r"layer 0 of the cache is a DynamicSlidingWindowLayer.*DynamicCache\(\)"):
+    with pytest.raises(
+        InvalidRequest, match=f"layer 0 of the cache is a DynamicSlidingWindowLayer.*with {cache_argument(model)}="
+    ):
         adapter.save(cache, TOKENS)
 
 
@@ -265,3 +268,16 @@ def test_an_adapter_that_is_added_later_ends_every_call(make: Maker) -> None:
     for call in (lambda: adapter.save(cache, TOKENS), lambda: adapter.load(TOKENS), lambda: adapter.lookup(TOKENS)):
         with pytest.raises(InvalidRequest, match="merge"):
             call()
+
+
+def test_the_caches_argument_is_the_one_that_a_model_has() -> None:
+    class New:
+        def forward(self, input_ids: object, cache: object = None) -> None: ...
+
+    class Old:
+        def forward(self, input_ids: object, past_key_values: object = None) -> None: ...
+
+    assert [cache_argument(New()), cache_argument(Old())] == ["cache", "past_key_values"]
+    model = tiny_llama()
+    forward(model, TOKENS, DynamicCache())  # a warning of a former name is an error here
+    assert cache_argument(model) in inspect.signature(model.forward).parameters

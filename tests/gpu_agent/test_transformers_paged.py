@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from gpu_agent.config import AgentConfig
-from gpu_agent.engines.transformers import TransformersAdapter, namespace_of
+from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.engines.transformers_paged import PagedAdapter, _pool
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
 from kvstore.measure.node_process import NodeProcess
@@ -143,7 +143,7 @@ def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> Non
         assert plain.namespace == engine.adapter.namespace
         cache = DynamicCache()
         with torch.inference_mode():
-            model(torch.tensor([prompt(96)]), past_key_values=cache, use_cache=True)
+            model(torch.tensor([prompt(96)]), **{cache_argument(model): cache}, use_cache=True)
         plain.save(cache, prompt(96)).done.result(10)
         assert engine.adapter.load(prompt(100)) == 96
 
@@ -152,7 +152,7 @@ def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> Non
         restored, count = plain.load(prompt(130, 11))
         assert count == 128
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt(130, 11)[count:]]), past_key_values=restored).logits
+            logits = model(torch.tensor([prompt(130, 11)[count:]]), **{cache_argument(model): restored}).logits
         assert int(logits[0, -1].argmax()) == longer[0][0]
 
 

@@ -68,6 +68,8 @@ def test_replicas_of_a_static_list() -> None:
         ("static:fleet/n1=h1*0", "n1", "the weight of n1 is 0.0; it must be above 0"),
         ("static:fleet/n1=h1:x", "n1", "'h1:x' is not host:port"),
         ("static:fleet/n1=h1,n1=h2", "n1", "two members of fleet have the id n1"),
+        ("static:fleet/n1=http://h1:7440", "n1", "is a URL, not host:port: write h1:7440, without http://"),
+        ("etcd://http://h:2379,g/fleet", "n1", "has a URL in it: write etcd://h:2379,g/fleet"),
         ("static:fl/eet/n1=h1", "n1", "a member's id is called 'eet/n1'"),
     ],
 )

@@ -164,6 +164,7 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
         ({"replicas": 2}, "replicas=2, but the cluster fleet has 1: start this node with that or without"),
         ({"advertise": "127.0.0.1:9"}, r"does not reach itself at 127.0.0.1:9: .*name one .* with advertise"),
         ({"advertise": "host:99999"}, "advertise='host:99999' is not host:port"),
+        ({"advertise": "http://host:1"}, "advertise='http://host:1' is a URL, not host:port: write host:1"),
         ({"zone": "a/b"}, "zone is called 'a/b'"),
         ({"etcd_ca": "/none.pem"}, r"TLS to etcd \(etcd_ca, etcd_cert, etcd_key\)"),
         ({"etcd_cert": "/none.pem"}, "are given together, and with etcd_ca"),

@@ -1,13 +1,13 @@
 #!/bin/bash
-# LMCache 0.5.6 without a GPU into the environment VENV_DIR (1.6 GB, about two minutes; Python 3.11), and its source
+# LMCache (0.5.6, or VERSION) without a GPU into the environment VENV_DIR (1.6 GB, about two minutes; Python 3.11), and its source
 # distribution beside it, for its tests. torch comes from wherever pip is told to look; a CPU build is enough.
 #
-#   tests/engines/lmcache/install.sh VENV_DIR
+#   tests/engines/lmcache/install.sh VENV_DIR [VERSION]
 set -eu
 
-[ $# = 1 ] && [ -x "$1/bin/python" ] || { echo "usage: $0 VENV_DIR (a virtual environment)" >&2; exit 2; }
+[ $# -ge 1 ] && [ $# -le 2 ] && [ -x "$1/bin/python" ] || { echo "usage: $0 VENV_DIR [VERSION] (a virtual environment)" >&2; exit 2; }
 venv=$1
-version=0.5.6
+version=${2:-0.5.6}
 pip() { "$venv/bin/python" -m pip "$1" --quiet --disable-pip-version-check "${@:2}"; }
 
 "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {

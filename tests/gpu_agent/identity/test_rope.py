@@ -11,7 +11,7 @@ from on_transformers import rope, tiny
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from gpu_agent.engines.transformers import TransformersAdapter
+from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
 from gpu_agent.engines.transformers_paged import PagedAdapter
 from gpu_agent.identity.rope import length_dependent
 from kvstore import Client, ClientConfig, InvalidRequest
@@ -26,7 +26,7 @@ def keys(model: Any, count: int) -> torch.Tensor:
     """K of the first 16 tokens in the last layer, of a prompt of so many."""
     cache = DynamicCache()
     with torch.inference_mode():
-        model(TOKENS[:, :count], past_key_values=cache, use_cache=True)
+        model(TOKENS[:, :count], **{cache_argument(model): cache}, use_cache=True)
     found: torch.Tensor = cache.layers[-1].keys[0, :, :16]
     return found
 
