@@ -32,7 +32,8 @@ def test_a_hit_is_a_local_hit(cache: str, on_gpu: Engines, store: RestartableNod
     writer, reader = (on_gpu(f"{role} {cache}", kind, store=options, **arguments) for role in ("writer", "reader"))
     assert len(agents_ready(writer)) == len(agents_ready(reader)) == ranks
     before = store.pages().keys()
-    prompts = [prompt(1, 2 * block + 36), prompt(2, 300)]
+    number = 2 * list(CACHES).index(cache)  # prompts of its own: one rank and two share the pages of MLA
+    prompts = [prompt(number + 1, 2 * block + 36), prompt(number + 2, 300)]
     computed = stored(writer, *prompts)
     assert store.pages().keys() > before
     expected = found_locally(writer, *prompts)
