@@ -14,13 +14,16 @@ gRPC's channels all have such a condition inside. Code that may run in a caller'
 import concurrent.futures
 import contextlib
 import contextvars
+import os
 import threading
 import time
 import weakref
 from _thread import RLock, allocate_lock, get_ident, start_new_thread
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, NoReturn, TypeVar
 
 Result = TypeVar("Result")
 Thing = TypeVar("Thing")
@@ -118,22 +121,27 @@ class Turns(Generic[Thing]):
     """At most so many holders at a time, each with a thing of its own. Thread-safe.
 
     A holder gives its turn back with `give`. One that an interrupt kept from that has no turn any more when it is
-    collected; what it had is then among the `abandoned`. So no interrupt loses a turn, wherever it comes.
+    collected: the next `take` lets `end` do with its thing what its holder did not. So no interrupt loses a turn,
+    wherever it comes.
     """
 
-    def __init__(self, count_max: float = float("inf")) -> None:
+    def __init__(self, count_max: float = float("inf"), end: Callable[[Thing], object] = lambda thing: None) -> None:
         self._count_max = count_max
+        self._end = end
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[weakref.ref[Any], Thing]] = {}
+        # Not by id(), which the next holder may have before this one's thing was ended.
+        self._held: dict[weakref.ref[Any], Thing] = {}
         self._lost: deque[weakref.ref[Any]] = deque()
         self._waiting: deque[Any] = deque()
 
     def take(self, holder: object, thing: Thing, timeout_s: float = 0.0) -> bool:
         """Give `holder` a turn. Return False if none came free for `timeout_s` seconds."""
+        if self._lost:
+            self.abandon()
         reference = weakref.ref(holder, self._lost.append)  # called from C: no handler runs in it
         with self._lock:
             if len(self._held) < self._count_max:
-                self._held[id(holder)] = reference, thing
+                self._held[reference] = thing
                 return True
         if timeout_s <= 0:
             return False
@@ -155,7 +163,7 @@ class Turns(Generic[Thing]):
     def give(self, holder: object) -> None:
         """End the turn of `holder`, if it has one."""
         with self._lock:
-            self._held.pop(id(holder), None)
+            self._held.pop(weakref.ref(holder), None)
         if self._waiting:
             for told in tuple(self._waiting):
                 with contextlib.suppress(RuntimeError):
@@ -166,24 +174,18 @@ class Turns(Generic[Thing]):
     def count(self) -> int:
         """Holders that have a turn."""
         with self._lock:
-            return sum(reference() is not None for reference, _ in self._held.values())
+            return sum(reference() is not None for reference in self._held)
 
-    @property
-    def have_abandoned(self) -> bool:
-        """Whether `abandon` has something to do, or may have: cheap enough for every call."""
-        return bool(self._lost) or len(self._held) >= self._count_max
-
-    def abandon(self, end: Callable[[Thing], None]) -> None:
-        """Let `end` do with each abandoned thing what its holder did not; then its turn is free.
-
-        If an interrupt comes the next caller does it, perhaps again.
-        """
+    def abandon(self) -> None:
+        """End what collected holders had; then their turns are free. If an interrupt comes the next caller does it,
+        perhaps again."""
         with self._lock:
-            dead = [(key, held[1]) for key, held in self._held.items() if held[0]() is None]
-            for key, thing in dead:
-                end(thing)
-                del self._held[key]
-            self._lost.clear()
+            while self._lost:
+                reference = self._lost[0]
+                with contextlib.suppress(KeyError, TypeError):  # it was refused; or its holder never was looked at
+                    self._end(self._held[reference])
+                    del self._held[reference]
+                self._lost.popleft()
 
 
 class NoThread(RuntimeError):
@@ -201,14 +203,84 @@ def start_thread(work: Callable[[], object], name: str) -> None:
     aside(thread.start)  # it waits for an Event of the new thread's
 
 
-class _Outcome:
-    """Of work that another thread does: written by it alone, read when it has ended."""
+class _Task:
+    """Work that a helper thread does. `ended` and what it ended with are written by that thread alone."""
 
-    result: Any = None
-    failed: BaseException | None = None
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.context = contextvars.copy_context()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = False
+        self.handed_over = False
+        self.stopping = False
+        self._begun = allocate_lock()
+        self._end = allocate_lock()
+        self._end.acquire()
 
-    def set_exception(self, error: BaseException) -> None:
-        self.failed = error
+    def run(self) -> None:
+        """Do the work, unless it was withdrawn."""
+        try:
+            if self._begun.acquire(False):
+                self.result = self.context.run(self.work)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
+            self.error = error
+        finally:
+            self.ended = True
+
+    def withdraw(self) -> None:
+        """Let the work not begin, if it has not."""
+        if self._begun.acquire(False):
+            self.ended = True
+
+    def wait(self) -> None:
+        with self._end:
+            pass
+
+    def wake(self) -> None:
+        """End the `wait` of who called."""
+        self._end.release()
+
+
+class _Helper:
+    """A thread that waits for tasks. It ends when this is collected, so that an interrupt can lose none."""
+
+    __slots__ = ("__weakref__", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[tuple[_Helper, _Task] | None] = SimpleQueue()
+        collected = weakref.ref(self, partial(self.tasks.put, None))  # called from C: no handler runs in it
+        start_new_thread(_serve, (self.tasks, collected))
+
+
+# Kept from call to call: starting a thread costs more than all else that a short gRPC call does here.
+_idle: list[_Helper] = []
+IDLE_MAX = 2
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _serve(tasks: "SimpleQueue[tuple[_Helper, _Task] | None]", _collected: object) -> None:
+    while (job := tasks.get()) is not None:
+        helper, task = job
+        task.run()
+        _leave_no_dummy()
+        if len(_idle) < IDLE_MAX:
+            _idle.append(helper)
+        del job, helper  # one that is not kept is collected here
+        task.wake()
+        del task
+
+
+def _hand_over(task: _Task) -> None:
+    try:
+        helper = _idle.pop()
+    except IndexError:
+        try:
+            helper = _Helper()
+        except RuntimeError as error:
+            raise NoThread(str(error)) from error
+    task.handed_over = True
+    helper.tasks.put((helper, task))
 
 
 def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
@@ -219,48 +291,67 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
     """
     if not in_main_thread():
         return work()
-    outcome = _Outcome()
-    ended = allocate_lock()
-    ended.acquire()
-    context = contextvars.copy_context()
-
-    def run() -> None:
+    task = _Task(work)
+    if stop is None:
+        _hand_over(task)
+        task.wait()
+    else:
+        interrupts: list[BaseException] = []
+        _insist(task, stop, interrupts)
+        if interrupts:
+            _raise(interrupts)
+    if task.error is not None:
         try:
-            outcome.result = context.run(work)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
-            outcome.set_exception(error)
+            raise task.error
         finally:
-            _leave_no_dummy()
-            ended.release()
+            del task  # the error's traceback has this frame
+    return task.result  # type: ignore[no-any-return]
 
-    try:
-        start_new_thread(run, ())
-    except RuntimeError as error:
-        raise NoThread(str(error)) from error
-    try:
-        with ended:
-            pass
-    except BaseException:
-        if stop is not None:
-            _stopped(stop, ended)
-        raise
-    if outcome.failed is not None:
+
+# More signals than these, each while the handler of the one before raises, would end the wait for a caller's buffers.
+LEVELS = 8
+
+
+def _insist(task: _Task, stop: Callable[[], object], interrupts: list[BaseException], levels: int = LEVELS) -> None:
+    """Return when the task has ended or can not begin any more, however many interrupts come meanwhile.
+
+    A handler may also raise where an `except` ends or a loop goes back, outside of any `try` of this function. The next
+    level around it catches that.
+    """
+    while not task.ended:
         try:
-            raise outcome.failed
-        finally:
-            del outcome  # the error's traceback has this frame
-    return outcome.result  # type: ignore[no-any-return]
+            if levels:
+                _insist(task, stop, interrupts, levels - 1)
+            elif interrupts:
+                _stop(task, stop)
+            else:
+                _hand_over(task)
+                task.wait()
+        except BaseException as error:  # noqa: BLE001 -- `aside` raises it
+            interrupts.append(error)
+            if isinstance(error, NoThread) and not task.handed_over:
+                task.ended = True
 
 
-def _stopped(stop: Callable[[], object], ended: Any) -> None:
-    """Wait for the end, however many interrupts come meanwhile."""
+def _stop(task: _Task, stop: Callable[[], object]) -> None:
+    task.withdraw()
+    if task.ended:
+        return
+    if not task.stopping:
+        task.stopping = True
+        # Without a thread for it the work ends by its deadline.
+        with contextlib.suppress(RuntimeError):
+            start_new_thread(stop, ())
+    task.wait()
+
+
+def _raise(interrupts: list[BaseException]) -> NoReturn:
+    first = interrupts[0]
+    interrupts.clear()
     try:
-        start_new_thread(stop, ())
-        with ended:
-            pass
-    except BaseException:
-        _stopped(stop, ended)
-        raise
+        raise first
+    finally:
+        del first  # its traceback has this frame
 
 
 def _leave_no_dummy() -> None:

@@ -44,17 +44,24 @@ class Crew(Executor):
         """Raise RuntimeError, and never do it, if it is closed or can start no thread."""
         done: Future[Result] = Future()
         job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
-        if self._closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
-        turn = _Turn()
-        if self._threads.take(turn, None):
-            start_thread(functools.partial(_work, self._jobs, self._threads, [turn]), self._name)
-        del turn
-        with self._lock:
+        if self._pid != os.getpid():
+            raise RuntimeError("the threads of this pool are in the process that was forked")
+        with self._lock:  # while a thread is started, too: nobody may count on one that then can not be had
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
+            self._grow()
             self._jobs.put(job)
         return done
+
+    def _grow(self) -> None:
+        turn = _Turn()
+        if not self._threads.take(turn, None):
+            return
+        try:
+            start_thread(functools.partial(_work, self._jobs, self._threads, [turn]), self._name)
+        except RuntimeError:
+            self._threads.give(turn)
+            raise
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more jobs. What was submitted is done; with `wait` this returns afterwards."""

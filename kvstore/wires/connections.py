@@ -73,7 +73,8 @@ class ConnectionPool(Generic[Socket]):
         self._connect = connect
         self._count_max = count_max
         self._let_go = let_go
-        self._turns: Turns[list[Socket]] = Turns(count_max)  # of leases; each has its connection in a list
+        # Of leases; each has its connection in a list.
+        self._turns: Turns[list[Socket]] = Turns(count_max, self._end_all)
         self._lock = threading.Lock()
         self._idle: list[Socket] = []
         self._closed = False
@@ -106,11 +107,8 @@ class ConnectionPool(Generic[Socket]):
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """A connection until `Lease.end`; armed with the deadline."""
         self.check_process()
-        turns = self._turns
-        if turns.have_abandoned:
-            turns.abandon(self._end_all)
         lease = Lease(self, deadline)
-        if not turns.take(lease, lease.held, deadline.remaining()):
+        if not self._turns.take(lease, lease.held, deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
             )
@@ -194,8 +192,7 @@ class ConnectionPool(Generic[Socket]):
             self._closed = True
             idle, self._idle = self._idle, []
         self._end_all(idle)
-        if self._turns.have_abandoned:
-            self._turns.abandon(self._end_all)
+        self._turns.abandon()
 
 
 class Lease(Generic[Socket]):
