@@ -224,9 +224,12 @@ class _Task:
             if self._begun.acquire(False):
                 self.result = self.context.run(self.work)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
-            self.error = error
+            self.set_exception(error)
         finally:
             self.ended = True
+
+    def set_exception(self, error: BaseException) -> None:
+        self.error = error
 
     def withdraw(self) -> None:
         """Let the work not begin, if it has not."""
@@ -240,6 +243,24 @@ class _Task:
     def wake(self) -> None:
         """End the `wait` of who called."""
         self._end.release()
+
+
+class _Interrupts:
+    """What signal handlers raised while a task was waited for. The first one is raised when it has ended."""
+
+    first: BaseException | None = None
+
+    def set_exception(self, error: BaseException) -> None:
+        if self.first is None:
+            self.first = error
+
+    def throw(self) -> NoReturn:
+        assert self.first is not None
+        error, self.first = self.first, None
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame
 
 
 class _Helper:
@@ -296,10 +317,10 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
         _hand_over(task)
         task.wait()
     else:
-        interrupts: list[BaseException] = []
+        interrupts = _Interrupts()
         _insist(task, stop, interrupts)
-        if interrupts:
-            _raise(interrupts)
+        if interrupts.first is not None:
+            interrupts.throw()
     if task.error is not None:
         try:
             raise task.error
@@ -312,7 +333,7 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
 LEVELS = 8
 
 
-def _insist(task: _Task, stop: Callable[[], object], interrupts: list[BaseException], levels: int = LEVELS) -> None:
+def _insist(task: _Task, stop: Callable[[], object], interrupts: _Interrupts, levels: int = LEVELS) -> None:
     """Return when the task has ended or can not begin any more, however many interrupts come meanwhile.
 
     A handler may also raise where an `except` ends or a loop goes back, outside of any `try` of this function. The next
@@ -322,13 +343,13 @@ def _insist(task: _Task, stop: Callable[[], object], interrupts: list[BaseExcept
         try:
             if levels:
                 _insist(task, stop, interrupts, levels - 1)
-            elif interrupts:
+            elif interrupts.first is not None:
                 _stop(task, stop)
             else:
                 _hand_over(task)
                 task.wait()
-        except BaseException as error:  # noqa: BLE001 -- `aside` raises it
-            interrupts.append(error)
+        except BaseException as error:  # noqa: BLE001 -- `aside` raises the first one
+            interrupts.set_exception(error)
             if isinstance(error, NoThread) and not task.handed_over:
                 task.ended = True
 
@@ -343,15 +364,6 @@ def _stop(task: _Task, stop: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):
             start_new_thread(stop, ())
     task.wait()
-
-
-def _raise(interrupts: list[BaseException]) -> NoReturn:
-    first = interrupts[0]
-    interrupts.clear()
-    try:
-        raise first
-    finally:
-        del first  # its traceback has this frame
 
 
 def _leave_no_dummy() -> None:
