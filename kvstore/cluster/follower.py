@@ -14,7 +14,7 @@ from typing import Protocol
 from kvstore.errors import KVStoreError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.sync import Event, NoThread, aside
+from kvstore.sync import Event, NoThread, run_in_helper_thread
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -87,7 +87,7 @@ class Follower:
             views = self._views
         if views is not None:
             with contextlib.suppress(NoThread):  # the fork waits no longer than it may
-                aside(views.cancel)
+                run_in_helper_thread(views.cancel)
 
     def go_on(self) -> None:
         self._may_run.set()
@@ -97,7 +97,7 @@ class Follower:
         if self._thread is not None:
             return
         try:
-            aside(self._start)
+            run_in_helper_thread(self._start)
         except RuntimeError as error:  # no more threads can be had: the next new connection tries again
             log.warning("the cluster's views are heard of with new connections only: %s", error)
 
@@ -121,7 +121,7 @@ class Follower:
             return
         if views is not None:
             with contextlib.suppress(NoThread):  # it ends by itself within FOLLOW_S
-                aside(views.cancel)
+                run_in_helper_thread(views.cancel)
         if threading.get_ident() != thread.ident:
             self._ended.wait(END_S)
 

@@ -25,7 +25,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.sync import NoThread, Turns, aside
+from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
 from kvstore.tracing import current
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import from_status
@@ -74,7 +74,7 @@ class ConnectionPool(Generic[Socket]):
         self._count_max = count_max
         self._let_go = let_go
         # Of leases; each has its connection in a list.
-        self._turns: Turns[list[Socket]] = Turns(count_max, self._end_all)
+        self._leases: LeaseTable[list[Socket]] = LeaseTable(count_max, self._end_all)
         self._lock = threading.Lock()
         self._idle: list[Socket] = []
         self._closed = False
@@ -108,7 +108,7 @@ class ConnectionPool(Generic[Socket]):
         """A connection until `Lease.end`; armed with the deadline."""
         self.check_process()
         lease = Lease(self, deadline)
-        if not self._turns.take(lease, lease.held, deadline.remaining()):
+        if not self._leases.acquire(lease, lease.held, deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
             )
@@ -126,7 +126,7 @@ class ConnectionPool(Generic[Socket]):
         if not held:
             lease.fresh = True
             try:
-                held.append(aside(partial(self._connect, deadline)))  # descriptors come and go there
+                held.append(run_in_helper_thread(partial(self._connect, deadline)))  # descriptors come and go there
             except Exception as error:
                 self.raise_named(error, deadline)
                 raise
@@ -179,7 +179,7 @@ class ConnectionPool(Generic[Socket]):
                     self._idle.append(lease.held.pop())  # never in two places
         if lease.held:
             self._end_all(lease.held)
-        self._turns.give(lease)
+        self._leases.release(lease)
 
     def close(self) -> None:
         """Closes idle connections; those in use close when their call ends. In a child of a fork, whose parent's
@@ -192,7 +192,7 @@ class ConnectionPool(Generic[Socket]):
             self._closed = True
             idle, self._idle = self._idle, []
         self._end_all(idle)
-        self._turns.abandon()
+        self._leases.reclaim()
 
 
 class Lease(Generic[Socket]):

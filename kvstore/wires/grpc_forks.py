@@ -21,18 +21,20 @@ LOOK_S = 0.0005
 
 
 class _Gate:
-    """Calls enter it, in threads in which no signal handler raises. `lost`: this is a child of a fork that began while
-    a call was inside, so gRPC can not be used."""
+    """Let calls into gRPC while this process does not fork. Calls come in helper threads, which no handler interrupts.
+
+    `unusable`: this is a child of a fork that began while a call was inside, so gRPC can not be used here.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
         self.forking: list[None] = []  # one for each thread that forks
-        self.lost = False
+        self.unusable = False
 
     def run(self, work: Callable[[], Result]) -> Result:
-        assert not in_main_thread(), "another thread does it: kvstore.sync.aside"
-        if self.lost:
+        assert not in_main_thread(), "another thread does it: kvstore.sync.run_in_helper_thread"
+        if self.unusable:
             raise InvalidRequest(
                 "this process was forked while a thread of its parent was in a gRPC call, so it can not use gRPC; fork "
                 "before the first call, or start processes with subprocess or multiprocessing's 'spawn'"
@@ -59,7 +61,7 @@ class _Gate:
             time.sleep(LOOK_S)
 
     def after_in_child(self) -> None:
-        self.lost = self.lost or self._inside > 0
+        self.unusable = self.unusable or self._inside > 0
         self._inside = 0
         self._lock = threading.Lock()
 

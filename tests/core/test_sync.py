@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import kvstore.sync as sync
-from kvstore.sync import NoThread, Turns, aside
-from kvstore.threads import Crew
+from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
+from kvstore.threads import ThreadPool
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "100"))
 WAIT_S = 30.0  # far more than a starved machine needs
@@ -35,35 +35,35 @@ def no_thread(*_: object) -> int:
     raise RuntimeError("can't start new thread")
 
 
-def test_turns_of_collected_holders_are_free_at_once() -> None:
+def test_leases_of_collected_holders_are_free_at_once() -> None:
     ended: list[str] = []
-    turns = Turns(1, ended.append)
-    assert turns.take(Holder(), "first")  # collected, and never given back
+    table = LeaseTable(1, ended.append)
+    assert table.acquire(Holder(), "first")  # collected, and never given back
     holder = Holder()
-    assert turns.take(holder, "second")
+    assert table.acquire(holder, "second")
     assert ended == ["first"]
-    turns.give(holder)
-    assert turns.count == 0
+    table.release(holder)
+    assert table.count == 0
 
 
 def test_a_holder_at_the_address_of_a_collected_one_does_not_hide_what_that_had() -> None:
     ended: list[int] = []
-    turns = Turns[int](end=ended.append)
+    table = LeaseTable[int](end=ended.append)
     kept = []
     for number in range(100):
         holder = Holder()
-        turns.take(holder, number)
+        table.acquire(holder, number)
         if number % 2:
-            turns.give(holder)
+            table.release(holder)
             kept.append(holder)
     del holder
     gc.collect()
-    turns.abandon()
+    table.reclaim()
     assert sorted(ended) == list(range(0, 100, 2))
 
 
 def test_a_pool_that_could_start_no_thread_starts_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Crew(2, "kvstore-test")
+    pool = ThreadPool(2, "kvstore-test")
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         for _ in range(5):
@@ -74,7 +74,7 @@ def test_a_pool_that_could_start_no_thread_starts_one_later(monkeypatch: pytest.
 
 
 def test_a_pool_in_a_child_of_a_fork_refuses_work() -> None:
-    pool = Crew(1, "kvstore-test")
+    pool = ThreadPool(1, "kvstore-test")
     pool.submit(int).result(WAIT_S)
     pid = os.fork()
     if not pid:
@@ -103,7 +103,7 @@ def interrupt_soon() -> Any:
 def test_work_with_the_callers_buffers_is_waited_for_where_no_thread_can_stop_it(
     monkeypatch: pytest.MonkeyPatch, interrupt_soon: Callable[[float], object]
 ) -> None:
-    aside(int)  # there is a helper
+    run_in_helper_thread(int)  # there is a helper
     started, may_end, ended = threading.Lock(), threading.Lock(), list[int]()
     may_end.acquire()
 
@@ -115,19 +115,19 @@ def test_work_with_the_callers_buffers_is_waited_for_where_no_thread_can_stop_it
     monkeypatch.setattr(sync, "start_new_thread", no_thread)
     interrupt_soon(0.2)
     with pytest.raises(Abort):
-        aside(work, lambda: None)
+        run_in_helper_thread(work, lambda: None)
     assert ended == [1] or not started.locked()
 
 
-def test_calls_aside_need_no_new_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    aside(int)
+def test_calls_in_the_main_thread_share_one_helper_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_helper_thread(int)
     monkeypatch.setattr(sync, "start_new_thread", no_thread)
     for _ in range(1000):
-        assert aside(lambda: 1) == 1
+        assert run_in_helper_thread(lambda: 1) == 1
     monkeypatch.setattr(sync, "_idle", [])
     for stop in (None, lambda: None):
         with pytest.raises(NoThread):
-            aside(int, stop)
+            run_in_helper_thread(int, stop)
 
 
 def run(program: str, *arguments: object) -> str:
@@ -142,7 +142,7 @@ def test_interrupts_in_quick_succession_never_leave_work_in_the_callers_buffers(
 
 STORM = """
     import os, random, signal, sys, threading
-    from kvstore.sync import aside
+    from kvstore.sync import run_in_helper_thread
     sys.setswitchinterval(1e-4)
     rng, left = random.Random(1), [0]
     class Abort(BaseException): pass
@@ -168,7 +168,7 @@ STORM = """
         try:
             left[0] = 3
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 3e-4))
-            aside(work, stop)
+            run_in_helper_thread(work, stop)
             left[0] = 0
         except Abort:
             left[0] = 0
