@@ -172,8 +172,9 @@ class ConnectionPool(Generic[Socket]):
             raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
     def take_back(self, lease: "Lease[Socket]") -> None:
-        """Ends a lease. A connection that is out of step is closed."""
-        if lease.in_step:
+        """Ends a lease. A connection that is out of step is closed, and one for which the node still holds slots, as
+        after two interrupts: its next request would be refused, and the slots would be kept as long."""
+        if lease.in_step and not (lease.held and lease.held[0].holds):
             with self._lock:
                 if lease.held and not self._closed:
                     self._idle.append(lease.held.pop())  # never in two places
