@@ -37,7 +37,7 @@ from kvstore.keys import PREFIX_HASH_NBYTES_MIN, Namespace, check_prefix_hashes
 from kvstore.log_rate import LogRate
 from kvstore.management import PREFIX_HASHES_MAX
 from kvstore.sync import Future
-from kvstore.threads import Crew, begun
+from kvstore.threads import ThreadPool, begun
 from kvstore.tracing import NamesRequest
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class Agent:
         self._buffer_pages = self.config.staging_nbytes // page_nbytes
         if not self._buffer_pages:
             raise ConfigError(f"staging_nbytes={self.config.staging_nbytes} must hold a page of {page_nbytes} bytes")
-        self._hashers = Crew(self.config.hashers, "kvstore-hash")
-        self._ahead = Crew(ABREAST * self.config.workers, "kvstore-ahead")
+        self._hashers = ThreadPool(self.config.hashers, "kvstore-hash")
+        self._ahead = ThreadPool(ABREAST * self.config.workers, "kvstore-ahead")
         lanes = (self.config.workers, (self._buffer_pages, page_nbytes), self.config.pending_nbytes_max)
         self._saves: Lane[SaveResult] = Lane("save", *lanes)
         self._loads: Lane[LoadResult] = Lane("load", *lanes)

@@ -17,7 +17,7 @@ import torch
 
 from kvstore.log_rate import LogRate
 from kvstore.sync import Event, Future
-from kvstore.threads import Crew, wait_for
+from kvstore.threads import ThreadPool, wait_for
 from kvstore.tracing import NamesRequest, carried, span
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Lane(Generic[Result]):
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(workers):  # as many as jobs can run; written once, so that the memory is really there
             self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
-        self._executor = Crew(workers, f"kvstore-{name}")
+        self._executor = ThreadPool(workers, f"kvstore-{name}")
         self._lock = threading.Lock()
         self._active: dict[concurrent.futures.Future[Result], int] = {}  # future -> page bytes of its job
         self._pending_nbytes = 0  # their sum: there may be thousands

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.sync import Condition, aside
+from kvstore.sync import Condition, run_in_helper_thread
 from kvstore.tracing import NamesRequest
 from kvstore.tracing import request as for_request
 
@@ -58,7 +58,7 @@ class Verdicts:
         self._wake = Condition()  # guards _wanted and _closed
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookup", daemon=True)
-        aside(self._thread.start)
+        run_in_helper_thread(self._thread.start)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
         """None: ask again later. False at the latest when `timeout_s` is over."""

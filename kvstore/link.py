@@ -30,7 +30,7 @@ from kvstore.errors import (
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.sync import NoThread, Turns, aside, start_thread
+from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread, start_thread
 from kvstore.wires.connections import check_process
 from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.negotiation import Negotiation, Way
@@ -57,7 +57,7 @@ class Link:
         self.retry_at = retry_at
         self.opened: set[bytes] = set()
         self._lock = threading.Lock()
-        self._visits: Turns[None] = Turns()
+        self._leases: LeaseTable[None] = LeaseTable()
         self._retired = False
         self._closed = False
 
@@ -78,17 +78,17 @@ class Link:
     def limits(self) -> pb.Limits:
         return self.way.hello.limits
 
-    def enter(self) -> "Visit | None":
-        """A call begins, and ends with `Visit.leave`. None: this link takes no more."""
-        visit = Visit(self)
+    def enter(self) -> "LinkLease | None":
+        """A call begins, and ends with `LinkLease.leave`. None: this link takes no more."""
+        lease = LinkLease(self)
         with self._lock:
             if self._retired:
                 return None
-            self._visits.take(visit, None)
-        return visit
+            self._leases.acquire(lease, None)
+        return lease
 
-    def leave(self, visit: "Visit") -> None:
-        self._visits.give(visit)
+    def leave(self, lease: "LinkLease") -> None:
+        self._leases.release(lease)
         if self._retired:
             self.close_when_left()
 
@@ -100,14 +100,14 @@ class Link:
 
     def close_when_left(self) -> bool:
         """Whether it is closed, now or before. Once more does no harm: an interrupt may have come in between."""
-        if not self._closed and not self._visits.count:
+        if not self._closed and not self._leases.count:
             self.way.close()
             self._closed = True
         return self._closed
 
 
-class Visit:
-    """A call on a link. One that is interrupted has left when it is collected, if it did not before."""
+class LinkLease:
+    """Keep a link open during a call. If an interrupt skips `leave`, the lease ends when it is collected."""
 
     __slots__ = ("__weakref__", "fresh", "link")
 
@@ -207,26 +207,26 @@ class NodeLink:
     def _run(self, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline) -> Result:
         """Once more if a link that had worked is dead (the node was restarted) or the node does not
         know the namespace (any more). A link that fails when new is not tried again."""
-        visit = self._connected(deadline)
+        lease = self._connected(deadline)
         try:
-            return self._attempt(visit.link, call, namespace, deadline)
+            return self._attempt(lease.link, call, namespace, deadline)
         except UnknownNamespace:
-            visit.link.opened.clear()
+            lease.link.opened.clear()
         except Unauthenticated:  # the token may be another by now
-            self._drop(visit.link)
-            if visit.fresh:
+            self._drop(lease.link)
+            if lease.fresh:
                 raise
         except Unavailable as error:
-            if visit.fresh:
+            if lease.fresh:
                 raise
             log.info("%s: connecting again: %s", self.address, error)
         finally:
-            visit.leave()
-        visit = self._connected(deadline)
+            lease.leave()
+        lease = self._connected(deadline)
         try:
-            return self._attempt(visit.link, call, namespace, deadline)
+            return self._attempt(lease.link, call, namespace, deadline)
         finally:
-            visit.leave()
+            lease.leave()
 
     def _attempt(
         self, link: Link, call: Callable[[Link, Deadline], Result], namespace: Namespace | None, deadline: Deadline
@@ -242,24 +242,24 @@ class NodeLink:
                 self._drop(link)
             raise
 
-    def _connected(self, deadline: Deadline) -> Visit:
-        """A visit to the link, which may have been made just now."""
+    def _connected(self, deadline: Deadline) -> LinkLease:
+        """A lease on the link, which may have been made just now."""
         link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
-        if link is not None and (visit := link.enter()):
+        if link is not None and (lease := link.enter()):
             if self._clock() >= link.retry_at:
                 self._try_better(link)
-            return visit
+            return lease
         try:
-            return aside(partial(self._made, deadline))
+            return run_in_helper_thread(partial(self._made, deadline))
         except NoThread as error:
             raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
 
-    def _made(self, deadline: Deadline) -> Visit:
+    def _made(self, deadline: Deadline) -> LinkLease:
         """In a thread in which no signal handler raises, and which goes on if its caller is interrupted."""
         with self._connecting(deadline):
             link = self._link
-            if link is not None and (visit := link.enter()):
-                return visit
+            if link is not None and (lease := link.enter()):
+                return lease
             if self._closed:
                 raise Unavailable("this client is closed")
             way = self._negotiation.open(deadline)
@@ -269,13 +269,13 @@ class NodeLink:
                 way.close()
                 raise
             link = self._linked(way)
-            visit = link.enter()
-            assert visit is not None, "it is new"
-            visit.fresh = True
+            lease = link.enter()
+            assert lease is not None, "it is new"
+            lease.fresh = True
             if not self._take(None, link):
-                visit.leave()
+                lease.leave()
                 raise Unavailable("this client is closed")
-            return visit
+            return lease
 
     def _connect(self) -> None:
         """For who had no time for it, and for all others: if it is always such a one who tries, nobody gets in."""
@@ -357,7 +357,7 @@ class NodeLink:
     def _look_whether_it_lives(self) -> None:
         """A call that was late says little of a node that answers others at once: its disk may hang, its RAM not."""
         link = self._link
-        if link is None or not (visit := link.enter()):
+        if link is None or not (lease := link.enter()):
             return
         try:
             link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
@@ -367,7 +367,7 @@ class NodeLink:
             if not self._breaker.failing:  # calls in a hurry say nothing
                 self._breaker.failure(error, LIVES_S)
         finally:
-            visit.leave()
+            lease.leave()
 
     def _better(self, link: Link) -> None:
         try:

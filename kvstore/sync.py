@@ -7,20 +7,23 @@ gRPC's channels all have such a condition inside. Code that may run in a caller'
 
 - `with lock` of a plain `threading.Lock`, which is C from beginning to end,
 - `Condition`, `Event` and `Future`, whose lock is taken by C,
-- `Turns`, which are given back when their holder is collected, wherever an interrupt came,
-- `aside` and `start_thread`, which leave the work to a thread in which no handler runs.
+- `LeaseTable`, whose leases end when their holder is collected, wherever an interrupt came,
+- `run_in_helper_thread` and `start_thread`, which leave the work to a thread in which no handler runs.
 """
 
 import concurrent.futures
 import contextlib
 import contextvars
+import os
 import threading
 import time
 import weakref
 from _thread import RLock, allocate_lock, get_ident, start_new_thread
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, NoReturn, TypeVar
 
 Result = TypeVar("Result")
 Thing = TypeVar("Thing")
@@ -37,18 +40,18 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until `notify_all`, at most `timeout` seconds. Return False if nobody called it."""
-        told = allocate_lock()
-        told.acquire()
-        self._waiting.append(told)
+        wakeup = allocate_lock()
+        wakeup.acquire()
+        self._waiting.append(wakeup)
         state = (1, get_ident())  # what _release_save returns, which an interrupt could swallow
         try:
             self._release_save()  # type: ignore[attr-defined]
-            return told.acquire(True, -1.0 if timeout is None else max(0.0, timeout))
+            return wakeup.acquire(True, -1.0 if timeout is None else max(0.0, timeout))
         finally:
             # First, and never interrupted: `with` frees the lock next.
             self._acquire_restore(state)  # type: ignore[attr-defined]
             with contextlib.suppress(ValueError):
-                self._waiting.remove(told)
+                self._waiting.remove(wakeup)
 
     def wait_for(self, holds: Callable[[], Result], timeout: float | None = None) -> Result:
         """Wait until `holds()` is true, at most `timeout` seconds. Return what it returned last."""
@@ -62,9 +65,9 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
 
     def notify_all(self) -> None:
         """Wake all that wait. They leave the list themselves, so that an interrupt here loses none of them."""
-        for told in tuple(self._waiting):
-            with contextlib.suppress(RuntimeError):  # told already
-                told.release()
+        for wakeup in tuple(self._waiting):
+            with contextlib.suppress(RuntimeError):  # wakeup already
+                wakeup.release()
 
 
 class Event:
@@ -79,9 +82,9 @@ class Event:
 
     def set(self) -> None:
         self._set = True
-        for told in tuple(self._waiting):
+        for wakeup in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):
-                told.release()
+                wakeup.release()
 
     def clear(self) -> None:
         self._set = False
@@ -91,19 +94,19 @@ class Event:
         if self._set:
             return True
         end = None if timeout is None else time.monotonic() + timeout
-        told = allocate_lock()
-        told.acquire()
-        self._waiting.append(told)
+        wakeup = allocate_lock()
+        wakeup.acquire()
+        self._waiting.append(wakeup)
         try:
             while not self._set:
                 left_s = 1.0 if end is None else min(1.0, end - time.monotonic())
                 if left_s <= 0:
                     break
-                told.acquire(True, left_s)
+                wakeup.acquire(True, left_s)
             return self._set
         finally:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(told)
+                self._waiting.remove(wakeup)
 
 
 class Future(concurrent.futures.Future[Result]):
@@ -114,76 +117,77 @@ class Future(concurrent.futures.Future[Result]):
         self._condition = Condition()  # type: ignore[assignment]
 
 
-class Turns(Generic[Thing]):
-    """At most so many holders at a time, each with a thing of its own. Thread-safe.
+class LeaseTable(Generic[Thing]):
+    """Grant at most `count_max` leases at a time, each to a holder and with a resource. Thread-safe.
 
-    A holder gives its turn back with `give`. One that an interrupt kept from that has no turn any more when it is
-    collected; what it had is then among the `abandoned`. So no interrupt loses a turn, wherever it comes.
+    A holder ends its lease with `release`. If an interrupt prevents that, the lease ends when the holder is collected,
+    and the next `acquire` calls `end` with the resource. So an interrupt never loses a lease, wherever it comes.
     """
 
-    def __init__(self, count_max: float = float("inf")) -> None:
+    def __init__(self, count_max: float = float("inf"), end: Callable[[Thing], object] = lambda thing: None) -> None:
         self._count_max = count_max
+        self._end = end
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[weakref.ref[Any], Thing]] = {}
-        self._lost: deque[weakref.ref[Any]] = deque()
+        # Not keyed by id(): the next holder may have the same one before this resource was ended.
+        self._held: dict[weakref.ref[Any], Thing] = {}
+        self._collected: deque[weakref.ref[Any]] = deque()
         self._waiting: deque[Any] = deque()
 
-    def take(self, holder: object, thing: Thing, timeout_s: float = 0.0) -> bool:
-        """Give `holder` a turn. Return False if none came free for `timeout_s` seconds."""
-        reference = weakref.ref(holder, self._lost.append)  # called from C: no handler runs in it
+    def acquire(self, holder: object, thing: Thing, timeout_s: float = 0.0) -> bool:
+        """Grant `holder` a lease. Return False if none became free within `timeout_s` seconds."""
+        if self._collected:
+            self.reclaim()
+        reference = weakref.ref(holder, self._collected.append)  # called from C: no handler runs in it
         with self._lock:
             if len(self._held) < self._count_max:
-                self._held[id(holder)] = reference, thing
+                self._held[reference] = thing
                 return True
         if timeout_s <= 0:
             return False
         end = time.monotonic() + timeout_s
-        told = allocate_lock()
-        told.acquire()
-        self._waiting.append(told)
+        wakeup = allocate_lock()
+        wakeup.acquire()
+        self._waiting.append(wakeup)
         try:
-            while not self.take(holder, thing):
+            while not self.acquire(holder, thing):
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     return False
-                told.acquire(True, min(left_s, LOOK_S))
+                wakeup.acquire(True, min(left_s, LOOK_S))
             return True
         finally:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(told)
+                self._waiting.remove(wakeup)
 
-    def give(self, holder: object) -> None:
-        """End the turn of `holder`, if it has one."""
+    def release(self, holder: object) -> None:
+        """End the lease of `holder`, if it has one, and wake a thread that waits for one."""
         with self._lock:
-            self._held.pop(id(holder), None)
+            self._held.pop(weakref.ref(holder), None)
         if self._waiting:
-            for told in tuple(self._waiting):
+            for wakeup in tuple(self._waiting):
                 with contextlib.suppress(RuntimeError):
-                    told.release()
+                    wakeup.release()
                     break
 
     @property
     def count(self) -> int:
-        """Holders that have a turn."""
+        """Return the number of leases whose holder is alive."""
         with self._lock:
-            return sum(reference() is not None for reference, _ in self._held.values())
+            return sum(reference() is not None for reference in self._held)
 
-    @property
-    def have_abandoned(self) -> bool:
-        """Whether `abandon` has something to do, or may have: cheap enough for every call."""
-        return bool(self._lost) or len(self._held) >= self._count_max
+    def reclaim(self) -> None:
+        """Call `end` with the resources of collected holders, and free their leases.
 
-    def abandon(self, end: Callable[[Thing], None]) -> None:
-        """Let `end` do with each abandoned thing what its holder did not; then its turn is free.
-
-        If an interrupt comes the next caller does it, perhaps again.
+        If an interrupt comes, the next caller repeats the call that was cut short.
         """
         with self._lock:
-            dead = [(key, held[1]) for key, held in self._held.items() if held[0]() is None]
-            for key, thing in dead:
-                end(thing)
-                del self._held[key]
-            self._lost.clear()
+            while self._collected:
+                reference = self._collected[0]
+                # The key is missing if the lease was refused. A reference that was never hashed can not be looked up.
+                with contextlib.suppress(KeyError, TypeError):
+                    self._end(self._held[reference])
+                    del self._held[reference]
+                self._collected.popleft()
 
 
 class NoThread(RuntimeError):
@@ -198,69 +202,171 @@ def in_main_thread() -> bool:
 def start_thread(work: Callable[[], object], name: str) -> None:
     """Start a daemon thread. Raise RuntimeError if none can be had."""
     thread = threading.Thread(target=work, name=name, daemon=True)
-    aside(thread.start)  # it waits for an Event of the new thread's
+    run_in_helper_thread(thread.start)  # it waits for an Event of the new thread's
 
 
-class _Outcome:
-    """Of work that another thread does: written by it alone, read when it has ended."""
+class _Task:
+    """Hold work for a helper thread, and its result. Only that thread writes the result."""
 
-    result: Any = None
-    failed: BaseException | None = None
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.context = contextvars.copy_context()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.ended = False
+        self.handed_over = False
+        self.stopping = False
+        self._begun = allocate_lock()
+        self._end = allocate_lock()
+        self._end.acquire()
+
+    def run(self) -> None:
+        """Run the work, unless `cancel` came first."""
+        try:
+            if self._begun.acquire(False):
+                self.result = self.context.run(self.work)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
+            self.set_exception(error)
+        finally:
+            self.ended = True
 
     def set_exception(self, error: BaseException) -> None:
-        self.failed = error
+        self.error = error
+
+    def cancel(self) -> None:
+        """Keep the work from beginning, if it has not begun."""
+        if self._begun.acquire(False):
+            self.ended = True
+
+    def wait(self) -> None:
+        with self._end:
+            pass
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+        self._end.release()
 
 
-def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
-    """Return what `work` returns, or raise what it raises, without signal handlers in between.
+class _Interrupts:
+    """Keep the first exception that a signal handler raised during a wait, to raise it after the wait."""
 
-    In the main thread another thread does it. If a handler raises while that is waited for, `work` goes on to its own
-    end and is not waited for. With `stop`, which makes it end soon, it is: it may use buffers of the caller's.
+    first: BaseException | None = None
+
+    def set_exception(self, error: BaseException) -> None:
+        if self.first is None:
+            self.first = error
+
+    def throw(self) -> NoReturn:
+        assert self.first is not None
+        error, self.first = self.first, None
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame
+
+
+class _Helper:
+    """Own a thread that waits for tasks. The thread ends when this is collected, so an interrupt leaks none."""
+
+    __slots__ = ("__weakref__", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[tuple[_Helper, _Task] | None] = SimpleQueue()
+        collected = weakref.ref(self, partial(self.tasks.put, None))  # called from C: no handler runs in it
+        start_new_thread(_serve, (self.tasks, collected))
+
+
+# Kept from call to call: starting a thread costs more than all else that a short gRPC call does here.
+_idle: list[_Helper] = []
+IDLE_MAX = 2
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _serve(tasks: "SimpleQueue[tuple[_Helper, _Task] | None]", _collected: object) -> None:
+    while (job := tasks.get()) is not None:
+        helper, task = job
+        task.run()
+        _leave_no_dummy()
+        if len(_idle) < IDLE_MAX:
+            _idle.append(helper)
+        del job, helper  # one that is not kept is collected here
+        task.wake()
+        del task
+
+
+def _hand_over(task: _Task) -> None:
+    try:
+        helper = _idle.pop()
+    except IndexError:
+        try:
+            helper = _Helper()
+        except RuntimeError as error:
+            raise NoThread(str(error)) from error
+    task.handed_over = True
+    helper.tasks.put((helper, task))
+
+
+def run_in_helper_thread(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
+    """Run `work` where no signal handler can interrupt it; return its result or raise its error.
+
+    In the main thread a helper thread runs it; other threads run it themselves. If a signal handler raises while the
+    main thread waits, `work` goes on without being waited for. With `stop`, which makes it end soon, the main thread
+    calls that and waits: `work` may use the caller's buffers. Raises NoThread if no thread can be started.
     """
     if not in_main_thread():
         return work()
-    outcome = _Outcome()
-    ended = allocate_lock()
-    ended.acquire()
-    context = contextvars.copy_context()
-
-    def run() -> None:
+    task = _Task(work)
+    if stop is None:
+        _hand_over(task)
+        task.wait()
+    else:
+        interrupts = _Interrupts()
+        _wait_uninterrupted(task, stop, interrupts)
+        if interrupts.first is not None:
+            interrupts.throw()
+    if task.error is not None:
         try:
-            outcome.result = context.run(work)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
-            outcome.set_exception(error)
+            raise task.error
         finally:
-            _leave_no_dummy()
-            ended.release()
+            del task  # the error's traceback has this frame
+    return task.result  # type: ignore[no-any-return]
 
-    try:
-        start_new_thread(run, ())
-    except RuntimeError as error:
-        raise NoThread(str(error)) from error
-    try:
-        with ended:
-            pass
-    except BaseException:
-        if stop is not None:
-            _stopped(stop, ended)
-        raise
-    if outcome.failed is not None:
+
+# More signals than these, each while the handler of the one before raises, would end the wait for a caller's buffers.
+LEVELS = 8
+
+
+def _wait_uninterrupted(task: _Task, stop: Callable[[], object], interrupts: _Interrupts, levels: int = LEVELS) -> None:
+    """Wait until the task has ended or can not begin any more, however many interrupts come meanwhile.
+
+    A handler may also raise where an `except` ends or a loop jumps back, which no `try` of this call covers. The `try`
+    of the recursion level above does.
+    """
+    while not task.ended:
         try:
-            raise outcome.failed
-        finally:
-            del outcome  # the error's traceback has this frame
-    return outcome.result  # type: ignore[no-any-return]
+            if levels:
+                _wait_uninterrupted(task, stop, interrupts, levels - 1)
+            elif interrupts.first is not None:
+                _stop(task, stop)
+            else:
+                _hand_over(task)
+                task.wait()
+        except BaseException as error:  # noqa: BLE001 -- `run_in_helper_thread` raises the first one
+            interrupts.set_exception(error)
+            if isinstance(error, NoThread) and not task.handed_over:
+                task.ended = True
 
 
-def _stopped(stop: Callable[[], object], ended: Any) -> None:
-    """Wait for the end, however many interrupts come meanwhile."""
-    try:
-        start_new_thread(stop, ())
-        with ended:
-            pass
-    except BaseException:
-        _stopped(stop, ended)
-        raise
+def _stop(task: _Task, stop: Callable[[], object]) -> None:
+    task.cancel()
+    if task.ended:
+        return
+    if not task.stopping:
+        task.stopping = True
+        # Without a thread for it the work ends by its deadline.
+        with contextlib.suppress(RuntimeError):
+            start_new_thread(stop, ())
+    task.wait()
 
 
 def _leave_no_dummy() -> None:

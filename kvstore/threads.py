@@ -19,14 +19,14 @@ from concurrent.futures import Future as AnyFuture
 from concurrent.futures import TimeoutError as Late  # another one than Python's before 3.11
 from typing import Any, TypeVar
 
-from kvstore.sync import Future, Turns, start_thread
+from kvstore.sync import Future, LeaseTable, start_thread
 from kvstore.tracing import carried
 
 Result = TypeVar("Result")
 
 
-class Crew(Executor):
-    """A pool of threads that an interrupt of who submits leaves as it was; else as a `ThreadPoolExecutor`.
+class ThreadPool(Executor):
+    """Run jobs as a `ThreadPoolExecutor` does, and stay usable if a signal handler raises in `submit`.
 
     Each job starts a thread until there are `threads_max`.
     """
@@ -35,30 +35,33 @@ class Crew(Executor):
         self._name = name
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[functools.partial[None] | None] = queue.SimpleQueue()
-        self._threads: Turns[None] = Turns(threads_max)
+        self._threads: LeaseTable[None] = LeaseTable(threads_max)
         self._closed = False
         self._pid = os.getpid()
-        _crews.add(self)
+        _pools.add(self)
 
     def submit(self, function: Callable[..., Result], /, *arguments: Any, **named: Any) -> "Future[Result]":
         """Raise RuntimeError, and never do it, if it is closed or can start no thread."""
         done: Future[Result] = Future()
         job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
-        if self._closed:
-            raise RuntimeError("cannot schedule new futures after shutdown")
-        turn = _Turn()
-        if self._threads.take(turn, None):
-            try:
-                start_thread(functools.partial(_work, self._jobs, self._threads, [turn]), self._name)
-            except RuntimeError:
-                self._threads.give(turn)  # now: the error's traceback would hold it, and a shutdown wait for it
-                raise
-        del turn
-        with self._lock:
+        if self._pid != os.getpid():
+            raise RuntimeError("the threads of this pool are in the process that was forked")
+        with self._lock:  # while a thread is started, too: nobody may count on one that then can not be had
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
+            self._grow()
             self._jobs.put(job)
         return done
+
+    def _grow(self) -> None:
+        lease = _ThreadLease()
+        if not self._threads.acquire(lease, None):
+            return
+        try:
+            start_thread(functools.partial(_work, self._jobs, self._threads, [lease]), self._name)
+        except RuntimeError:
+            self._threads.release(lease)
+            raise
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more jobs. What was submitted is done; with `wait` this returns afterwards."""
@@ -81,17 +84,19 @@ class Crew(Executor):
             self.shutdown()
 
 
-class _Turn:
-    """A thread's place in its crew."""
+class _ThreadLease:
+    """Count one thread of a pool, until it ends or never started."""
 
 
-def _work(jobs: "queue.SimpleQueue[functools.partial[None] | None]", threads: Turns[None], turn: list[_Turn]) -> None:
-    """Do jobs until there are no more. It does not hold the crew, which may be dropped without a shutdown."""
+def _work(
+    jobs: "queue.SimpleQueue[functools.partial[None] | None]", threads: LeaseTable[None], lease: list[_ThreadLease]
+) -> None:
+    """Do jobs until there are no more. It does not hold the pool, which may be dropped without a shutdown."""
     while (job := jobs.get()) is not None:
         job()
         del job
     jobs.put(None)  # the next thread ends, too
-    threads.give(turn.pop())
+    threads.release(lease.pop())
 
 
 def _do(own: "list[Future[Result]]", function: Callable[[], Result]) -> None:
@@ -105,13 +110,13 @@ def _do(own: "list[Future[Result]]", function: Callable[[], Result]) -> None:
         del done  # its error has this frame, and with it what was asked for: they would wait for a collection
 
 
-_crews: "weakref.WeakSet[Crew]" = weakref.WeakSet()
+_pools: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
-    for crew in list(_crews):
-        crew._end()
+    for pool in list(_pools):
+        pool._end()
 
 
 def begin(done: "AnyFuture[Result]", pool: Executor, function: Callable[..., Result], *arguments: Any) -> bool:

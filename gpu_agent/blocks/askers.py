@@ -15,7 +15,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.sync import Future
-from kvstore.threads import Crew
+from kvstore.threads import ThreadPool
 from kvstore.tracing import NamesRequest, carried
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class ThreadAsker:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lookups = Crew(THREADS, "kvstore-lookup")
-        self._touches = Crew(1, "kvstore-touch")  # for which no request waits
+        self._lookups = ThreadPool(THREADS, "kvstore-lookup")
+        self._touches = ThreadPool(1, "kvstore-touch")  # for which no request waits
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         deadline = Deadline(timeout_s)

@@ -38,7 +38,7 @@ from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.sync import Future
-from kvstore.threads import Crew, wait_for
+from kvstore.threads import ThreadPool, wait_for
 from kvstore.tracing import NamesRequest, carried, request
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(len(entry.components[0]))
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[tuple[LoadJob, int]]]] = {}
-        self._offloads = Crew(1, "kvstore-offload")
+        self._offloads = ThreadPool(1, "kvstore-offload")
         self._offloads.submit(lambda: None)  # has its thread start now: later, if none can be had, that would raise
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
         with contextlib.suppress(KVStoreError):  # the first request need not connect

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gpu_agent.kernels.device import Device
 from kvstore.errors import ConfigError
-from kvstore.sync import Condition, aside
+from kvstore.sync import Condition, run_in_helper_thread
 
 log = logging.getLogger(__name__)
 _NEVER_UNMAPPED: list[memoryview] = []
@@ -41,7 +41,7 @@ class ArenaLock:
             if self._thread is None and memory is not self._locked and memory is not self._failed:
                 self._thread = threading.Thread(target=self._run, name="kvstore-page-lock", daemon=True)
                 try:
-                    aside(self._thread.start)
+                    run_in_helper_thread(self._thread.start)
                 except RuntimeError as error:  # no thread to be had: tried again at the next use
                     self._thread = None
                     log.warning("no thread to page-lock the node's memory, copies are slow: %s", error)

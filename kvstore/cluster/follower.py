@@ -1,6 +1,7 @@
 """A thread that hears of new views, from one member after the other: one for each client of a cluster, and none for a
 client of a node that is alone."""
 
+import contextlib
 import logging
 import os
 import random
@@ -13,7 +14,7 @@ from typing import Protocol
 from kvstore.errors import KVStoreError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.sync import Event, aside
+from kvstore.sync import Event, NoThread, run_in_helper_thread
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -68,7 +69,7 @@ class Follower:
         self._ended = Event()
         self._thread: threading.Thread | None = None
         self._views: Views | None = None
-        self._pid = 0
+        self._pid = os.getpid()
         self._may_run = Event()
         self._may_run.set()
         self.outside = Event()  # of gRPC
@@ -85,7 +86,8 @@ class Follower:
             self._may_run.clear()
             views = self._views
         if views is not None:
-            aside(views.cancel)
+            with contextlib.suppress(NoThread):  # the fork waits no longer than it may
+                run_in_helper_thread(views.cancel)
 
     def go_on(self) -> None:
         self._may_run.set()
@@ -94,26 +96,32 @@ class Follower:
         """Once; later it does nothing."""
         if self._thread is not None:
             return
+        try:
+            run_in_helper_thread(self._start)
+        except RuntimeError as error:  # no more threads can be had: the next new connection tries again
+            log.warning("the cluster's views are heard of with new connections only: %s", error)
+
+    def _start(self) -> None:
+        """In a thread in which no signal handler raises: there is a thread that runs, or none."""
         with self._lock:
             if self._thread is not None or self._closed.is_set():
                 return
-            self._pid = os.getpid()
-            self._thread = threading.Thread(target=self._follow, name="kvstore-views", daemon=True)
-        try:
-            aside(self._thread.start)
-        except RuntimeError as error:  # no more threads can be had
-            self._ended.set()
-            log.warning("the cluster's views are heard of with new connections only: %s", error)
+            thread = threading.Thread(target=self._follow, name="kvstore-views", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def close(self) -> None:
+        if self._pid != os.getpid():  # after a fork there is no thread, and one of the parent's may have the lock
+            return
         with self._lock:
             self._closed.set()
             self._may_run.set()
             thread, views = self._thread, self._views
-        if thread is None or self._pid != os.getpid():  # after a fork it is not there, and its stream is the parent's
+        if thread is None:
             return
         if views is not None:
-            aside(views.cancel)
+            with contextlib.suppress(NoThread):  # it ends by itself within FOLLOW_S
+                run_in_helper_thread(views.cancel)
         if threading.get_ident() != thread.ident:
             self._ended.wait(END_S)
 

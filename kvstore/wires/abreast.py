@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvstore.errors import KVStoreError
-from kvstore.sync import Future, Turns
-from kvstore.threads import Crew, begin, end, wait_for
+from kvstore.sync import Future, LeaseTable
+from kvstore.threads import ThreadPool, begin, end, wait_for
 
 T = TypeVar("T")
 
@@ -33,8 +33,8 @@ def shares(count: int, lanes: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-class Turn:
-    """The right to one of so many threads."""
+class ThreadLease:
+    """Reserve one of the threads. Released with its work, or when it is collected."""
 
 
 class Abreast:
@@ -45,8 +45,8 @@ class Abreast:
         self._threads_max = threads_max
         self._name = name
         self._lock = threading.Lock()
-        self._threads: Crew | None = None
-        self._turns: Turns[None] = Turns(threads_max)  # of what is done or about to be
+        self._threads: ThreadPool | None = None
+        self._leases: LeaseTable[None] = LeaseTable(threads_max)  # of what is done or about to be
         self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
@@ -89,25 +89,25 @@ class Abreast:
 
     @property
     def _busy(self) -> int:
-        return self._turns.count
+        return self._leases.count
 
     def _begin(self, done: "Future[None]", work: Callable[[], None]) -> bool:
         """False: there is no thread; or the wire is closed, or its threads are the parent's, as the call is going to
         say."""
         if os.getpid() != self._pid:
             return False
-        turn = Turn()
-        if not self._turns.take(turn, None):
+        lease = ThreadLease()
+        if not self._leases.acquire(lease, None):
             return False
         with self._lock:
             if self._threads is None:
-                self._threads = Crew(self._threads_max, self._name)
-        own = [turn]  # the turn ends with the work, or with what an interrupt leaves of it
-        del turn
+                self._threads = ThreadPool(self._threads_max, self._name)
+        own = [lease]  # the lease ends with the work, or with what an interrupt leaves of it
+        del lease
 
         def ended(_: object) -> None:
             if own:
-                self._turns.give(own.pop())
+                self._leases.release(own.pop())
 
         done.add_done_callback(ended)
         return begin(done, self._threads, work)

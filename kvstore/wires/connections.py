@@ -25,7 +25,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.sync import NoThread, Turns, aside
+from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
 from kvstore.tracing import current
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import from_status
@@ -73,7 +73,8 @@ class ConnectionPool(Generic[Socket]):
         self._connect = connect
         self._count_max = count_max
         self._let_go = let_go
-        self._turns: Turns[list[Socket]] = Turns(count_max)  # of leases; each has its connection in a list
+        # Of leases; each has its connection in a list.
+        self._leases: LeaseTable[list[Socket]] = LeaseTable(count_max, self._end_all)
         self._lock = threading.Lock()
         self._idle: list[Socket] = []
         self._closed = False
@@ -106,11 +107,8 @@ class ConnectionPool(Generic[Socket]):
     def lease(self, deadline: Deadline) -> "Lease[Socket]":
         """A connection until `Lease.end`; armed with the deadline."""
         self.check_process()
-        turns = self._turns
-        if turns.have_abandoned:
-            turns.abandon(self._end_all)
         lease = Lease(self, deadline)
-        if not turns.take(lease, lease.held, deadline.remaining()):
+        if not self._leases.acquire(lease, lease.held, deadline.remaining()):
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for {deadline.seconds:g} s"
             )
@@ -128,7 +126,7 @@ class ConnectionPool(Generic[Socket]):
         if not held:
             lease.fresh = True
             try:
-                held.append(aside(partial(self._connect, deadline)))  # descriptors come and go there
+                held.append(run_in_helper_thread(partial(self._connect, deadline)))  # descriptors come and go there
             except Exception as error:
                 self.raise_named(error, deadline)
                 raise
@@ -174,14 +172,15 @@ class ConnectionPool(Generic[Socket]):
             raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
     def take_back(self, lease: "Lease[Socket]") -> None:
-        """Ends a lease. A connection that is out of step is closed."""
-        if lease.in_step:
+        """Ends a lease. A connection that is out of step is closed, and one for which the node still holds slots, as
+        after two interrupts: its next request would be refused, and the slots would be kept as long."""
+        if lease.in_step and not (lease.held and lease.held[0].holds):
             with self._lock:
                 if lease.held and not self._closed:
                     self._idle.append(lease.held.pop())  # never in two places
         if lease.held:
             self._end_all(lease.held)
-        self._turns.give(lease)
+        self._leases.release(lease)
 
     def close(self) -> None:
         """Closes idle connections; those in use close when their call ends. In a child of a fork, whose parent's
@@ -194,8 +193,7 @@ class ConnectionPool(Generic[Socket]):
             self._closed = True
             idle, self._idle = self._idle, []
         self._end_all(idle)
-        if self._turns.have_abandoned:
-            self._turns.abandon(self._end_all)
+        self._leases.reclaim()
 
 
 class Lease(Generic[Socket]):

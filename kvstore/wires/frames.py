@@ -63,6 +63,8 @@ class FrameSocket:
     The kernel's own send and receive timeouts do the waiting, so there is no poll before each call.
     """
 
+    holds = False  # whether the node may hold slots for it, as over shared memory
+
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
         """`version`: of the protocol, in which it begins; then the one that the peer answered in."""
         sock.setblocking(True)

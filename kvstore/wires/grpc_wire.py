@@ -20,7 +20,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.pieces import Pieces, pieces_nbytes
 from kvstore.seals import Seals, room, sealed
-from kvstore.sync import NoThread, aside, in_main_thread, start_thread
+from kvstore.sync import NoThread, in_main_thread, run_in_helper_thread, start_thread
 from kvstore.tracing import HEADER, current
 from kvstore.wires.chunks import fill, runs
 from kvstore.wires.connections import check_process
@@ -288,9 +288,9 @@ class _Stream:
 
 
 def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
-    """`aside`, and not while this process forks."""
+    """`run_in_helper_thread`, and not while this process forks."""
     try:
-        return aside(partial(gate.run, work), stop)
+        return run_in_helper_thread(partial(gate.run, work), stop)
     except NoThread as error:
         raise Unavailable(f"gRPC has no thread: {error}") from error
 

@@ -6,7 +6,7 @@ import os
 import threading
 
 from kvstore.errors import Unavailable
-from kvstore.sync import NoThread, aside
+from kvstore.sync import NoThread, run_in_helper_thread
 
 DESCRIPTORS = 16  # it aborted with up to 5
 THREADS = 8  # and with up to 4
@@ -15,7 +15,7 @@ THREADS = 8  # and with up to 4
 def check_headroom() -> None:
     """Takes as many for a moment. Raises Unavailable."""
     try:
-        aside(_check)
+        run_in_helper_thread(_check)
     except NoThread as error:
         raise Unavailable("this process can start no thread more (ulimit -u)") from error
 

@@ -20,16 +20,22 @@ TOOLS = "tool: the main thread is the program's own, which ends with the first i
 # Modules and what of it they may use, and why.
 ALLOWED = {
     "kvstore/sync.py": ({"Thread", "Future"}, "it is where these are made safe: another thread starts the thread"),
-    "kvstore/cluster/follower.py": ({"Thread"}, "started by `aside`, and waited for by an Event of kvstore.sync"),
-    "kvstore/wires/headroom.py": ({"Event", "Thread"}, "runs in a helper thread: `aside`"),
-    "kvstore/wires/outbox.py": ({"Semaphore"}, "entered by helper threads and gRPC's: `aside` in grpc_wire.py"),
+    "kvstore/cluster/follower.py": (
+        {"Thread"},
+        "started by `run_in_helper_thread`, and waited for by an Event of kvstore.sync",
+    ),
+    "kvstore/wires/headroom.py": ({"Event", "Thread"}, "runs in a helper thread: `run_in_helper_thread`"),
+    "kvstore/wires/outbox.py": (
+        {"Semaphore"},
+        "entered by helper threads and gRPC's: `run_in_helper_thread` in grpc_wire.py",
+    ),
     "kvstore/spans.py": ({"Thread"}, "at the end of the process, to flush spans"),
     "kvstore/doctor/check.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/doctor/pages.py": ({"Condition"}, TOOLS),
     "kvstore/measure/bench.py": ({"Event", "ThreadPoolExecutor", "wait"}, TOOLS),
     "kvstore/measure/trial.py": ({"Event", "ThreadPoolExecutor"}, TOOLS),
-    "gpu_agent/verdicts.py": ({"Thread"}, "started by `aside`"),
-    "gpu_agent/kernels/arena_lock.py": ({"Thread"}, "started by `aside`"),
+    "gpu_agent/verdicts.py": ({"Thread"}, "started by `run_in_helper_thread`"),
+    "gpu_agent/kernels/arena_lock.py": ({"Thread"}, "started by `run_in_helper_thread`"),
 }
 MODULES = [
     path

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.threads import Crew, begin, end, wait_for
+from kvstore.threads import ThreadPool, begin, end, wait_for
 
 start_thread = threading.Thread.start
 
@@ -99,12 +99,12 @@ def test_an_interrupt_is_raised_when_all_has_ended(pool: concurrent.futures.Exec
 
 
 def test_pool_whose_thread_can_not_start_shuts_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = Crew(1, "test")
+    pool = ThreadPool(1, "test")
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError) as refused:
-            crew.submit(lambda: None)
-    ended = threading.Thread(target=crew.shutdown, daemon=True)
+            pool.submit(lambda: None)
+    ended = threading.Thread(target=pool.shutdown, daemon=True)
     ended.start()
     ended.join(10)
     assert not ended.is_alive()

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.buffers import _exported
-from kvstore.wires import grpc_wire
+from kvstore.wires import grpc_wire, mapped_slots, shm
 from kvstore.wires.connections import request_header
 from node.server import Node
 
@@ -107,3 +107,24 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
             getattr(pages, op)(client, keys)
     settle(node, sessions=None)
     assert pages.get(client, keys) == [op == "get"] * 2
+
+
+def test_a_second_interrupt_before_slots_are_released_does_not_break_the_next_call(
+    node: Node, connect: Callable[..., Client], pages: Any, monkeypatch: pytest.MonkeyPatch, settle: Any
+) -> None:
+    """The connection, whose slots the node still holds, must not be used again; the slots are given back."""
+    client, keys = connect(node, "shm"), pages.keys(31, 32)
+    pages.put(client, keys)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shm, "release", interrupted)
+        patched.setattr(mapped_slots, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt), client.open_get(pages.namespace, keys):
+            raise KeyboardInterrupt
+    for _ in range(2):
+        with client.open_get(pages.namespace, keys) as slots:
+            assert slots.hits == [True, True]
+    settle(node, sessions=None)
