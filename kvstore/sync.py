@@ -219,12 +219,14 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
     """
     if not in_main_thread():
         return work()
-    outcome = _Outcome()
+    outcome, claims = _Outcome(), dict[str, str]()
     ended = allocate_lock()
     ended.acquire()
     context = contextvars.copy_context()
 
     def run() -> None:
+        if _claimed(claims, _HELPER) != _HELPER:
+            return
         try:
             outcome.result = context.run(work)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
@@ -234,15 +236,19 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
             ended.release()
 
     try:
-        start_new_thread(run, ())
-    except RuntimeError as error:
-        raise NoThread(str(error)) from error
-    try:
+        try:
+            start_new_thread(run, ())
+        except RuntimeError as error:
+            raise NoThread(str(error)) from error
         with ended:
             pass
-    except BaseException:
+    except BaseException:  # perhaps of a handler that ran before the thread was started, or right behind that
         if stop is not None:
-            _stopped(stop, ended)
+            try:
+                _stopped(claims, stop, ended)
+            except BaseException:  # one that came before its first line
+                _stopped(claims, stop, ended)
+                raise
         raise
     if outcome.failed is not None:
         try:
@@ -252,14 +258,25 @@ def aside(work: Callable[[], Result], stop: Callable[[], object] | None = None) 
     return outcome.result  # type: ignore[no-any-return]
 
 
-def _stopped(stop: Callable[[], object], ended: Any) -> None:
-    """Wait for the end, however many interrupts come meanwhile."""
+_CALLER, _HELPER = "caller", "helper"
+
+
+def _claimed(claims: dict[str, str], by: str) -> str:
+    """Return who has the work: whoever asked first. It may be asked again, as after an interrupt."""
+    return claims.setdefault("work", by)
+
+
+def _stopped(claims: dict[str, str], stop: Callable[[], object], ended: Any) -> None:
+    """Return when the work has ended or will never begin, however many interrupts come meanwhile."""
     try:
-        start_new_thread(stop, ())
+        if _claimed(claims, _CALLER) == _CALLER:
+            return
+        with contextlib.suppress(RuntimeError):  # without a thread for it the work ends by its own deadline
+            start_new_thread(stop, ())
         with ended:
             pass
     except BaseException:
-        _stopped(stop, ended)
+        _stopped(claims, stop, ended)
         raise
 
 
