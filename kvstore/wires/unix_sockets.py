@@ -66,7 +66,6 @@ class DescriptorSocket(FrameSocket):
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
         super().__init__(sock, version)
         self.peer = peer_of(sock)
-        self.holds = False  # whether the node may hold slots for it
 
     def send_frame_with(self, fd: int, header: bytes) -> None:
         """Sends a frame without payload and a copy of `fd`, which stays the caller's."""
