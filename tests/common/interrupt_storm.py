@@ -88,7 +88,6 @@ class Calls:
                 for one, buffer in zip(self.keys, self.buffers, strict=True):
                     assert buffer == content(one, self.nbytes), "wrong bytes"
 
-
     def reuse_buffers(self) -> None:
         """A call has ended, so they are somebody else's, who writes something else: it must stay."""
         theirs = b"\xee" * self.nbytes
