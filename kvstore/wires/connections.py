@@ -174,7 +174,7 @@ class ConnectionPool(Generic[Socket]):
             raise Unavailable(f"no thread to connect to {self.where} in: {error}") from error
 
     def take_back(self, lease: "Lease[Socket]") -> None:
-        """Ends a lease. A connection that is out of step is closed, and one for which the node still holds slots, because
+        """Ends a lease. A connection that is out of step is closed, and one that still holds slots, because
         an interrupt came before the node was told: its next call would be refused."""
         if lease.in_step and not any(connection.holds for connection in tuple(lease.held)):
             with self._lock:
