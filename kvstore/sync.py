@@ -216,14 +216,15 @@ class _Task:
         self.ended = False
         self.handed_over = False
         self.stopping = False
-        self._begun = allocate_lock()
+        # Who decides whether the work begins: whoever asked first, and an interrupted caller may ask again.
+        self._decided: dict[str, str] = {}
         self._end = allocate_lock()
         self._end.acquire()
 
     def run(self) -> None:
         """Run the work, unless `cancel` came first."""
         try:
-            if self._begun.acquire(False):
+            if self._decided.setdefault("by", "helper") == "helper":
                 self.result = self.context.run(self.work)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
             self.set_exception(error)
@@ -235,7 +236,7 @@ class _Task:
 
     def cancel(self) -> None:
         """Keep the work from beginning, if it has not begun."""
-        if self._begun.acquire(False):
+        if self._decided.setdefault("by", "caller") == "caller":
             self.ended = True
 
     def wait(self) -> None:

@@ -136,10 +136,10 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
+        state.scheduled, self._quiet = False, 0  # also of one that was never asked about again, for a load of it failed
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             self._plan_anew(state)
-            state.scheduled = False
             self._counts.queried_tokens += request.num_tokens - state.offered[0]
         if not tokens:
             return

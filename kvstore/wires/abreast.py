@@ -76,8 +76,13 @@ class Abreast:
             end(others)
             raise
         except BaseException:
-            left.clear()
-            end(others)
+            try:
+                left.clear()
+                end(others)
+            except BaseException:  # another one, perhaps before the first line of `end`
+                left.clear()
+                end(others)
+                raise
             raise
         for other in others:
             other.result()

@@ -79,6 +79,7 @@ class FrameSocket:
         self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
         self.heard = False  # whether anything came since somebody reset this
         self.torn = False  # the peer got the beginning of something only: what is sent next would be taken for its end
+        self.holds = False  # whether the node may hold slots for it; on some wires it never does
         # Called with the length of a header before it is received; may raise to refuse it.
         self.admit: Callable[[int], None] = lambda header_nbytes: None
 

@@ -264,7 +264,8 @@ class Registry:
             self._settle()
             self._register()
         if known := self._membership.view:
-            self._raise_number(known.number)
+            # The view may be of an etcd that began anew already; what is known of removals is from before.
+            self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
         self._well()
         self._tell()
         self._wake.wait(self._lease_s / KEEPS)
@@ -321,13 +322,14 @@ class Registry:
             )
 
     def _raise_number(self, least: int) -> None:
-        """Views of an etcd that lost all and began anew must have higher numbers than those from before."""
+        """Views of an etcd that lost all and began anew must have higher numbers than those from before, and so must
+        what was written there until now: a removal may have come first."""
         with self._lock:
             entry, number = self._roster.entries.get(self._roster.config_key), self._number()
         if entry is None or number >= least or least > BASE_MAX:
             return
         settings = parse_settings(entry.value)
-        raised = settings._replace(base=settings.base + least - number)
+        raised = settings._replace(base=least)
         self._etcd.swap(self._roster.config_key, raised.value(), 0, entry.revision)
 
     def _leased(self) -> bool:

@@ -104,6 +104,29 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(store
     assert store.rank.take_counts().loads_failed == 1
 
 
+def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_whose_load_failed(stores: Any) -> None:
+    """It is never asked about again, so what it computed before it was preempted says nothing of its new blocks. vLLM
+    counts the tokens of a load as computed when it is ordered."""
+    store = stores()
+    request = FakeRequest("r", TOKENS)
+    store.save(request, [1, 2, 3, 4, 5])
+    again = FakeRequest("s", TOKENS)
+    store.scheduler.ask(again)
+    assert store.matched(again) == 64
+    client = store.lookups._asker._client
+    client.remove(store.namespace, list(again.block_hashes))
+    store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
+    assert store.loaded().failed == {"s"}
+    store.step((again, 16, [11, 12, 13, 14, 15]))  # then it is preempted
+    again.num_computed_tokens = 0
+    assert store.matched(again) == 0
+    store.scheduler.allocated(again, [[21, 22, 23, 24, 25]], 0)
+    again.num_computed_tokens = 64
+    store.scheduler.finished(again, [[21, 22, 23, 24, 25]])  # aborted while the other one loads
+    store.settle()
+    assert client.lookup(store.namespace, again.block_hashes[1:]).prefix_pages == 0
+
+
 def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(stores: Any) -> None:
     """An engine hears of a load's failure when all ranks have ended it. A request that is aborted before that counts
     its tokens as computed, and its blocks hold anything."""

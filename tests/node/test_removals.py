@@ -93,6 +93,39 @@ def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
     wait_until(lambda: any("/removed/" in key for key in etcd.names()))
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_what_is_recorded_in_an_etcd_that_lost_all_before_numbers_rise_is_removed_by_all(
+    fleet: Start, etcd: FakeEtcd, connect: Any, pages: Any, make_pages: Any, tmp_path: Path, away: bool
+) -> None:
+    """A removal that waited for etcd is written as soon as that answers, and who raises the numbers may be later."""
+    one, two = fleet("n1"), fleet("n2", data_dir=str(tmp_path), **DISK)
+    alone = connect(two, direct=True)
+    pages.put(alone, pages.keys(*KEYS))
+    alone.flush()
+    for _ in range(100):
+        etcd.put("/kvstore/fleet/others", b"")
+    asked, former = connect(one, direct=True), make_pages("former").namespace
+    asked.open(former)
+    asked.remove_namespace(former)  # the newest that is known: its number is that of the view
+    newest = etcd.revision
+    for node in (one, two):
+        wait_until(lambda node=node: node.registry._identity.applied >= newest)
+    if away:
+        stop(two)
+    etcd.stop()
+    etcd.wipe()
+    etcd.put("/kvstore/fleet/config", b'{"replicas": 1, "base": 0}')
+    etcd.put(f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}", b'{"removal": "%s", "by": "n1"}' % (b"07" * 16))
+    for _ in range(20):
+        etcd.put("/kvstore/fleet/others", b"")  # that come before the numbers rise
+    etcd.start()
+    wait_until(lambda: value(etcd, "config")["base"] > 0)
+    if away:
+        two = fleet("n2", data_dir=str(tmp_path), **DISK)
+        alone = connect(two, direct=True)
+    wait_until(lambda: present(alone, pages) == 0)
+
+
 def test_a_directory_says_who_its_node_is(tmp_path: Path) -> None:
     first = Identity(str(tmp_path), "fleet", "")
     first.save(7)
