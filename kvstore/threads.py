@@ -48,7 +48,11 @@ class Crew(Executor):
             raise RuntimeError("cannot schedule new futures after shutdown")
         turn = _Turn()
         if self._threads.take(turn, None):
-            start_thread(functools.partial(_work, self._jobs, self._threads, [turn]), self._name)
+            try:
+                start_thread(functools.partial(_work, self._jobs, self._threads, [turn]), self._name)
+            except RuntimeError:
+                self._threads.give(turn)  # now: the error's traceback would hold it, and a shutdown wait for it
+                raise
         del turn
         with self._lock:
             if self._closed:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.threads import begin, end, wait_for
+from kvstore.threads import Crew, begin, end, wait_for
 
 start_thread = threading.Thread.start
 
@@ -96,3 +96,16 @@ def test_an_interrupt_is_raised_when_all_has_ended(pool: concurrent.futures.Exec
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done.done()
+
+
+def test_pool_whose_thread_can_not_start_shuts_down_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = Crew(1, "test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError) as refused:
+            crew.submit(lambda: None)
+    ended = threading.Thread(target=crew.shutdown, daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()
+    assert refused.value.__traceback__ is not None  # it is held until here, with all that its frames refer to

@@ -1,6 +1,7 @@
 """Between a client and a real node stands a relay, which a test tells what to do to the bytes of an answer."""
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from kvstore.wires.bulk import BulkWire
 
 STEP_NBYTES = 64 << 10
 WAIT_S = 20.0
+QUIET_S = 0.3  # without a byte of the node's: its answer is whole
 
 
 class Relay:
@@ -51,12 +53,12 @@ class Relay:
     def _relay(self, source: socket.socket, target: socket.socket, tampering: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(STEP_NBYTES):
-                target.sendall(self._tampered(data, target) if tampering and self._then else data)
+                target.sendall(self._tampered(data, source, target) if tampering and self._then else data)
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _tampered(self, data: bytes, target: socket.socket) -> bytes:
+    def _tampered(self, data: bytes, source: socket.socket, target: socket.socket) -> bytes:
         if len(data) < self._left:
             self._left -= len(data)
             return data
@@ -72,6 +74,8 @@ class Relay:
             return data[left:]
         self._then = ""
         if then == "more":
+            while select.select([source], [], [], QUIET_S)[0] and (rest := source.recv(STEP_NBYTES)):
+                data += rest  # the answer has frames beside the pages: it ends when the node is silent
             return data + b"more"
         return data[:left] + bytes([data[left] ^ 1]) + data[left + 1 :]
 

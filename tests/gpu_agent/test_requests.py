@@ -91,7 +91,7 @@ def test_the_agents_process_names_them_in_its_log(place: Place, capfd: pytest.Ca
         rank.begin(StepOrders(1, None, [], []))
         rank.save([SaveOrder(0, [Part(0, hashes(2), [1, 2])], ("cmpl-0", "cmpl-1"))])
         end = time.monotonic() + WAIT_S
-        while not rank.report().ended:
+        while rank.take_counts().pages_dropped < 2:  # the save has ended, not only been read
             assert time.monotonic() < end
             rank.loads_ended()
             time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ class Ended(NamedTuple):
 def run_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
     """The command in this process, for starts that fail; any other exception than its end is a traceback."""
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(os, "umask", lambda _: 0o077)  # it would stay for all tests of this process
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def run(*flags: str, **environ: str) -> Ended:

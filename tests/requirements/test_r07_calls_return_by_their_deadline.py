@@ -129,6 +129,7 @@ def test_r07_every_call_of_the_client_is_tried_here() -> None:
         "maps_arena",
         "key_id",
         "close",
+        "tenant",
         "view",
     }  # the last one asks nobody who has said hello
     assert {name for name in dir(Client) if not name.startswith("_")} == CALLS.keys() | others
