@@ -24,11 +24,11 @@ def test_a_request_that_needs_the_blocks_of_staged_saves_does_not_wait_for_the_p
         engine = make(store={"agents": "process"}, blocks=64, batch_tokens=batch_tokens)
         try:
             engine.add("first", tokens(7, 300), 2)
-            engine.run(until=lambda: engine.requests["first"].is_finished())
+            engine.run(until=engine.requests["first"].is_finished)
             assert engine.pool.get_num_free_blocks() == engine.free_blocks - 16
             began = time.monotonic()
             engine.add("second", tokens(11, 900), 2)
-            engine.run(until=lambda: engine.requests["second"].is_finished())
+            engine.run(until=engine.requests["second"].is_finished)
             assert time.monotonic() - began < child.START_S / 3
             assert engine.outputs["second"] == answer(tokens(11, 900), 2)
         finally:
