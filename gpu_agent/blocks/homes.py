@@ -73,6 +73,9 @@ class Home(Protocol):
     def poll(self) -> None:
         """Futures of loads that have ended are done afterwards, those of saves then or a few steps later."""
 
+    def release(self) -> None:
+        """The engine lacks blocks: saves that wait for a process to start end now."""
+
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         """Until all are done: by the deadlines of their jobs."""
 
@@ -155,6 +158,9 @@ class InProcess:
 
     def poll(self) -> None:
         """The agents' threads do it."""
+
+    def release(self) -> None:
+        """None waits for a process."""
 
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         wait_for(list(futures))

@@ -14,12 +14,14 @@ class LoadOrder(NamedTuple):
 
 
 class StepOrders(NamedTuple):
-    """What the ranks do beside one step of the engine."""
+    """What the ranks do beside one step of the engine. `scarce`: it lacks blocks, so none may stay pinned for a save
+    that waits for a process to start."""
 
     step: int
     epoch: int | None
     loads: list[LoadOrder]
     saves: list[SaveOrder]
+    scarce: bool = False
 
 
 @dataclass

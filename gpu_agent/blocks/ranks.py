@@ -90,6 +90,8 @@ class BlockRank:
         self._step = orders.step
         if orders.epoch != self._epoch:
             self._renew(orders.epoch)
+        if orders.scarce:
+            self._home.release()
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
         """Starts loads, behind what the engine has enqueued so far. Each ends by the agent's deadline, and not before

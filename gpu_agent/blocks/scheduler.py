@@ -78,6 +78,7 @@ class BlockScheduler:
         self._min_tokens = max(1, min_tokens)
         self._hits = Hits(worth)
         self._strangers = False  # in the newest step: requests that never asked
+        self._told = False  # since the newest step: a request of its hit, so only blocks could keep it from running
         # Steps for which the same requests end no block that is due, each with one token a step.
         self._quiet, self._scanned = 0, frozenset[str]()
         self._requests: dict[str, Request] = {}
@@ -107,6 +108,7 @@ class BlockScheduler:
         """Tokens beyond `local_tokens` that can be loaded; None: not known yet. Asked again and again."""
         state = self._requests.get(request.request_id)
         if state is None or state.refused:
+            self._told = True
             return 0
         age_s = self._lookups.age_s(request.request_id)
         if age_s is None:  # it was preempted after its first admission
@@ -129,6 +131,7 @@ class BlockScheduler:
         if end - local_tokens < self._min_tokens or self._declines(state, local_tokens, end):
             end = local_tokens
         state.present, state.offered = answer, (local_tokens, end)
+        self._told = True
         return end - local_tokens
 
     def allocated(self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
@@ -169,7 +172,8 @@ class BlockScheduler:
         else:
             prompts, short = self._scan(scheduled, table_of, scarce)
         self._hits.begins(self._step, time.monotonic(), prompts, short)
-        return StepOrders(self._step, self._epoch, loads, saves)
+        blocked, self._told = self._told and not (scheduled or loads), False
+        return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
 
     def _scan(
         self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]], scarce: bool

@@ -47,16 +47,13 @@ from gpu_agent.engines.vllm_identity import (
 )
 from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
+from gpu_agent.engines.vllm_options import connector_options
 from gpu_agent.identity.vllm import namespaces
-from gpu_agent.options import Options, read_options
-from gpu_agent.process.choice import WHERE, asker_of, home_of
-from kvstore.errors import ConfigError
+from gpu_agent.process.choice import asker_of, home_of
 from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")
-MIN_TOKENS = 16
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
@@ -70,7 +67,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options = _options(transfer.kv_connector_extra_config)
+        self._options = connector_options(transfer.kv_connector_extra_config)
         self._config, self._caches = vllm_config, kv_cache_config
         groups = block_groups(vllm_config, kv_cache_config)
         self._groups = [] if isinstance(groups, str) else groups
@@ -216,6 +213,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = HeldByRanks(ranks), True
+            self._lookups = self._lookups or self._made_lookups()  # its process takes seconds, no step may wait for it
 
     def _open(self, held: list[Held]) -> None:
         """All ranks are heard of: the store is used from now on."""
@@ -230,8 +228,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
         order_blocks = max(1, min(ORDER_NBYTES // page_nbytes, blocks_max // 2))
         plan = SavePlan(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce)
-        asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
-        self._lookups = Lookups(asker, options.agent.lookup_timeout_s)
+        self._lookups = self._lookups or self._made_lookups()
         step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
         self._scheduler = BlockScheduler(
             self._groups,
@@ -240,7 +237,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens,
             self._lookups,
             plan,
-            int(options.own.get("min_tokens", MIN_TOKENS)),
+            options.own["min_tokens"],
             None if options.own.get("slow_hits") == "take" else Worth(),
         )
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", options.client.address, ranks, len(shards))
@@ -248,6 +245,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stop_saving()
         for request in early.requests.values() if early else ():
             self._scheduler.ask(request)
+
+    def _made_lookups(self) -> Lookups:
+        options = self._options
+        asker = asker_of(options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto"))
+        return Lookups(asker, options.agent.lookup_timeout_s)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata(metadata)
@@ -373,22 +375,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 register(KVStoreConnector)
-
-
-def _options(values: Mapping[str, Any]) -> Options:
-    if "load" in values:
-        raise ConfigError(
-            f'option load={values["load"]!r} is gone: remove it; loads are always asynchronous. With load="sync" '
-            "blocks of a failed load could stay in vLLM's prefix cache, and what was computed over them was stored"
-        )
-    options = read_options(values, OWN_OPTIONS)
-    if options.own.get("agents", "auto") not in WHERE:
-        raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
-    if options.own.get("slow_hits", "decline") not in ("decline", "take"):
-        raise ConfigError(f'option slow_hits={options.own["slow_hits"]!r} is neither "decline" nor "take"')
-    if options.own.get("lora", "skip") not in ("skip", "named"):
-        raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
-    return options
 
 
 def _prefill_context_rank() -> int:

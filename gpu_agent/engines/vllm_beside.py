@@ -11,6 +11,7 @@ reports what they hold until the scheduler's side has said that it knows.
 import contextlib
 import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -24,15 +25,21 @@ STEPS_MAX = 64
 
 
 def asked_by_another(connector: type) -> bool:
-    """Whether a method of `connector`, our caller, was called by a method of another connector, which contains ours.
+    """Whether a method of `connector`, our caller, was called from a method of another connector, which contains ours.
 
     vLLM gives a connector in `MultiConnector` a configuration of its own that does not name the outer one, so the
-    caller is all there is to tell. A caller that is not recognised counts as vLLM itself.
+    callers are all there is to tell: all of them, since a wrapper or a generator may be between. Those that are not
+    recognised count as vLLM itself.
     """
-    names = sys._getframe(2).f_locals
-    caller = names.get("self", names.get("cls"))
-    kind = caller if isinstance(caller, type) else type(caller)
-    return issubclass(kind, KVConnectorBase_V1) and not issubclass(kind, connector)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals
+        caller = names.get("self", names.get("cls"))
+        kind = caller if isinstance(caller, type) else type(caller)
+        if issubclass(kind, KVConnectorBase_V1) and not issubclass(kind, connector):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def register(connector: type[KVConnectorBase_V1]) -> None:

@@ -104,6 +104,10 @@ class AgentProcess:
             number, until = self._order(len(save.keys), save.job)
             self._give(Kind.SAVE, number, save.agent, until, save.keys, save.units, save.mark, save.trace)
 
+    def release(self) -> None:
+        if len(self._staged) and not self.loads:
+            self._staged.drop("the engine lacks blocks, and the agents' process is not ready")
+
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         waited = list(futures)
         if self.loads:

@@ -1,11 +1,12 @@
 """`StagedSaves`: saves that an engine ordered before its agents' process was ready.
 
 save ---> staged ---> the process is ready ---> given to it, each with its whole deadline
-             +------> STAGED_S passed, the process failed to start, or nobody looks for the pages any more: dropped
+             +------> STAGED_S passed, the process failed to start, nobody looks for the pages any more,
+                      or the engine lacks blocks: dropped
 
-The engine keeps the blocks of staged saves pinned, so a save may not wait for ever. How many wait is bounded by
-what an engine pins (`gpu_agent.blocks.save_plan`), and by the bytes of orders that may wait for a process at all.
-What is dropped counts as dropped in the save's result.
+The engine keeps the blocks of staged saves pinned, so a save may not wait for ever, and no request waits for it.
+How many wait is bounded by what an engine pins (`gpu_agent.blocks.save_plan`), and by the bytes of orders that may
+wait for a process at all. What is dropped counts as dropped in the save's result.
 """
 
 import time

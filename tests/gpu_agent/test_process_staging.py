@@ -17,7 +17,7 @@ from gpu_agent import AgentConfig
 from gpu_agent.blocks.homes import Place
 from gpu_agent.blocks.orders import StepOrders
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import Part, SavePlan
+from gpu_agent.blocks.save_plan import Part, SaveOrder, SavePlan
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.process import channel, frames
 from gpu_agent.process import child as child_module
@@ -181,6 +181,25 @@ def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(startin
     home.wait([job.gathered])
     assert time.monotonic() - began < WAIT_S / 2
     assert job.done.result(0).dropped == 2
+
+
+def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: Any) -> None:
+    """And those of saves that were given to a process that is ready when they have been read."""
+    home, played = starting
+    rank = BlockRank(home, writes=True)
+    rank.save([SaveOrder(1, [Part(0, keys(2), [1, 2])], ("request",))])
+    rank.begin(StepOrders(1, None, [], []))
+    assert rank.report().acknowledged == {}
+    rank.begin(StepOrders(2, None, [], [], scarce=True))
+    rank.loads_ended()
+    assert rank.report().acknowledged == {1: 1}
+    assert rank.take_counts().pages_dropped == 2
+    rank.save([SaveOrder(2, [Part(0, keys(1), [3])], ("request",))])
+    played.is_ready(time.monotonic())
+    home.poll()
+    rank.begin(StepOrders(3, None, [], [], scarce=True))
+    home.poll()
+    assert [len(order.keys) for order in played.orders()] == [1]
 
 
 def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

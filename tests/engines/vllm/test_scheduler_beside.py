@@ -1,7 +1,11 @@
 """Our connector beside others in vLLM's own `MultiConnector`: first, last, between them and as the only one there."""
 
+import _thread
+import operator
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +16,7 @@ from scheduler_engine import Engines, adapter, answer, start_node, tokens
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from kvstore.errors import ConfigError
 from kvstore.measure.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -190,6 +195,56 @@ def test_a_request_aborted_while_another_connector_loads_it_stores_nothing(make:
     reader = make()
     assert reader.generate(P) == answer(P, 8)
     assert reader.cached == {"r": 0}
+
+
+def test_the_process_of_the_lookups_is_started_before_the_first_step(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start may wait seconds for it; a step that waited would stop all requests for as long."""
+    made: list[str] = []
+    real, phase = adapter.asker_of, "start"
+    monkeypatch.setattr(adapter, "asker_of", lambda *arguments: (made.append(phase), real(*arguments))[1])
+    engine = make(beside=WHERE["last"])
+    phase = "step"
+    hears_its_ranks(engine)
+    assert engine.generate(P) == answer(P, 8)
+    assert made == ["start"]
+
+
+@pytest.mark.parametrize("where", [None, WHERE["last"]], ids=["alone", "beside"])
+def test_min_tokens_that_is_no_number_is_refused_at_the_start(make: Engines, where: Any) -> None:
+    """And not in the first step of an engine that serves."""
+    with pytest.raises(ConfigError, match="option min_tokens='many' is not a whole number"):
+        make(store={"min_tokens": "many"}, beside=where)
+
+
+def test_calls_through_a_wrapper_or_a_generator_of_the_outer_one_are_recognised(
+    make: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracer may wrap our methods, and the outer connector may ask its connectors in a generator."""
+    ours = adapter.KVStoreConnector.get_handshake_metadata
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    def asked(self: Any) -> Any:
+        return next((told for told in (one.get_handshake_metadata() for one in self._connectors) if told), None)
+
+    monkeypatch.setattr(adapter.KVStoreConnector, "get_handshake_metadata", traced)
+    monkeypatch.setattr(MultiConnector, "get_handshake_metadata", asked)
+    engine = make(beside=WHERE["first"])
+    assert WithHandshake.heard == [{(0, 0): Payload("nobody")}]
+    assert isinstance(make().ranks[0].connector.get_handshake_metadata(), adapter.Handshake)
+    hears_its_ranks(engine)
+
+
+def test_a_call_that_no_python_code_made_counts_as_vllms(make: Engines) -> None:
+    """As compiled code makes it: there is no caller to look at."""
+    connector = make().ranks[0].connector
+    told: SimpleQueue[Any] = SimpleQueue()
+    asked = map(operator.call, [connector.get_handshake_metadata])
+    _thread.start_new_thread(deque, (map(told.put, asked), 0))
+    assert isinstance(told.get(timeout=10), adapter.Handshake)
 
 
 def test_both_roles_are_built_by_vllms_own_factory(make: Engines) -> None:

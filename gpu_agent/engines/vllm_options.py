@@ -1,0 +1,35 @@
+"""The options of vLLM's connector, checked when the engine starts: what is found wrong later ends a serving engine."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpu_agent.options import Options, read_options
+from gpu_agent.process.choice import WHERE
+from kvstore.errors import ConfigError
+
+OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")
+MIN_TOKENS = 16
+
+
+def connector_options(values: Mapping[str, Any]) -> Options:
+    if "load" in values:
+        raise ConfigError(
+            f'option load={values["load"]!r} is gone: remove it; loads are always asynchronous. With load="sync" '
+            "blocks of a failed load could stay in vLLM's prefix cache, and what was computed over them was stored"
+        )
+    options = read_options(values, OWN_OPTIONS)
+    if options.own.get("agents", "auto") not in WHERE:
+        raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
+    if options.own.get("slow_hits", "decline") not in ("decline", "take"):
+        raise ConfigError(f'option slow_hits={options.own["slow_hits"]!r} is neither "decline" nor "take"')
+    if options.own.get("lora", "skip") not in ("skip", "named"):
+        raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
+    return replace(options, own={**options.own, "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS))})
+
+
+def _whole(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"option min_tokens={value!r} is not a whole number") from None
