@@ -20,7 +20,7 @@ import tomllib
 ROOT = Path(__file__).parent.parent
 # pip reads the conditions of packages (python_version < "3.11") for the Python that it runs on. They are the same for
 # these, so this runs on any of them.
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PROCESSORS = ("x86_64", "aarch64")
 GLIBCS = (36, 34, 31, 28, 27, 17)  # of Debian 12 and all before
 HEAD = """# The packages of {whose} with the hashes of their files, for pip --require-hashes.
