@@ -171,7 +171,8 @@ fuzz: $(READY)
 audit: dist
 	@$(PYTHON) -m venv --clear --without-pip .venv-image && $(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip-audit cyclonedx-bom
-	$(BIN)/python -m pip --python .venv-image/bin/python install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/*.whl)[node,cli]"
+	$(BIN)/python -m pip --python .venv-image/bin/python install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement docker/requirements.txt
+	$(BIN)/python -m pip --python .venv-image/bin/python install --quiet --disable-pip-version-check --no-deps --no-index dist/*.whl
 	@rm -f .venv-image/lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json  # where it was built is no part of it
 	.venv-audit/bin/python docker/audit.py .venv-image/bin/python dist/sbom.json constraints.txt
 

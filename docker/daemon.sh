@@ -48,7 +48,7 @@ daemon_image() {
         return
     fi
     _can_install || fail "$image is not here and no registry gives it. Run this as root on Debian: then it makes one
-with mmdebstrap. Or set BASE to an image that has Python >= 3.10 and pip, KVSTORE_ETCD_IMAGE to one that has etcd,
+with mmdebstrap. Or set BASE to an image that has Python >= 3.11 and pip, KVSTORE_ETCD_IMAGE to one that has etcd,
 PROMETHEUS_IMAGE to one of Prometheus."
     if [[ -z $(find "$kept" -mtime -30 2>/dev/null) ]]; then
         _install

@@ -5,7 +5,8 @@
 # `make image` does the same with the version as its tag, and labels that say from which commit it was made.
 # SOURCE_DATE_EPOCH, VERSION, REVISION, SOURCE are its arguments; two builds on one base are the same files (docs/upgrading.md).
 #
-# Another base with Python >= 3.10 and pip:  --build-arg BASE=registry.example/python:3.11
+# Another base with Python and pip, for which docker/requirements.txt has packages (its head says which):
+#                                           --build-arg BASE=registry.example/python:3.11
 # The same base for ever, by its digest:     --build-arg BASE=python:3.11-slim-bookworm@sha256:...
 # A package index behind a private CA:       --secret id=ca,src=/path/to/bundle.crt
 #
@@ -39,17 +40,22 @@ FROM ${BASE} AS build
 ARG SOURCE_DATE_EPOCH=1580601600
 ENV PYTHONHASHSEED=0
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE docker/requirements.txt docker/build-requirements.txt ./
 COPY kvstore kvstore
 COPY node node
 COPY gpu_agent gpu_agent
-# pip installs into the environment from outside, so that the image gets no second pip. The CA is a
-# secret and not an argument: nothing of it stays in a layer.
+# pip installs into the environment from outside, so that the image gets no second pip. It takes no file from the index
+# whose hash is not listed, neither for the image nor for the build. The CA is a secret and not an argument: nothing of it
+# stays in a layer.
 RUN --mount=type=secret,id=ca,target=/run/secrets/ca.crt --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca.crt ]; then export PIP_CERT=/run/secrets/ca.crt; fi \
     && python3 -m venv --without-pip /opt/kvstore \
-    && PIP_CONSTRAINT=/src/constraints.txt python3 -m pip --python /opt/kvstore/bin/python --disable-pip-version-check \
-        install --no-compile '.[node,cli]'
+    && python3 -m venv --without-pip /build \
+    && export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ONLY_BINARY=:all: \
+    && python3 -m pip --python /build/bin/python install --require-hashes -r build-requirements.txt \
+    && /build/bin/python -m hatchling build --target wheel --directory /wheels \
+    && python3 -m pip --python /opt/kvstore/bin/python install --no-compile --require-hashes -r requirements.txt \
+    && python3 -m pip --python /opt/kvstore/bin/python install --no-compile --no-deps --no-index /wheels/*.whl
 COPY docker/first_start.py docker/first_scrape.py docker/health.py docker/runtime.py ./
 # A number, so that Kubernetes' runAsNonRoot can tell that it is not root. A new named volume takes
 # owner and mode of its directory from here; a bind mount must be given to this user by hand. Others may look

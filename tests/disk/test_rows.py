@@ -48,6 +48,21 @@ def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
     assert parse_page_row(ours.key, ours.value()) == ours
 
 
+@pytest.mark.parametrize(
+    ("expiry_s", "ahead_s", "is_over"),
+    [
+        (2_000_000, 0, False),
+        (2_000_000, 10, False),  # a clock that is kept right is set back by seconds
+        (2_000_000, 11, True),
+        (999_999, 0, True),
+        (0, 11, False),  # without a time to live it does not matter when it was written
+    ],
+)
+def test_a_row_of_the_future_counts_as_one_whose_time_is_over(expiry_s: int, ahead_s: int, is_over: bool) -> None:
+    ours = row(7)._replace(expiry_s=expiry_s)
+    assert ours.is_over(ours.stored_s - ahead_s) == is_over
+
+
 def test_a_row_is_what_the_format_says() -> None:
     """docs/FORMAT.md by its example, made here without the project's code."""
     example = json.loads(GOLDEN.read_text())["row"]

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 
 from kvstore import Client, ClientConfig
 from kvstore.deadline import Deadline
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError, KVStoreError, Unavailable
 from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wires.grpc_wire import GrpcWire
+from node.pb import etcd_pb2 as etcd_pb
+from node.peers.etcd import Access, Etcd
 from node.serve.grpc_options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,16 +98,30 @@ def test_a_call_with_compression_on_is_refused_as_unimplemented(shared_node: Nod
         assert "disabled" in raised.value.details()
 
 
-def test_a_client_refuses_compressed_answers_of_a_node() -> None:
-    class Zeros(grpc.GenericRpcHandler):
-        def service(self, details: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(lambda request, context: bytes(8 << 20), None, None)
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """Starts a server that gives this answer to every call, compressed; returns its address."""
+    servers: list[grpc.Server] = []
 
-    server = grpc.server(futures.ThreadPoolExecutor(2), compression=grpc.Compression.Gzip)
-    server.add_generic_rpc_handlers((Zeros(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    wire = GrpcWire(f"127.0.0.1:{port}")
+    def start(answer: bytes) -> str:
+        class Same(grpc.GenericRpcHandler):
+            def service(self, details: Any) -> Any:
+                return grpc.unary_unary_rpc_method_handler(lambda request, context: answer, None, None)
+
+        server = grpc.server(futures.ThreadPoolExecutor(2), compression=grpc.Compression.Gzip)
+        server.add_generic_rpc_handlers((Same(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        servers.append(server)
+        server.start()
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None)
+
+
+def test_a_client_refuses_compressed_answers_of_a_node(answering: Callable[[bytes], str]) -> None:
+    wire = GrpcWire(answering(bytes(8 << 20)))
     try:
         # "... is disabled", or what the packed bytes are to protobuf: gRPC may hand them over before it ends the call.
         with pytest.raises(KVStoreError) as raised:
@@ -112,7 +129,17 @@ def test_a_client_refuses_compressed_answers_of_a_node() -> None:
         assert "larger than max" not in str(raised.value), "it was unpacked"
     finally:
         wire.close()
-        server.stop(None)
+
+
+def test_a_node_refuses_compressed_answers_of_an_etcd(answering: Callable[[bytes], str]) -> None:
+    """A whole and right one: only that it was compressed is wrong."""
+    reply = etcd_pb.RangeResponse(kvs=[etcd_pb.KeyValue(key=b"/fleet/a", value=bytes(1 << 16))])
+    etcd = Etcd([answering(reply.SerializeToString())], Access())
+    try:
+        with pytest.raises(Unavailable):
+            etcd.read("/fleet/")
+    finally:
+        etcd.close()
 
 
 @pytest.mark.parametrize("version", ["1.62.3", "1.81.2", "1.82.1", "1.83.0", "1.83.0rc1", "unknown"])

@@ -29,7 +29,14 @@ def status(port: int, path: str, *hosts: str, header: str = "Host: ") -> str:
 
 @pytest.mark.parametrize("path", ["/metrics", "/health", "/any"])
 def test_metrics_of_an_open_node_refuse_a_host_that_a_stranger_may_own(node: Node, path: str) -> None:
-    for host in ("rebound.example.com", "rebound.example.com:7442", "[rebound.example.com]", "localhost.", ""):
+    for host in (
+        "rebound.example.com",
+        "rebound.example.com:7442",
+        "[rebound.example.com]",
+        "[rebound.example.com:7442]",
+        "localhost.",
+        "",
+    ):
         assert status(node.metrics.port, path, host) == "403", host
 
 

@@ -1,12 +1,12 @@
 """The version stands in kvstore/__init__.py. Whatever else says it says the same."""
 
-import importlib.metadata
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from image_packages import packages_of_the_image
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -63,19 +63,9 @@ def test_documents_have_it() -> None:
 
 
 def test_all_that_the_image_gets_is_pinned() -> None:
-    """Also what packages bring along, or an image of the same commit would have others in it next year."""
+    """Or an image of the same commit would have others in it next year."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(Requirement(line.partition(" #")[0]).name) for line in pins if line and line[0] != "#"}
-    wanted, found = [("kvstore-llm", ("node", "cli"))], set()
-    while wanted:
-        name, extras = wanted.pop()
-        for text in importlib.metadata.requires(name) or ():
-            needed = Requirement(text)
-            marker, key = needed.marker, canonicalize_name(needed.name)
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
-                if (key, *needed.extras) not in found:
-                    wanted.append((key, tuple(needed.extras)))
-                found.add((key, *needed.extras))
-    names = {name for name, *_ in found}
+    names = packages_of_the_image()
     assert {"grpcio", "rocksdict", "typer", "cffi"} <= names
     assert names <= pinned

@@ -1,0 +1,21 @@
+"""What the node's image installs, as the metadata of what is installed here tells it."""
+
+import importlib.metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def packages_of_the_image() -> set[str]:
+    """Return the names of all packages that the node's image gets, those that packages bring along among them."""
+    wanted, found = [("kvstore-llm", ("node", "cli"))], set()
+    while wanted:
+        name, extras = wanted.pop()
+        for text in importlib.metadata.requires(name) or ():
+            needed = Requirement(text)
+            marker, key = needed.marker, canonicalize_name(needed.name)
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+                if (key, *needed.extras) not in found:
+                    wanted.append((key, tuple(needed.extras)))
+                found.add((key, *needed.extras))
+    return {name for name, *_ in found}
