@@ -197,7 +197,7 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned(monkeypatch: p
         plan.begin(number)
         if plan.room >= len(blocks) and blocks:
             plan.stage("request", [Part(0, keys(len(blocks)), blocks)])
-        plan.ran(number, clean=True)
+        plan.ran(number)
         rank.begin(StepOrders(number, None, [], []))
         rank.save(plan.orders())
         rank.loads_ended()
