@@ -206,20 +206,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Take the namespaces of all ranks, by rank.
-
-        If the metadata is another connector's, they come with the ranks' reports. There is no hit and
-        no save before all ranks have reported.
-        """
+        """Take the ranks' namespaces. If another connector's metadata comes, the ranks report them later."""
         ranks = self._config.parallel_config.world_size
         ours = [rank.namespaces for rank in metadata.values() if isinstance(rank, Handshake)]
         if self._groups and len(ours) == ranks:
             self._open(ours)
         elif self._groups and self._scheduler is None:
-            told = (
-                "kvstore: the handshake named the namespaces of %d of %d ranks; nothing is saved or loaded "
-                "before all ranks have reported"
-            )
+            told = "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded before all have reported"
             logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = RankNamespaces(ranks), True
 
@@ -319,8 +312,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler and self._scheduler.stop_saving():
             logger.error(
                 "kvstore: a synchronous load of another connector failed: blocks in the prefix cache may be wrong. "
-                "Nothing is saved until the prefix cache and the connectors are reset"
-                ": reset_prefix_cache(reset_connector=True)"
+                "Nothing is saved until reset_prefix_cache(reset_connector=True)"
             )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

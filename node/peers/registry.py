@@ -143,8 +143,7 @@ class Registry:
     def _read_all(self) -> bool:
         """Read the cluster from etcd. Return whether etcd has lost data since this node was last a member.
 
-        If so, raise etcd's base until view numbers exceed the last one that this node has applied. Otherwise it
-        would skip every new removal as already applied.
+        If so, raise etcd's base above the last number that this node applied, or it would skip new removals.
         """
         anew, applied = False, self._identity.applied
         while True:
