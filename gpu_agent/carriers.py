@@ -95,10 +95,12 @@ class Carrier(Protocol):
         """What a load begins with: where the pages are, and their verification."""
 
     def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
-        """Leading pages that are in the slots now; later pages' slots mean nothing. Closes what was fetched.
+        """Copy fetched pages to their slots and return how many leading ones arrived. Close what was fetched.
 
-        `placed` is called only if all pages of the chunk are there: a layer that lacks a page is not in place, and
-        an engine that was told so would compute over what the slots held before."""
+        Slots of later pages have no defined content. `placed` is called only if all pages of the chunk
+        arrived: a layer without a page is not in place, and an engine that was told so would compute
+        over the slots' old content.
+        """
 
 
 @dataclass(frozen=True)

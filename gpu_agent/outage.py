@@ -1,11 +1,11 @@
-"""What the log says of a store that does not serve: a line when that begins and one when it ends, not one per request.
+"""Log when the store stops serving this engine and when it serves again: one line each, not one per request.
 
     served   --no answer-->           away      "the store failed, the engine recomputes until it is back"
     any      --unknown credential-->  refused   "the store refuses this engine, which recomputes until it is served"
     any      --a served request-->    served    "the store answers again", or "... serves this engine again"
 
-Only a request that was served ends the other two. A refusal is no service, and between two refusals the client's
-circuit breaker is open, which looks like a node that is away.
+Only a served request ends `away` and `refused`. Between two refusals the client's circuit breaker is open,
+which looks like a node that is away, so that does not end `refused`.
 """
 
 import enum
@@ -44,8 +44,8 @@ class _State(enum.Enum):
 _ENDS = {_State.AWAY: "the store answers again", _State.REFUSED: "the store serves this engine again"}
 
 
-def start_without(error: KVStoreError) -> str:
-    """Return what to log about a store that did not serve when the engine started."""
+def startup_warning(error: KVStoreError) -> str:
+    """Return the warning for a store that did not serve the engine at its start."""
     if isinstance(error, _NO_ANSWER):
         return f"the store does not answer yet, the engine starts without it: {error}"
     return f"the store refuses this engine, which starts without it: {error}"
@@ -61,9 +61,9 @@ class Outage:
         self._serves = False  # whether a request was served since the store was away or refused us
         self._error: KVStoreError | None = None
         self._refusals_at = 0.0
-        self._said = _State.SERVED  # the last state that the log tells of
-        self._outages = 0  # since one was told of
-        self._outages_at = 0.0  # when one may be told of again
+        self._said = _State.SERVED  # the state that was logged last
+        self._outages = 0  # since one was logged
+        self._outages_at = 0.0  # when the next may be logged
 
     @property
     def error(self) -> KVStoreError | None:
@@ -78,7 +78,7 @@ class Outage:
             self._not_served(_State.REFUSED, error)
         elif isinstance(error, _NO_ANSWER):
             self._not_served(_State.AWAY, error)
-        else:  # it says nothing about other requests: too large, a reader's save, over a quota, our own pool is full
+        else:  # other requests may be served: this one was too large, over a quota, a reader's save
             self._refused(error)
 
     def _served(self) -> None:

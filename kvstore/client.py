@@ -56,7 +56,8 @@ PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # what a put's promise holds 
 class Client(Management):
     """A connection to the store. Make one per process and share it between threads.
 
-    In a child of a fork its calls raise InvalidRequest. A signal handler may raise in a call.
+    After a fork, calls in the child raise InvalidRequest. A signal handler may raise during a call: the client
+    stays usable.
     """
 
     def __init__(self, config: ClientConfig | None = None) -> None:
@@ -75,8 +76,10 @@ class Client(Management):
 
     @property
     def tenant(self) -> str:
-        """Return whose namespaces this client opens, for a `Namespace`: the configured tenant, else the token's. Raises
-        ConfigError if the token can not be read."""
+        """Return the tenant for this client's `Namespace`s: the configured one, else the token's.
+
+        Raises ConfigError if the token can not be read.
+        """
         return tenant_of(self.config)
 
     @property

@@ -210,8 +210,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_no_url(name: str, address: str) -> None:
-    """Raise ConfigError for a URL where host:port belongs; the error names the fix. A resolver would be asked for a
-    host named "http://store", and would only say that there is none."""
+    """Raise ConfigError, with the fix, for a URL where host:port belongs.
+
+    Otherwise a resolver would look for a host named "http://store" and only say that there is none.
+    """
     url = _URL.fullmatch(address)
     if not url:
         return
@@ -269,7 +271,7 @@ class ClientConfig(PageKeyConfig):
     tls_cert: str = setting("", "PEM file of this client's certificate, for nodes that ask for one")
     tls_key: str = setting("", "PEM file of its key")
     tls_name: str = setting("", "name that a node's certificate must have; empty: the host in its address")
-    tenant: str = setting("", "whose namespaces this opens; empty: those of the token's tenant")
+    tenant: str = setting("", "tenant whose namespaces this client opens; empty: the token's")
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -29,11 +29,11 @@ def token_of(config: ClientConfig) -> str:
 
 
 def tenant_of(config: ClientConfig) -> str:
-    """Return whose namespaces a client opens: the configured tenant, else its token's, else "default".
+    """Return a client's tenant: the configured one, else its token's, else "default".
 
-    Programs and all adapters take the tenant from here. A client certificate does not say its tenant: configure it. The
-    configured tenant may be another one than the token's, because tenants share namespaces; if they do not, the node
-    refuses it and names both. Raises ConfigError for a token that should say the tenant and can not be read.
+    Programs and all adapters use this. With a client certificate, configure the tenant. It may differ from the
+    token's, because tenants can share namespaces; otherwise the node refuses it with an error that names both.
+    Raises ConfigError if the tenant must come from a token that can not be read.
     """
     if config.tenant:
         return config.tenant

@@ -66,7 +66,7 @@ class Principal:
 
 
 def share_of(tenant: str) -> str:
-    """The name by which a tenant's share is counted, wherever its callers are."""
+    """Return the name by which limits count a tenant's usage, from all addresses together."""
     return f"tenant {tenant}"
 
 

@@ -1,9 +1,9 @@
-"""The time that times to live, pins on disk and last uses are counted in."""
+"""A clock in seconds since the epoch that does not jump: for times to live, pins on disk and last uses."""
 
 import time
 
-# Seconds of the clock that also counts while the machine sleeps, at the epoch. Read once: the wall clock may be set by
-# days while a node runs, and a page that was promised for an hour must live neither for days nor for a second.
+# Value of CLOCK_BOOTTIME (which also counts while the machine sleeps) at the epoch. Read once, because the wall clock
+# may be set by days while a node runs, and a page with a time to live of an hour must not live for days or a second.
 _EPOCH_S = time.clock_gettime(time.CLOCK_BOOTTIME) - time.time()
 
 

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 # SIGHUP comes from a terminal that closes, and must not cost pages that are in RAM only.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# What the extra `node` installs, by the names that are imported.
+# Import names of the packages that the extra `node` installs.
 EXTRA = ("grpc_health", "grpc_reflection", "prometheus_client", "rocksdict")
-UMASK = 0o077  # what a node writes tells of prompts and tenants: nobody else on the host may read it
+UMASK = 0o077  # the files name tenants and prompt hashes: only the node's user may read them
 # How long one thread may keep the others from running Python (default 5 ms): the disk writer prepares
 # its batches in Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007, 0029).
 SWITCH_INTERVAL_S = 0.0001
@@ -73,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 def _end_if_asked() -> None:
     """A start that takes long (RAM to touch, rows to read) ends within a moment of a signal, too."""
     if asked := signal.sigpending() & set(STOP_SIGNALS):
-        log.info("%s: the start is given up", _names(asked))
+        log.info("%s: the node ends during its start", _signal_names(asked))
         raise SystemExit(0)
 
 
-def _names(signals: set[signal.Signals]) -> str:
+def _signal_names(signals: set[signal.Signals]) -> str:
     return ", ".join(sorted(number.name for number in signals))
 
 
@@ -95,21 +95,21 @@ def _block_stop_signals() -> set[signal.Signals]:
 
 
 def _await_stop(signals: set[signal.Signals]) -> None:
-    """Return when one of the blocked `signals` has come. SIGTERM and SIGINT end the process at once from then on."""
-    came = {signal.Signals(signal.sigwait(signals))}
-    # One stop may send two signals: systemd SIGTERM and then SIGHUP, a shell and its terminal SIGHUP each. The
-    # second one must not cut the drain short, so what is here already counts as one, and SIGHUP is ignored.
+    """Wait for one of the blocked `signals`. Afterwards SIGTERM and SIGINT end the process at once."""
+    received = {signal.Signals(signal.sigwait(signals))}
+    # One stop may send two signals: systemd sends SIGTERM and then SIGHUP, a shell and its terminal each SIGHUP.
+    # The second one must not cut the drain short. So all pending signals count as one, and SIGHUP is ignored.
     while (more := signal.sigtimedwait(signals, 0)) is not None:
-        came.add(signal.Signals(more.si_signo))
+        received.add(signal.Signals(more.si_signo))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in signals - {signal.SIGHUP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    log.info("%s: the node stops", _names(came))
+    log.info("%s: the node stops", _signal_names(received))
 
 
 def _node_class() -> "type[Node]":
-    """Return the class of the node. Raises ConfigError if packages of the extra `node` are not installed."""
+    """Import the node. Raise ConfigError if packages of the extra `node` are not installed."""
     try:
         from node.server import Node
     except ModuleNotFoundError as error:
@@ -117,8 +117,8 @@ def _node_class() -> "type[Node]":
         if package not in EXTRA:
             raise
         raise ConfigError(
-            f"the Python package {package} is not installed here; a node needs the extra node: "
-            "pip install 'kvstore-llm[node]', or the wheel's file with [node] behind its name"
+            f"the Python package {package} is not installed; a node needs the extra `node`: "
+            "pip install 'kvstore-llm[node]', or the wheel's file name followed by [node]"
         ) from error
     return Node
 

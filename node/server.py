@@ -40,7 +40,7 @@ from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
 from node.serve.grpc import GrpcServer
 from node.serve.grpc_options import check_grpcio
-from node.serve.http_host import is_sure_host
+from node.serve.http_host import is_trusted_host
 from node.serve.metrics import metrics_text
 from node.serve.metrics_server import MetricsServer
 from node.serve.service import Service
@@ -95,7 +95,7 @@ class Node:
         self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
         gate = Gate(self.access, self.audit, self._described)
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
-        self._own_hosts = self._named()
+        self._own_hosts = self._host_names()
         self.console, looks = self._open_console()
         self._watch = Watch([self.access.look, *([self.certificates.look] if self.certificates else []), *looks])
         with contextlib.ExitStack() as undo:
@@ -111,16 +111,16 @@ class Node:
     def _described(self, digest: bytes) -> Namespace:
         return self.tier.namespace(digest).value
 
-    def _named(self) -> list[str]:
-        """Return the names of this node that its operator has set, by which browsers and scrapers may call it."""
+    def _host_names(self) -> list[str]:
+        """Return the host names of this node that its operator configured."""
         view = self.membership.view
         listed = view.by_id[self.membership.member].address if view else ""
         addresses = filter(None, (self.config.advertise, listed))
         return [self.config.host, *(split_address(with_port(address, GRPC_PORT))[0] for address in addresses)]
 
-    def _knows_host(self, host: str) -> bool:
-        """Whether a page of another site can not be behind a request. With identities it would lack a token."""
-        return not self.access.open or is_sure_host(host, self._own_hosts)
+    def _trusts_host(self, host: str) -> bool:
+        """Return whether to answer a request with this Host. With identities, a token protects the node."""
+        return not self.access.open or is_trusted_host(host, self._own_hosts)
 
     def _open_console(self) -> tuple[Console | None, list[Callable[[], None]]]:
         """None: there is none; and what it has to look at now and then."""
@@ -176,7 +176,7 @@ class Node:
                 lambda: self.grpc.serving,
                 own,
                 self.console.server.take if self.console else None,
-                self._knows_host,
+                self._trusts_host,
             )
             opened.pop_all()
         self.service.bulk_port = self.bulk.port

@@ -67,8 +67,8 @@ class Home(Protocol):
         """Whether there is somebody to load anything now."""
 
     @property
-    def starts(self) -> deque[float]:
-        """For each process that became ready the seconds that its start took. The caller takes them out."""
+    def startup_seconds(self) -> deque[float]:
+        """Return how long each process that became ready took to start. The caller removes them."""
 
     def poll(self) -> None:
         """Futures of loads that have ended are done afterwards, those of saves then or a few steps later."""
@@ -141,7 +141,7 @@ class InProcess:
         self._config = config
         self._transfer = transfer
         self._live: list[LocalAgent] = []
-        self.starts: deque[float] = deque()  # none: there is no process
+        self.startup_seconds: deque[float] = deque()  # stays empty: there is no process
 
     def agents(self, epoch: int | None) -> list[LocalAgent | None]:
         made = [self._made(place, epoch) if place else None for place in self._places]

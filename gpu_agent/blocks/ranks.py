@@ -26,8 +26,11 @@ log.addFilter(NamesRequest())
 
 @dataclass
 class RankCounts:
-    """Since the object was made; seconds from order to end, summed over loads. `agents_ready`: how often a process
-    of agents became ready, and `agents_ready_seconds`: how long that took from its start, summed."""
+    """Counters since the object was made. Seconds are sums.
+
+    Loads are timed from order to end. `agent_startups` counts how often an agents' process became
+    ready, and `agent_startup_seconds` sums the time from its start until then.
+    """
 
     loads: int = 0
     loads_failed: int = 0
@@ -38,8 +41,8 @@ class RankCounts:
     saved_nbytes: int = 0
     pages_existing: int = 0
     pages_dropped: int = 0
-    agents_ready: int = 0
-    agents_ready_seconds: float = 0.0
+    agent_startups: int = 0
+    agent_startup_seconds: float = 0.0
 
 
 @dataclass
@@ -81,7 +84,7 @@ class BlockRank:
         self._step = 0
         self._loads: list[_Load] = []
         self._saves: dict[int, list[SaveJob]] = {}  # whose blocks are still being read
-        self._read: queue.SimpleQueue[int] = queue.SimpleQueue()  # saves of which a part was read
+        self._read: queue.SimpleQueue[int] = queue.SimpleQueue()  # save jobs of which a part was read
         self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
         self._reported = Report(0)
 
@@ -94,8 +97,10 @@ class BlockRank:
             self._home.release()
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
-        """Starts loads, behind what the engine has enqueued so far. Each ends by the agent's deadline, and not before
-        nothing writes to its blocks any more."""
+        """Start loads, behind what the engine has enqueued so far.
+
+        Each ends by the agent's deadline. Once it has ended, nothing writes to its blocks any more.
+        """
         for order in orders:
             began_at = time.monotonic()
             with request(order.request_id):
@@ -116,9 +121,9 @@ class BlockRank:
     def loads_ended(self) -> LoadsEnded:
         """What the engine has to know; each load once."""
         self._home.poll()
-        while self._home.starts:
-            self.counts.agents_ready += 1
-            self.counts.agents_ready_seconds += self._home.starts.popleft()
+        while self._home.startup_seconds:
+            self.counts.agent_startups += 1
+            self.counts.agent_startup_seconds += self._home.startup_seconds.popleft()
         ended = LoadsEnded()
         going = []
         for load in self._loads:
@@ -189,7 +194,7 @@ class BlockRank:
     # ---- in detail --------------------------------------------------------------------------
 
     def _save_read(self, number: int, _: object) -> None:
-        """Called by any thread."""
+        """Note that a part of a save job was read. Called by any thread."""
         self._read.put(number)
 
     def _start_saves(self, order: SaveOrder) -> list[SaveJob]:

@@ -36,7 +36,7 @@ class Request:
     judged: tuple[int, int] | None = None  # the hit that was decided about, as `offered`
     declined: bool | None = None  # whether it is none; None: not decided since it was asked anew
     refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
-    scheduled: bool = False  # since its blocks were allocated: what counts as computed has been
+    scheduled: bool = False  # a step was scheduled since its blocks were allocated, so its tokens were computed
     barred: bool = False  # its KV may not be stored
 
     def plan_anew(self) -> None:

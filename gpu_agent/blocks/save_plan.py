@@ -2,11 +2,12 @@
 
     stage(step 7) --> step 7 ran --> order --> ranks gather --> all acknowledged
        | pinned         |                                         | unpinned
-       |                +--> no result of it: dropped, unpinned, staged anew later
+       |                +--> no result of step 7: dropped, unpinned, staged again later
        +--> no room: not staged, tried again in a later step
 
-What a step did not compute looks like any other KV, on every rank. So blocks are pinned from before they are
-computed until the last rank has read them. The engine's calls in, orders out: nothing here moves KV.
+A block that was not computed can not be told from one that was, on any rank. So blocks are pinned from
+before they are computed until the last rank has read them. This module takes the engine's calls and
+returns orders; it moves no KV.
 """
 
 import time
@@ -110,8 +111,11 @@ class SavePlan:
             self._make_ready(_Staged(owner, new))
 
     def ran(self, step: int) -> set[str]:
-        """A step's result was seen. What steps before it staged whose result never came is dropped. Returns its owners:
-        they have to stage again."""
+        """Release what a step staged, now that its result was seen.
+
+        Drop what earlier steps staged whose results never came. Return the requests it belonged to:
+        they must stage again.
+        """
         dropped: set[str] = set()
         while self._steps and next(iter(self._steps)) <= step:
             number, staged = self._steps.popitem(last=False)

@@ -84,7 +84,7 @@ class BlockScheduler:
         self._requests: dict[str, Request] = {}
         self._ended: dict[str, Request] = {}  # whose loads have not
         self._loads: list[LoadOrder] = []
-        self._stopped = False  # nothing is saved
+        self._stopped = False  # saving is off, see `stop_saving`
         self._epoch: int | None = None
         self._step = 0
         self._seen_at = 0.0  # when the ranks last told
@@ -225,7 +225,7 @@ class BlockScheduler:
         if state.loading:
             self._ended[request.request_id] = state
             return
-        if state.scheduled:  # or another connector may still load what counts as computed
+        if state.scheduled:  # else another connector may still be loading blocks that count as computed
             self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
             self._lookups.touch(request.request_id, self._question(request))
@@ -240,8 +240,10 @@ class BlockScheduler:
         self._stopped = False
 
     def stop_saving(self) -> bool:
-        """What the engine has computed and will compute may be wrong. Nothing of it is saved until `reset`, and then
-        nothing of the requests at hand. Returns whether saves went on until now."""
+        """Save nothing until `reset`, because what the engine computes may be wrong.
+
+        Requests that are known now are not saved after it, either. Return whether saving was on.
+        """
         stopped, self._stopped = self._stopped, True
         self._plan.forget()
         for state in self._requests.values():

@@ -188,7 +188,7 @@ class NodeAdapter(L2AdapterInterface):
         return int(self._load_event.fileno())
 
     def get_memory_tags(self) -> Any:
-        """Return what kind of memory holds the objects: remote storage. LMCache asks from 0.5.7 on."""
+        """Return the kind of memory that holds the objects: remote storage. LMCache calls it since 0.5.7."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # not in 0.5.6
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)

@@ -37,7 +37,7 @@ from gpu_agent.host.pages import HostPages
 from gpu_agent.identity.sglang import pool_namespace
 from gpu_agent.layouts.sglang_host import host_pool, page_numbers
 from gpu_agent.options import read_options
-from gpu_agent.outage import start_without
+from gpu_agent.outage import startup_warning
 from gpu_agent.pool import KVPool
 from gpu_agent.restorable import covered, together
 from kvstore.client import Client
@@ -127,7 +127,7 @@ class KVStoreHiCache(HiCacheStorage):
             try:
                 self._client.open(pages.namespace, OPEN_TIMEOUT_S)
             except KVStoreError as error:
-                log.warning("%s", start_without(error))
+                log.warning("%s", startup_warning(error))
                 return
             log.info(
                 "pool %s: pages of %d tokens and %d bytes, namespace %s at %s by %s",

@@ -183,8 +183,8 @@ class KVStoreLinker(UnifiedCacheLinker):
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         _, jobs = self._batches.pop(counter_index, (None, []))
         wait_for([job.done for job, _ in jobs])  # nothing writes to the slots after this
-        # The counter forgets a failure that comes after the last layer, and what is said to have landed is stored
-        # for everybody. So the loads themselves are asked, too.
+        # The counter misses a failure after the last layer, and pages that are reported as loaded are stored for
+        # all engines. So the results of the loads count, too.
         whole = all(job.done.result().pages == pages for job, pages in jobs)
         return bool(self.layer_done_counter.finish(counter_index)) and whole
 

@@ -158,8 +158,10 @@ def namespace_of(
 
 
 def cache_argument(model: Any) -> str:
-    """Return the argument by which a model takes its cache: `cache` since transformers 5.24, which warns of the former
-    name, `past_key_values` before."""
+    """Return the name of a model's cache argument.
+
+    It is `cache` since transformers 5.24, which warns about the older name `past_key_values`.
+    """
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -37,7 +37,6 @@ from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePlan
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.blocks.worth import Worth
-from gpu_agent.engines.vllm_beside import HeldByRanks, OthersLoads, asked_by_another, register, shards_of
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
@@ -47,6 +46,7 @@ from gpu_agent.engines.vllm_identity import (
 )
 from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
+from gpu_agent.engines.vllm_multi import ForeignLoads, RankNamespaces, called_by_other_connector, register, shards_of
 from gpu_agent.engines.vllm_options import connector_options
 from gpu_agent.identity.vllm import namespaces
 from gpu_agent.process.choice import asker_of, home_of
@@ -81,8 +81,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._lookups: Lookups | None = None
         self._hash_tokens = 0
         self._scales_unset = scales_in_blocks(kv_cache_config)
-        self._held: HeldByRanks | None = None  # while the ranks have not told
-        self._others = OthersLoads()
+        self._held: RankNamespaces | None = None  # until all ranks have reported
+        self._others = ForeignLoads()
         # Worker
         self._rank: BlockRank | None = None
         self._rank_id: RankId = ()
@@ -102,8 +102,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         events = self._config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
-            # Routers weigh an unknown medium like the GPU, and nobody tells them of what the store forgets.
-            logger.info("kvstore: the engine's KV events tell of its own cache; the store sends none")
+            # Routers weigh an unknown medium like the GPU, and would not learn what the store evicts.
+            logger.info("kvstore: KV events cover the engine's own cache only; the store sends none")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -111,10 +111,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # A block of all layers is one run of bytes then. Backends that can not are left as they are, and so are other
-        # connectors: vLLM ends if two ask for different layouts.
-        if asked_by_another(KVStoreConnector):
-            logger.info("kvstore: beside another connector: no KV cache layout is asked for, BLHNC would be faster")
+        # With BLHNC a block of all layers is one run of bytes. Backends that lack it keep their layout. Beside other
+        # connectors none is requested, because vLLM exits if two request different layouts.
+        if called_by_other_connector(KVStoreConnector):
+            logger.info(
+                "kvstore: runs beside another connector, so it requests no KV cache layout; BLHNC would be faster"
+            )
             return None
         return "BLHNC" if current_platform.is_cuda_alike() else None
 
@@ -148,7 +150,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._rank.drain()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return Handshake(self._namespaces) if self._rank and not asked_by_another(KVStoreConnector) else None
+        return Handshake(self._namespaces) if self._rank and not called_by_other_connector(KVStoreConnector) else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -201,22 +203,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        """What the ranks hold, by rank. If another connector's metadata comes, their reports tell it. Until all are
-        heard of there is no hit and no save."""
+        """Take the ranks' namespaces. If another connector's metadata comes, the ranks report them later."""
         ranks = self._config.parallel_config.world_size
         ours = [rank.namespaces for rank in metadata.values() if isinstance(rank, Handshake)]
         if self._groups and len(ours) == ranks:
             self._open(ours)
         elif self._groups and self._scheduler is None:
-            told = (
-                "kvstore: the handshake told what %d of %d ranks hold; nothing is saved or loaded before all report it"
-            )
+            told = "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded before all have reported"
             logger.warning(told, len(ours), ranks)
-            self._held, self._others.beside = HeldByRanks(ranks), True
+            self._held, self._others.beside = RankNamespaces(ranks), True
             self._lookups = self._lookups or self._made_lookups()  # its process takes seconds, no step may wait for it
 
     def _open(self, held: list[Held]) -> None:
-        """All ranks are heard of: the store is used from now on."""
+        """Start to use the store: all ranks have reported."""
         shards, early, self._held = shards_of(held), self._held, None
         if self._pool is None or not any(shards):
             lacks = "there is no block pool" if self._pool is None else "no rank has pages of its own"
@@ -304,18 +303,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         failed = self._others.ran(report.report.step, connector_output.invalid_block_ids)
         if self._scheduler:
-            if failed:  # before what the step staged is taken for right
+            if failed:  # before the scheduler releases what the step staged
                 self._stop_saving()
             self._scheduler.ran(report.report)
         elif self._held and (held := self._held.add(report.held)):
             self._open(held)
 
     def _stop_saving(self) -> None:
-        """Another connector's load failed within a step: see `OthersLoads`."""
+        """Stop saving after a failed synchronous load of another connector (`ForeignLoads`)."""
         if self._scheduler and self._scheduler.stop_saving():
             logger.error(
-                "kvstore: a load of another connector failed within a step: blocks in the prefix cache may be wrong, "
-                "and nothing that this engine computes is stored until that cache and the connectors are reset"
+                "kvstore: a synchronous load of another connector failed: blocks in the prefix cache may be wrong. "
+                "Nothing is saved until reset_prefix_cache(reset_connector=True)"
             )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -21,7 +21,7 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
 
-# Kinds of KV cache of which vLLM's own scheduler was run with the tier. Exact classes: a subclass is another kind.
+# KV cache kinds that were tested with the tier in vLLM's own scheduler. Exact classes: a subclass is another kind.
 TIER_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
@@ -67,8 +67,8 @@ def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
 def check_tier_groups(kv_cache_config: Any) -> None:
     """Raise ConfigError for a model with a cache group that the tier was not tested with.
 
-    A recurrent state (Mamba, linear attention) sums up all tokens before it. A row of it that belongs to another length
-    of the prefix is wrong for all that follows, and no checksum shows it.
+    A recurrent state (Mamba, linear attention) sums up all earlier tokens. A state of another prefix length makes all
+    later tokens wrong, and no checksum detects it.
     """
     tested = ", ".join(kind.__name__ for kind in TIER_SPECS)
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -78,7 +78,7 @@ def check_tier_groups(kv_cache_config: Any) -> None:
             if type(layer) not in TIER_SPECS or getattr(layer, "non_causal", False):
                 kind = "non-causal " * getattr(layer, "non_causal", False) + type(layer).__name__
                 raise ConfigError(
-                    f"KVStoreTier can not take this model: KV cache group {number} ({group.layer_names[0]}) is a "
+                    f"KVStoreTier does not support this model: KV cache group {number} ({group.layer_names[0]}) is a "
                     f"{kind}, and the tier was tested with causal groups of {tested} only, not with recurrent state "
                     "(Mamba, linear attention). Remove the tier of type KVStoreTier from secondary_tiers"
                 )

@@ -1,4 +1,4 @@
-"""What vLLM carries between the two roles of our connector: orders to the ranks, reports and namespaces back."""
+"""Messages that vLLM carries between scheduler and workers: orders there, reports and namespaces back."""
 
 from dataclasses import dataclass, field
 
@@ -17,14 +17,17 @@ Held = list[Namespace | None]  # of one rank, per cache group
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """Of one rank, before the first step."""
+    """Handshake metadata of one rank, sent before the first step."""
 
     namespaces: Held
 
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """`computes`: whether requests wait for the step. `knows_ranks`: the scheduler's side knows what they hold."""
+    """Orders for one step.
+
+    `computes`: whether requests wait for the step. `knows_ranks`: the scheduler has all namespaces.
+    """
 
     orders: StepOrders
     computes: bool = True
@@ -33,7 +36,10 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Of one rank, or of several together. `held`: what each holds, until the scheduler's side knows."""
+    """Report of one rank, or of several combined.
+
+    `held`: namespaces by rank, until the scheduler has all of them.
+    """
 
     report: Report
     held: dict[RankId, Held] = field(default_factory=dict)

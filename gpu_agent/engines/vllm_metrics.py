@@ -21,8 +21,8 @@ COUNTERS = {
     "saved_nbytes": "bytes stored, on all ranks",
     "pages_existing": "pages to be saved that the store had already",
     "pages_dropped": "pages that could not be saved",
-    "agents_ready": "times that an agents' process became ready, on all ranks",
-    "agents_ready_seconds": "time from the start of an agents' process until it was ready, summed over those",
+    "agent_startups": "times that an agents' process became ready, on all ranks",
+    "agent_startup_seconds": "seconds from the start of an agents' process until it was ready, summed",
 }
 
 

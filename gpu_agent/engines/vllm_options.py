@@ -1,4 +1,4 @@
-"""The options of vLLM's connector, checked when the engine starts: what is found wrong later ends a serving engine."""
+"""Options of the vLLM connector, checked at the engine's start: a later error would end a serving engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +13,11 @@ MIN_TOKENS = 16
 
 
 def connector_options(values: Mapping[str, Any]) -> Options:
+    """Return the connector's options. Raises ConfigError for an unknown, removed or invalid one."""
     if "load" in values:
         raise ConfigError(
-            f'option load={values["load"]!r} is gone: remove it; loads are always asynchronous. With load="sync" '
-            "blocks of a failed load could stay in vLLM's prefix cache, and what was computed over them was stored"
+            f'option load={values["load"]!r} was removed: delete it; loads are always asynchronous. With load="sync" '
+            "blocks of a failed load could stay in vLLM's prefix cache, and wrong pages could be stored"
         )
     options = read_options(values, OWN_OPTIONS)
     if options.own.get("agents", "auto") not in WHERE:

@@ -35,8 +35,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent
-from gpu_agent.engines.vllm_beside import register
 from gpu_agent.engines.vllm_identity import check_tier_groups
+from gpu_agent.engines.vllm_multi import register
 from gpu_agent.host.unit_copies import UnitCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
@@ -284,8 +284,11 @@ def _named(config: Any, options: Options) -> Identity:
 
 
 def _check_groups_by_hand(groups: Sequence[Any]) -> None:
-    """Refuse groups that may hold recurrent state. vLLM tells a tier how far back a group reaches, not what it holds,
-    and a recurrent state looks like a short window. Where it does not tell that either, only one group is taken."""
+    """Raise ConfigError for groups that may hold recurrent state.
+
+    vLLM tells a tier how far back a group reaches, not what it holds, and a recurrent state looks like a
+    short window. A vLLM that does not tell even that may have only one group.
+    """
     unknown = len(groups) if len(groups) > 1 else None
     for group in groups:
         if getattr(group, "sliding_window_size_in_chunks", unknown) is not None:

@@ -32,7 +32,7 @@ GRACE_S = 2.0
 START_S = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
 CLOSE_S = 5.0  # for what is under way when the engine ends, and as long for the end itself
 RESTART_S, RESTART_S_MAX = 1.0, 60.0
-SOON_S = 5.0  # until the next start: who waits for a process waits for that too
+SOON_S = 5.0  # saves are staged for a process whose next start is at most this far away
 STARTS_MAX = 64
 LIVED_S = 60.0  # after so long a death is the first again
 _POLL_S = 0.01
@@ -73,14 +73,16 @@ class Child:
         self._deaths = 0
         self._restart_at = 0.0
         self._closed = False
-        self._failed = False  # the last start did not get as far as being ready
+        self._failed = False  # the process of the last start never became ready
         self.ready = False
-        self.starts: deque[float] = deque(maxlen=STARTS_MAX)  # seconds until it was ready, for the owner to take
+        self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)  # until it was ready; the owner removes them
 
     @property
     def awaited(self) -> bool:
-        """Whether it will be ready soon, as far as is known: it starts, or is about to. After a start that failed
-        nobody waits for the next ones, until one succeeds."""
+        """Return whether the process is expected to be ready soon: it is starting, or about to.
+
+        After a failed start it is False until a start succeeds.
+        """
         if self._closed or self._failed:
             return False
         return self.listens or self._restart_at <= time.monotonic() + SOON_S
@@ -187,17 +189,17 @@ class Child:
             channel.flush()
             for kind, body in channel.received():
                 if kind is Kind.READY:
-                    self._is_ready(frames.parse_ready(body))
+                    self._on_ready(frames.parse_ready(body))
                 else:
                     self._owner.hear(kind, body)
         except (OSError, ProtocolError) as error:
             self._end(str(error))
 
-    def _is_ready(self, at: float) -> None:
-        """`at`: as the process says. An idle engine may hear of it much later."""
+    def _on_ready(self, at: float) -> None:
+        """Record that the process was ready `at` its own time. An idle engine may read that much later."""
         took_s = min(max(at, self._started_at), time.monotonic()) - self._started_at
         self.ready, self._failed = True, False
-        self.starts.append(took_s)
+        self.startup_seconds.append(took_s)
         log.info("the process of the %s, %s, was ready after %.1f s", self._owner.name, self.pid, took_s)
 
     def _stands_still(self, now: float) -> bool:

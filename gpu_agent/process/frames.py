@@ -11,7 +11,7 @@
     ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are stored? trace
     TOUCH     engine -> agents   likewise: they are used
     CLOSE     engine -> agents   seconds: all end what they have, then the process ends
-    READY     agents -> engine   since when, on the monotonic clock
+    READY     agents -> engine   when it became ready, on the monotonic clock
     GATHERED  agents -> engine   order: its blocks have been read
     SAVED     agents -> engine   order, pages stored, existing, dropped; why
     LOADED    agents -> engine   order, pages in place, pages loaded; why it ended early

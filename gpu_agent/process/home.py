@@ -29,7 +29,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.tracing import packed_now
 
-GIVEN_MAX = 16  # staged saves given at a time: each costs the engine's step some microseconds
+STAGED_SENDS_MAX = 16  # staged saves sent per poll: each costs the engine's step some microseconds
 SAVING_S = 0.01  # that the engine may not know of blocks that have been read; of loads it wants to know at once
 
 
@@ -80,25 +80,25 @@ class AgentProcess:
         return self._child.listens and self._child.ready
 
     @property
-    def starts(self) -> deque[float]:
-        return self._child.starts
+    def startup_seconds(self) -> deque[float]:
+        return self._child.startup_seconds
 
     def poll(self) -> None:
         saving_s = SAVING_S if len(self._orders) else IDLE_S
         self._child.poll(0.0 if self._orders.loading else saving_s)
         if len(self._staged):
-            self._see_to_staged()
+            self._send_or_drop_staged()
 
-    def _see_to_staged(self) -> None:
-        """Give what waited for the process, a few at a time, or drop what waits in vain."""
+    def _send_or_drop_staged(self) -> None:
+        """Send staged saves once the process is ready, a few at a time. Drop those that it will not get."""
         if self.loads:
-            self._give_staged(GIVEN_MAX)
+            self._send_staged(STAGED_SENDS_MAX)
         elif not self._child.awaited:
             self._staged.drop("the agents' process could not be started")
         else:
             self._staged.expire(time.monotonic())
 
-    def _give_staged(self, at_most: int) -> None:
+    def _send_staged(self, at_most: int) -> None:
         for _ in range(min(at_most, len(self._staged))):
             save = self._staged.take()
             number, until = self._order(len(save.keys), save.job)
@@ -111,7 +111,7 @@ class AgentProcess:
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         waited = list(futures)
         if self.loads:
-            self._give_staged(len(self._staged))
+            self._send_staged(len(self._staged))
         self._staged.drop("the engine waits for its blocks, and the agents' process is not ready")
         self._child.poll()
         while not all(future.done() for future in waited):
@@ -127,7 +127,7 @@ class AgentProcess:
 
     def close(self) -> None:
         if self.loads:
-            self._give_staged(len(self._staged))
+            self._send_staged(len(self._staged))
         self._staged.drop("the engine ends")
         self._child.close(lambda: len(self._orders) > 0)
 
@@ -139,7 +139,7 @@ class AgentProcess:
     # ---- the agents' calls -----------------------------------------------------------------
 
     def save(self, agent: "RemoteAgent", keys: Sequence[bytes], units: dict[str, bytes]) -> SaveJob:
-        """While the process starts, saves are staged: their deadline begins when they are given to it."""
+        """Start a save, or stage it while the process starts. Its deadline begins when it is sent."""
         if self.loads:
             job = new_save()
             number, until = self._order(len(keys), job)
@@ -153,7 +153,7 @@ class AgentProcess:
         return job
 
     def _order(self, pages: int, job: SaveJob) -> tuple[int, float]:
-        """The number of a save that is given now, and its deadline."""
+        """Return the number of a save that is sent now, and its deadline."""
         until = time.monotonic() + self._config.save_timeout_s
         return self._orders.save(pages, until + GRACE_S, job), until
 

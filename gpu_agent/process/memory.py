@@ -66,10 +66,10 @@ def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> di
 
 
 def opened_memory(setup: Mapping[str, Any]) -> tuple[KnownMarks, list[torch.UntypedStorage]]:
-    """Open what `SETUP` describes of the engine's device, in the other process: its marks and its storages.
+    """Open the engine's marks and storages that `SETUP` describes, in the other process.
 
-    Both users take this way, the agents' process and the probe of `kvstore doctor --gpu`, so that the probe can not
-    say otherwise than the agents find it. Raises KeyError, ProtocolError or ConfigError.
+    The agents' process and the probe of `kvstore doctor --gpu` both use this, so that the probe finds what the
+    agents will find. Raises KeyError, ProtocolError or ConfigError.
     """
     device = torch.device(setup["device"])
     if device.type == "cuda":
@@ -79,8 +79,10 @@ def opened_memory(setup: Mapping[str, Any]) -> tuple[KnownMarks, list[torch.Unty
 
 
 def _begin_cuda() -> None:
-    """Initialise CUDA, which nothing that is opened here does by itself: torch's allocator has no devices before,
-    and looks for this one's all the same, which ends the process by SIGSEGV."""
+    """Initialise CUDA, because opening a storage does not.
+
+    Until then torch's allocator has no devices, looks one up all the same, and crashes with SIGSEGV.
+    """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:

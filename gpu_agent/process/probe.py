@@ -91,8 +91,10 @@ def _locking(device: Any) -> Finding:
 
 
 def _ipc(device: torch.device, command: Sequence[str] = ()) -> Finding:
-    """Another process maps memory of this one as the agents' process maps the engine's: told of it by the same
-    description, through the same functions. What it says counts, not how it ends: see `_judged`."""
+    """Check that another process can map this one's memory, with the functions that the agents use.
+
+    Its output counts, not its exit status: see `_judged`.
+    """
     command = command or (sys.executable, "-X", "faulthandler", "-m", "gpu_agent.process.probe")
     tensor = torch.full((SHARED_NBYTES,), VALUE, dtype=torch.uint8, device=device)
     inherited: list[int] = []
@@ -114,8 +116,11 @@ def _ipc(device: torch.device, command: Sequence[str] = ()) -> Finding:
 
 
 def _judged(status: int, said: str, complained: str) -> Finding:
-    """A process that has read the right bytes has mapped the memory, however it ends afterwards. One that died before
-    is a failure, whose signal is named."""
+    """Return the finding for the other process.
+
+    If it printed READ it has mapped the memory, however it ended afterwards. If it died before, the check
+    fails and names the signal.
+    """
     if READ in said.splitlines():
         note = f" ({ending(status)}, after it had read them)" if status else ""
         return ok("CUDA IPC", f"another process maps and reads memory of this one{note}")

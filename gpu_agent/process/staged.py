@@ -1,12 +1,12 @@
 """`StagedSaves`: saves that an engine ordered before its agents' process was ready.
 
-save ---> staged ---> the process is ready ---> given to it, each with its whole deadline
-             +------> STAGED_S passed, the process failed to start, nobody looks for the pages any more,
+save ---> staged ---> the process is ready ---> sent to it, each with its whole deadline
+             +------> STAGED_S passed, the start failed, the namespace was replaced,
                       or the engine lacks blocks: dropped
 
-The engine keeps the blocks of staged saves pinned, so a save may not wait for ever, and no request waits for it.
-How many wait is bounded by what an engine pins (`gpu_agent.blocks.save_plan`), and by the bytes of orders that may
-wait for a process at all. What is dropped counts as dropped in the save's result.
+The engine keeps the blocks of staged saves pinned, so a save may not wait for ever, and no request
+waits for one. Their number is bounded by what an engine pins (`gpu_agent.blocks.save_plan`), their
+bytes by UNSENT_NBYTES_MAX. Pages of a dropped save count as dropped in its result.
 """
 
 import time
@@ -24,8 +24,12 @@ STAGED_S = START_S  # a process that is not ready by then is ended
 
 @dataclass(frozen=True)
 class StagedSave:
-    """What is needed to give the order later. `mark`: of the moment when the engine ordered it, so that the agents
-    wait for the step that computed the blocks. An older mark means a later moment, which is as right."""
+    """An order that is sent later.
+
+    `mark` is a CUDA event (`Marks`) that the engine recorded with the order, so that the agents wait
+    for the step that computed the blocks. Marks are reused: one that was recorded again since only
+    makes them wait longer.
+    """
 
     job: SaveJob
     agent: int
@@ -45,7 +49,7 @@ class StagedSave:
 
 
 class StagedSaves:
-    """Not thread-safe. Saves are given in the order in which they were staged."""
+    """A queue of saves, sent in the order in which they were staged. Not thread-safe."""
 
     def __init__(self) -> None:
         self._saves: deque[StagedSave] = deque()

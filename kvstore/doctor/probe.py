@@ -1,6 +1,6 @@
 """Checks in a process of their own, which may hang in a driver or a disk and be left there.
 
-module --a finding a line, as JSON, and a last line that says so--> findings
+module --one finding per line, as JSON, then an end line--> findings
 """
 
 import json
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from kvstore.doctor.finding import Finding, State, fail, warn
 
-END = "end"  # all findings were told
+END = "end"  # of the last line: all findings were printed
 KILLED_S = 0.5  # one that hangs in the kernel does not even end then
 
 
@@ -25,7 +25,7 @@ def tell(findings: Iterable[Finding]) -> None:
 
 
 def ending(status: int) -> str:
-    """Say how a process ended, for people: a signal has a name."""
+    """Describe how a process ended, with the name of a signal."""
     if status >= 0:
         return f"it ended with status {status}"
     try:
@@ -35,8 +35,10 @@ def ending(status: int) -> str:
 
 
 def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, remedy: str) -> Iterator[Finding]:
-    """What `python -m module` finds. `remedy`: if it does not end, or ends badly. One that has told all its findings
-    has done its work, however it ends."""
+    """Yield the findings of `python -m module`.
+
+    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning only.
+    """
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -57,7 +59,7 @@ def probed(name: str, module: str, arguments: Sequence[str], limit_s: float, rem
     elif process.returncode:
         last = complained.decode(errors="replace").strip().splitlines()[-1:] or [ending(process.returncode)]
         if _ended(said):
-            yield warn(name, f"all of this was found, then the process that looked broke: {last[0]}", remedy)
+            yield warn(name, f"the checks completed, then their process failed: {last[0]}", remedy)
         else:
             yield fail(name, last[0], remedy)
 

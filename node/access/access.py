@@ -95,16 +95,19 @@ class Access:
 
     def share(self, principal: Principal) -> str:
         """Whose share it counts to where there are several tenants, or it has a quota; empty: its address's."""
-        return principal.share if self._tells_apart(principal.tenant) else ""
+        return principal.share if self._has_own_share(principal.tenant) else ""
 
     def owner_of(self, tenant: str, peer: str) -> str:
-        """Whose share a namespace of this tenant counts to that `peer` opened: the tenant's, whoever opened it for
-        it, or that of another tenant that reads it; the opener's where tenants are not told apart."""
-        if tenant_of(peer) or self.open or not self._tells_apart(tenant):
+        """Return whose share of the namespace limit a namespace counts to.
+
+        It is the share of the namespace's tenant, also if a node or a tenant that reads it opened it. Where
+        tenants have no shares, it is that of `peer`, which opened it.
+        """
+        if tenant_of(peer) or self.open or not self._has_own_share(tenant):
             return peer
         return share_of(tenant)
 
-    def _tells_apart(self, tenant: str) -> bool:
+    def _has_own_share(self, tenant: str) -> bool:
         return self._identities.tenant_count > 1 or tenant in self._identities.quotas
 
     # ---- the file ------------------------------------------------------------------------

@@ -20,7 +20,7 @@ Info = TypeVar("Info", bound=Any)  # NamespaceInfo
 # Requests about a namespace that those may make with whom its owner shares it.
 SHARED = ("lookup", "get", "list", "stat", "verify")
 
-TENANT_NBYTES_MAX = 63  # that an error repeats of what a stranger sent
+TENANT_NBYTES_MAX = 63  # an error repeats at most this much of a tenant name that a client sent
 
 
 class _NotHis(Exception):
@@ -99,9 +99,9 @@ class Gate:
             return
         if not principal.owns(tenant, "") and tenant != principal.tenant:
             raise Forbidden(
-                f"{principal.name} is of tenant {principal.tenant} and this namespace of tenant "
+                f"{principal.name} belongs to tenant {principal.tenant}, the namespace to tenant "
                 f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set KVSTORE_TENANT={principal.tenant} "
-                "or leave it out; in a program Namespace(tenant=client.tenant)"
+                "or unset it; in a program use Namespace(tenant=client.tenant)"
             )
         raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
 

@@ -27,7 +27,7 @@ from node.console.pages import Pages
 from node.console.server import ConsoleServer
 from node.console.snapshot import Snapshots
 from node.peers.peers import Peers
-from node.serve.http_host import FOREIGN_HOST, is_sure_host
+from node.serve.http_host import UNTRUSTED_HOST, is_trusted_host
 from node.serve.metrics_server import CONSOLE_PATH, Asker
 from node.serve.service import Service
 
@@ -60,8 +60,8 @@ class Console:
 
     def respond(self, request: Request, asker: Asker) -> Answer:
         """Raises KVStoreError and Refused."""
-        if self._service.gate.access.open and not is_sure_host(request.headers.get("host", ""), self._hosts):
-            raise Refused("403 Forbidden", FOREIGN_HOST)
+        if self._service.gate.access.open and not is_trusted_host(request.headers.get("host", ""), self._hosts):
+            raise Refused("403 Forbidden", UNTRUSTED_HOST)
         if request.path == CONSOLE_PATH:
             return reply("text/plain", b"", "308 Permanent Redirect", {"Location": "console/"})
         if request.path in self._files:

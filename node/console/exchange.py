@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from node.serve.http_host import TWO_HOSTS, host_count
+from node.serve.http_host import DUPLICATE_HOST, host_count
 from node.serve.http_status import http_status
 
 HEAD_NBYTES_MAX = 8 << 10
@@ -79,7 +79,7 @@ def parse(data: bytes) -> Request | None:
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise Refused("400 Bad Request", "not a request of HTTP/1")
     if host_count(lines[1:]) > 1:
-        raise Refused("400 Bad Request", TWO_HOSTS)
+        raise Refused("400 Bad Request", DUPLICATE_HOST)
     named = (line.partition(":") for line in lines[1:])
     headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
     length = _length(headers)

@@ -58,7 +58,7 @@ class DataDir:
             undo.callback(self._unmap)
             make_directory(path, layer)
             self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
-            undo.callback(give_lock_back, self._lock)
+            undo.callback(release_lock, self._lock)
             self.rows = Rows(
                 path / "rows", extent_nbytes, keep_own_extents, key_mark
             )  # first: they know what the extents are
@@ -99,7 +99,7 @@ class DataDir:
             self.files.close()
             self.rows.close()
         finally:
-            give_lock_back(self._lock)
+            release_lock(self._lock)
             self._unmap()
 
 
@@ -126,28 +126,28 @@ def make_directory(path: Path, layer: FileLayer) -> None:
 
 
 def open_to_others(path: Path) -> str:
-    """Return what other users of the host may read or change in a data directory; empty if that is nothing.
+    """Return the path of an entry that other users of the host may read or change; empty if there is none.
 
     Only the bits of others count: a group may be the operator's intention, as fsGroup is in Kubernetes.
     """
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH:
         return str(path)
-    if not mode & stat.S_IXOTH:  # nobody gets past it
+    if not mode & stat.S_IXOTH:  # others can not reach what is inside
         return ""
     inside = (entry for entry in sorted(path.iterdir()) if not entry.is_symlink())
     return next((str(entry) for entry in inside if entry.stat().st_mode & stat.S_IRWXO), "")
 
 
 def warn_if_open(path: Path) -> None:
-    """Log the remedy for a directory that an older release, or the operator, has left open to others.
+    """Log a warning with the remedy if other users can read the directory, as with older releases.
 
-    Nothing is changed: modes of what is there already are the operator's, who may have programs that read it.
+    The modes are not changed: the operator may have set them for a program that reads it.
     """
     try:
         found = open_to_others(path)
     except OSError as error:
-        log.warning("data_dir=%s: whether others may read it can not be told: %s", path, error)
+        log.warning("data_dir=%s: can not check whether other users may read it: %s", path, error)
         return
     if found:
         log.warning(
@@ -175,8 +175,8 @@ def take_lock(path: Path, wait_s: float) -> int:
             return lock
 
 
-def give_lock_back(lock: int) -> None:
-    """Close the descriptor. A file system that has died refuses even that, which is not what there is to tell."""
+def release_lock(lock: int) -> None:
+    """Close the lock's descriptor. Ignore errors: on a dead file system the first error says more."""
     with contextlib.suppress(OSError):
         os.close(lock)
 

@@ -53,13 +53,15 @@ class Durability:
         self._barrier(wait)  # what is queued already need not be offered again
         self._save([(digest, list(prefix_hashes))], wait, self._unsafe)
 
-    def verify(self, digest: bytes, prefix_hash: bytes, reading: Callable[[], None] = lambda: None) -> bool | None:
-        """Whether the copy on disk is intact, None if there is none. Raises Exhausted if it can not be told.
-        `reading` is called before it is read."""
+    def verify(self, digest: bytes, prefix_hash: bytes, before_read: Callable[[], None] = lambda: None) -> bool | None:
+        """Return whether the copy on disk is intact, None if there is none. Raise Exhausted if it can not be read.
+
+        `before_read` is called if there is a copy, before it is read.
+        """
         borrowed = self._disk.reading.borrow_page(digest, prefix_hash) if self._disk is not None else None
         if self._disk is None or borrowed is None:
             return None
-        reading()
+        before_read()
         try:
             return self._disk.reading.verify(borrowed)
         except OSError as error:

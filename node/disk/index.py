@@ -80,7 +80,7 @@ class DiskIndex:
             self._dropped["damaged"] += 1
         elif row.namespace not in self.spaces.values:
             self._dropped["of an unknown namespace"] += 1
-        elif not row.is_over(now_s):
+        elif not row.is_expired(now_s):
             if self.records.restore(row if row.used_s <= now_s else row._replace(used_s=now_s)):
                 self.spaces.counts[row.namespace] += 1
                 return

@@ -121,7 +121,7 @@ def main() -> None:
     """The keeper of the process that started it; see `node.disk.kept_dir`."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    os.umask(0o077)  # RocksDB makes its files, which name models, tenants and prompt hashes, as readable as it may
+    os.umask(0o077)  # RocksDB's files name models, tenants and prompt hashes, and it leaves their mode to the umask
     task = Task.from_arguments(sys.argv[1:])
     logging.basicConfig(level=task.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=task.orders_fd))

@@ -19,9 +19,9 @@ from kvstore.errors import ConfigError, Exhausted
 from node.disk import orders
 from node.disk.data_dir import (
     allow_open_files,
-    give_lock_back,
     make_directory,
     refused,
+    release_lock,
     take_lock,
     warn_if_open,
 )
@@ -64,7 +64,7 @@ class KeptDir:
         with contextlib.ExitStack() as undo, refused(path):
             make_directory(path, FileLayer())
             self._lock = take_lock(path / "lock", 0.0)
-            undo.callback(give_lock_back, self._lock)
+            undo.callback(release_lock, self._lock)
             self.keeper = KeeperProcess(self._task, Patience(START_S, pulse))
             undo.callback(self.keeper.abandon)
             self.extent_nbytes, self.extent_count, direct, *_ = self.keeper.opened
@@ -135,7 +135,7 @@ class KeptDir:
                 raise OSError("a new keeper is being started and can not be ended: the disk hangs")
         finally:
             self._open.close()
-            give_lock_back(self._lock)
+            release_lock(self._lock)
             if is_ours:
                 self._turn.release()
 

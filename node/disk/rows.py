@@ -28,7 +28,7 @@ from node.disk.shortage import code_in
 
 FORMAT_VERSION = 5
 PURGE_S = 2.0
-CLOCK_STEP_S = 10  # by so much a clock may be set back between two runs, as a daemon that keeps time does
+CLOCK_STEP_S = 10  # tolerated step back of the wall clock between two runs, such as NTP makes
 _LOOKED_AT_NBYTES = 1 << 20
 _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
@@ -53,9 +53,12 @@ class PageRow(NamedTuple):
     def key(self) -> bytes:
         return page_key(self.namespace, self.prefix_hash)
 
-    def is_over(self, now_s: int) -> bool:
-        """Return whether its time to live is over, or can not be known because it was written in the future: the clock
-        of that run was ahead, or this one's is behind."""
+    def is_expired(self, now_s: int) -> bool:
+        """Return whether its time to live is over.
+
+        A row from the future counts as expired, because its age is unknown: the clock of the run that wrote it
+        was ahead, or this one's is behind.
+        """
         return self.expiry_s > 0 and (self.expiry_s <= now_s or self.stored_s > now_s + CLOCK_STEP_S)
 
     def value(self) -> bytes:

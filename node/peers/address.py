@@ -89,7 +89,10 @@ def check_address(
 
 
 def instance_at(address: str, known_by: Mapping[str, Any]) -> bytes:
-    """Return which start of a node answers there, empty if none does within TRY_S. `known_by` as above."""
+    """Return the instance id of the node at an address, empty if none answers within TRY_S.
+
+    `known_by` as above.
+    """
     try:
         return _instance_at(ClientConfig(address=address, **known_by))
     except KVStoreError:

@@ -21,8 +21,8 @@ TOKEN_NBYTES = 8
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
 # How long etcd keeps that a namespace was removed. Who was away for longer may have pages that nobody must see again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
-AHEAD_S_MAX = 3600.0  # a file's date on a file server may be another host's
-NUMBER_MAX = 1 << 63  # etcd's revision and a base, each less than half of it
+AHEAD_S_MAX = 3600.0  # tolerated: a file server, whose clock may be ahead, dates the file
+NUMBER_MAX = 1 << 63  # a view's number is etcd's revision plus a base, each below half of this
 
 
 class Identity:
@@ -63,7 +63,7 @@ class Identity:
                 f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of {cluster}; give another "
                 f"data_dir, or remove {self._path} if its pages are to move"
             )
-        # A copy from a backup is new for the file system: what the file says is older, then.
+        # A copy from a backup has a new modification time. The time in the file is the older one, then.
         age_s = time.time() - min(written_s, known.get("saved_s", written_s))
         if age_s > REMOVALS_KEPT_S:
             raise ConfigError(
@@ -72,8 +72,8 @@ class Identity:
             )
         if age_s < -AHEAD_S_MAX:
             raise ConfigError(
-                f"{self._path} was written {-age_s / 86400:.1f} days from now by this host's clock, so how long this "
-                f"node was away is not known; set the clock, or empty data_dir if it was ahead then"
+                f"{self._path} is dated {-age_s / 86400:.1f} days in the future by this host's clock, so it is "
+                f"unknown how long this node was away; correct the clock, or empty data_dir if it was ahead then"
             )
         return known
 
@@ -92,7 +92,7 @@ class Identity:
 
 
 def _are_numbers(known: dict[str, Any]) -> bool:
-    """Whether its numbers can be those of a view and of a time."""
+    """Return whether `applied` and `saved_s` are in range for a view's number and a time."""
     found = known.get("applied", 0), known.get("saved_s", 0)
     return all(isinstance(number, int) and 0 <= number < NUMBER_MAX for number in found)
 

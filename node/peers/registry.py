@@ -72,7 +72,7 @@ class Registry:
         removals: Removals,
         instance_at: Callable[[str], bytes],
     ) -> None:
-        """`instance_at`: which start of a node answers at an address, empty if none does."""
+        """`instance_at` returns the instance id of the node at an address, empty if none answers."""
         self._instance_at = instance_at
         self._etcd = etcd
         self._identity = identity
@@ -141,18 +141,20 @@ class Registry:
             log.error("what was removed meanwhile may come back at the next start: %s", error)
 
     def _read_all(self) -> bool:
-        """Whether etcd has lost what it had when this node was last a member. Then its numbers begin above that again:
-        otherwise this node would take each removal that comes for one that it knows."""
+        """Read the cluster from etcd. Return whether etcd has lost data since this node was last a member.
+
+        If so, raise etcd's base above the last number that this node applied, or it would skip new removals.
+        """
         anew, applied = False, self._identity.applied
         while True:
             self._settle()
             self._roster.reset(self._etcd.read(self._roster.prefix))
-            if self._number() >= applied or (anew and applied > BASE_MAX):  # such a number can not be had
+            if self._number() >= applied or (anew and applied > BASE_MAX):  # beyond BASE_MAX it can not be raised
                 return anew
             if not anew:
                 log.warning(
-                    "etcd has lost what it had of the cluster %s: what was removed before that while this node was "
-                    "away is not known; if a tenant was forgotten meanwhile, forget it again (kvstore forget)",
+                    "etcd has lost its data of the cluster %s, so removals that this node missed while it was away are "
+                    "unknown; if a tenant was forgotten meanwhile, forget it again (kvstore forget)",
                     self._identity.cluster,
                 )
             anew = True
@@ -295,12 +297,12 @@ class Registry:
         self._tell()
 
     def _is_own(self, mine: Entry | None) -> bool:
-        """Whether this node has written it: not a node on a copy of its data directory."""
+        """Return whether this node wrote its entry, and not a node with a copy of its data directory."""
         if mine is None or self._self is None:
             return False
         with contextlib.suppress(ConfigError):
             return parse_member(self._identity.member, mine.value).instance == self._self.instance
-        return True  # nobody can use it, and the next that is told replaces it
+        return True  # unreadable: nobody uses it, and the next registration replaces it
 
     def _remove(self) -> None:
         self._removals.work(self._etcd, self._roster)
@@ -353,8 +355,8 @@ class Registry:
                 return
             if there.revision:
                 other = parse_member(self._identity.member, there.value)
-                # A restart takes over. Who was registered does not, and nobody from a node that is alive.
-                again = self._membership.joining and not self._lives(other)
+                # A restart takes the entry over, a registered node does not. Nobody takes it from a live node.
+                again = self._membership.joining and not self._is_alive(other)
                 if other.token != own.token or (other.instance != own.instance and not again):
                     what = "a copy of this data directory" if other.token == own.token else "another node"
                     raise Taken(
@@ -363,8 +365,8 @@ class Registry:
                     )
             revision = there.revision
 
-    def _lives(self, other: Registered) -> bool:
-        """Whether that very start of a node answers: a copy of this directory is in use."""
+    def _is_alive(self, other: Registered) -> bool:
+        """Return whether that instance answers at its address, so that a copy of this directory is in use."""
         return self._instance_at(other.member.address).hex() == other.instance
 
     def _number(self) -> int:

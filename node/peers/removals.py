@@ -61,9 +61,11 @@ class Removals:
         self._closed = False
 
     def catch_up(self, removals: Sequence[Removal], number: int, anew: bool = False) -> None:
-        """At a start, before anybody is served. `anew`: numbers began anew while this node was away, so that they do
-        not tell which of the removals it has missed. Raises KVStoreError or OSError: then it is not done for
-        certain."""
+        """Apply missed removals at the start, before requests are served.
+
+        `anew`: etcd was reset while this node was away, so numbers do not tell which removals it missed, and
+        all are applied. On KVStoreError or OSError it is unknown how many were applied.
+        """
         missed = [some for some in removals if anew or some.number > self._identity.applied]
         for some in missed:
             self._remove(some.digest)

@@ -26,7 +26,7 @@ class NamespaceIndex:
     def __init__(self, value: Namespace, account: Account[Any], peer: str = "") -> None:
         self.value = value
         self.account = account
-        self.peer = peer  # who opened it; empty if it was restored from disk, or comes from another node
+        self.peer = peer  # the client that opened it; empty if restored from disk or opened by another node
         self.digest = value.digest
         self.page_nbytes = value.stored_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
@@ -76,7 +76,7 @@ class Namespaces:
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
         self.account_of: Callable[[str], Account[Any]]  # of a tenant, in the RAM tier that these are of
-        # Whose share a namespace counts to, by its tenant and by who opened it; empty: nobody's.
+        # The owner whose share a namespace counts to, by its tenant and the peer that opened it; empty: no owner.
         self.owner_of: Callable[[str, str], str] = lambda tenant, peer: peer
         self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
         self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
@@ -113,21 +113,27 @@ class Namespaces:
         return index, True
 
     def _claim(self, known: NamespaceIndex, peer: str) -> None:
-        """A namespace that was nobody's, or that another tenant opened to read it, counts to its owner when the owner
-        opens it. It is never refused: its pages are there."""
+        """Count a known namespace to its owner when the owner opens it.
+
+        It had no owner after a restart, or was opened by another tenant that reads it. It is never refused,
+        because its pages exist.
+        """
         tenants = self.owner_of(known.value.tenant, "")
         if peer and (self.owner_of(known.value.tenant, peer) == tenants if tenants else not known.peer):
             known.peer = peer
 
     def _make_room_of_owner(self, new: NamespaceIndex) -> None:
-        """Half for one owner. What counts to nobody (restored, or from other nodes, where tenants are not told apart)
-        leaves less to share: otherwise one peer that opens its half after each restart would soon have all."""
+        """Forget empty namespaces of the new one's owner, who may have half of the limit.
+
+        Namespaces without an owner (restored, or from other nodes, on a node without tenants) are subtracted
+        from the limit first. Otherwise a peer that opens its half after each restart would soon have all.
+        """
         owned: dict[str, list[NamespaceIndex]] = {}
         for index in self._by_digest.values():
             owned.setdefault(self.owner_of(index.value.tenant, index.peer), []).append(index)
-        nobodys = [index for index in owned.get("", ()) if not self._is_empty(index)]
-        count_max = max(0, self._count_max - len(nobodys))
-        nbytes_max = max(0, DESCRIPTIONS_NBYTES_MAX - sum(index.described_nbytes for index in nobodys))
+        unowned = [index for index in owned.get("", ()) if not self._is_empty(index)]
+        count_max = max(0, self._count_max - len(unowned))
+        nbytes_max = max(0, DESCRIPTIONS_NBYTES_MAX - sum(index.described_nbytes for index in unowned))
         owner = self.owner_of(new.value.tenant, new.peer)
         self._make_room(new, owned.get(owner, []), -(-count_max // 2), -(-nbytes_max // 2), f"of {owner}")
 

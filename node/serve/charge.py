@@ -1,36 +1,36 @@
-"""What one request costs its tenant's rate of bytes: what it moves, or what the node reads and hashes for it."""
+"""The cost of a request in its tenant's byte rate: bytes sent or received, or bytes read and hashed for it."""
 
 from collections.abc import Callable
 
 
 def _nothing(nbytes: int) -> None:
-    """Nobody is charged."""
+    """Charge nobody."""
 
 
 class Charge:
-    """Of one request. Charges the larger of two sums: page bytes moved, and page bytes worked on (read from disk,
-    fetched from another member, hashed). A whole page is read once and moved once, so a plain get costs its bytes.
+    """Charges one request the larger of two sums: page bytes transferred, and page bytes processed.
 
-    What is worked on is charged before the work: a request that then fails, or that has very short ranges, is no
-    cheaper. `take` is the tenant's rate, and may get into debt.
+    Processed means read from disk, fetched from another member, or hashed. A plain get reads a page once and
+    sends it once, so it costs the page's bytes. Processing is charged before it is done, so a request that
+    then fails, or has very short ranges, is no cheaper. `take` debits the tenant's rate, also below zero.
     """
 
-    __slots__ = ("_charged", "_moved", "_take", "_worked")
+    __slots__ = ("_charged", "_processed", "_take", "_transferred")
 
     def __init__(self, take: Callable[[int], None] = _nothing) -> None:
         self._take = take
-        self._moved = self._worked = self._charged = 0
+        self._transferred = self._processed = self._charged = 0
 
-    def works(self, nbytes: int) -> None:
-        self._worked += nbytes
+    def add_processed(self, nbytes: int) -> None:
+        self._processed += nbytes
         self._settle()
 
-    def moves(self, nbytes: int) -> None:
-        self._moved += nbytes
+    def add_transferred(self, nbytes: int) -> None:
+        self._transferred += nbytes
         self._settle()
 
     def _settle(self) -> None:
-        more = max(self._moved, self._worked) - self._charged
+        more = max(self._transferred, self._processed) - self._charged
         if more > 0:
             self._charged += more
             self._take(more)

@@ -42,7 +42,7 @@ class Content:
         sums, wanted_nbytes = {}, sum(nbytes for _, nbytes in ranges)
         for page in dict.fromkeys(pages):
             check()
-            charge.works(wanted_nbytes + _checked_nbytes(page, ranges))
+            charge.add_processed(wanted_nbytes + _checked_nbytes(page, ranges))
             if checksum := self.checksum(page, ranges):
                 sums[page] = checksum
         return sums
@@ -61,9 +61,9 @@ class Content:
 
 
 def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
-    """How many bytes are hashed to know that these ranges are intact: whole leaves, or the page if it has one only."""
+    """Return how many bytes are hashed to verify these ranges: whole leaves, or the page if it has only one."""
     if isinstance(page.namespace, Parts):
-        return 0  # while they were read from disk
+        return 0  # they were verified when they were read from disk
     page_nbytes = page.namespace.page_nbytes
     return hashed_nbytes(page_nbytes, ranges) if page.leaves else page_nbytes
 

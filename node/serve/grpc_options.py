@@ -14,8 +14,8 @@ STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait a
 STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
 METADATA_NBYTES_MAX = 8 << 10
 CONNECTIONS_MAX = 4096
-# Only messages as they are: unpacking is work and memory that a caller without a credential would have for nothing.
-# A call whose messages are compressed is refused by its head (UNIMPLEMENTED), by all releases since 1.62.3.
+# No compression: unpacking would spend time and memory on clients without a credential. All releases since 1.62.3
+# refuse a call with compressed messages by its headers (UNIMPLEMENTED).
 IDENTITY_ONLY = 1
 # The first release that stops unpacking at the limit of a message (found by sending it 60 MiB in 59 KiB). Older ones
 # unpack all, up to 2 GiB out of 2 MB, and then compare. 1.83.0 was released without that change.
@@ -31,7 +31,7 @@ def check_grpcio(version: str = grpc.__version__) -> None:
         return
     oldest, without = ".".join(map(str, GRPCIO_MIN)), ".".join(map(str, GRPCIO_WITHOUT[0]))
     raise ConfigError(
-        f"grpcio {version} unpacks compressed messages of strangers without a limit; a node needs grpcio {oldest} or "
+        f"grpcio {version} unpacks compressed messages without a size limit; a node needs grpcio {oldest} or "
         f"newer, not {without}: pip install 'grpcio>={oldest},!={without}'. Where an engine needs an older one, "
         "run the node in an environment of its own"
     )

@@ -1,23 +1,25 @@
-"""The `Host` of an HTTP request: what keeps a page of another site from reading an open node through a browser."""
+"""Check the `Host` header of HTTP requests, against DNS rebinding of a node without authentication."""
 
 import ipaddress
 from collections.abc import Collection, Iterable
 
-TWO_HOSTS = "a request has one Host"
-FOREIGN_HOST = (
-    "this node asks nobody who he is, and a page of another site could call it by that name: use its address, "
-    "a name without a dot, or the one that it has in its cluster"
+DUPLICATE_HOST = "a request must not have two Host headers"
+UNTRUSTED_HOST = (
+    "this node has no authentication and refuses a Host that another web site could point at it: use its address, "
+    "a name without a dot, or its name in the cluster"
 )
 
 
 def host_count(lines: Iterable[str]) -> int:
-    """Return how many of these header lines are a Host. Proxies do not agree on which of two counts."""
+    """Return how many of these header lines are a Host. Proxies disagree on which of two is valid."""
     return sum(line.partition(":")[0].strip().lower() == "host" for line in lines)
 
 
-def is_sure_host(host: str, own: Collection[str]) -> bool:
-    """Whether nobody else can have made a browser believe that this node is what it calls `host`: an address, a name
-    without a domain, or one of this node's own. Any other may be a stranger's, who has it point here."""
+def is_trusted_host(host: str, own: Collection[str]) -> bool:
+    """Return whether `host` can not be another site's name that was pointed at this node (DNS rebinding).
+
+    Trusted are addresses, names without a dot, and the node's own names.
+    """
     if host.startswith("["):
         return host.partition("]")[0][1:].count(":") > 1
     name = host.partition(":")[0]

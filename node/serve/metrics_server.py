@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvstore.errors import KVStoreError, Unauthenticated
 from node.serve.descriptors import OUT_OF_DESCRIPTORS, SpareDescriptor
-from node.serve.http_host import FOREIGN_HOST, TWO_HOSTS, host_count
+from node.serve.http_host import DUPLICATE_HOST, UNTRUSTED_HOST, host_count
 from node.serve.http_status import http_status
 from node.serve.limits import SCRAPE_S_MAX, SCRAPES_MAX, Place, Places, cap, peer_of
 from node.tls import Certificates, shown_by
@@ -93,10 +93,10 @@ class MetricsServer:
         serving: Callable[[], bool],
         certificates: Certificates | None = None,
         console: Console | None = None,
-        knows_host: Callable[[str], bool] = lambda host: True,
+        trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
         """`serving`: what /health tells. `certificates`: None: HTTP, and no HTTPS. `console`: None: there is none.
-        `knows_host`: whether a request with this Host may be answered."""
+        `trusts_host`: whether a request with this Host is answered."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -106,7 +106,7 @@ class MetricsServer:
         self._cached: dict[Hashable, tuple[float, bytes]] = {}  # by content type and scope: good until, answer
         self._certificates = certificates
         self._console = console
-        self._knows_host = knows_host
+        self._trusts_host = trusts_host
         self._places = Places(cap("scrapes", SCRAPES_MAX, "scrape less often"))
         self._spare = SpareDescriptor()
         self._poll = select.poll()  # which needs no descriptor
@@ -254,12 +254,12 @@ class MetricsServer:
         if method not in ("GET", "HEAD"):
             return _http("405 Method Not Allowed", "text/plain", b"GET or HEAD\n")
         if host_count(lines[1:]) > 1:
-            return _http("400 Bad Request", "text/plain", f"{TWO_HOSTS}\n".encode())
+            return _http("400 Bad Request", "text/plain", f"{DUPLICATE_HOST}\n".encode())
         named = (line.partition(":") for line in lines[1:])
         headers = {name.strip().lower(): value.strip() for name, colon, value in named if colon}
         # Every browser sends a Host; a probe that speaks HTTP/1.0 may send none.
-        if "host" in headers and not self._knows_host(headers["host"]):
-            return _http("403 Forbidden", "text/plain", f"{FOREIGN_HOST}\n".encode())
+        if "host" in headers and not self._trusts_host(headers["host"]):
+            return _http("403 Forbidden", "text/plain", f"{UNTRUSTED_HOST}\n".encode())
         if rest.partition(" ")[0] == HEALTH_PATH:
             return _health(self._serving())
         try:

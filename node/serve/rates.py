@@ -1,7 +1,7 @@
 """How many requests, and how many page bytes, a tenant may have in a second: buckets that fill steadily.
 
     requests   one is taken for each, and one more for every KEYS keys; none left: refused
-    bytes      what a request moves, or has read and hashed, is known when it has begun; in debt: refused
+    bytes      what a request transfers or processes (`Charge`) is known when it has begun; in debt: refused
 
 Both may be in debt, so that a batch of any size can be had, and is paid for before the next one.
 
@@ -55,7 +55,7 @@ class Rates:
                 bucket.left -= 1 + keys // KEYS
 
     def charge(self, tenant: str, nbytes: int) -> None:
-        """A request of this tenant costs so many page bytes (`node.serve.charge`)."""
+        """Debit a tenant's byte rate, also below zero (`node.serve.charge`)."""
         rate = self._quotas.of(tenant).nbytes_per_s
         if rate:
             with self._lock:

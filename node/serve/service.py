@@ -171,7 +171,7 @@ class Service:
         self.promises.begin(session, request, result)
         if self.recorder.on and not request.forwarded_by:
             self.recorder.note(request.namespace, hashes, stored=True)
-        session.put_charge.moves(len(result.pages) * page_nbytes)
+        session.put_charge.add_transferred(len(result.pages) * page_nbytes)
         verdicts: Any = result.verdicts
         offsets = [page.offset for page in result.pages]
         if session.maps_arena:
@@ -236,7 +236,7 @@ class Service:
             found = [page for page in found if page in sums]
         checksums = [sums[page] if ranges else page.checksum for page in found]
         reply = get_reply([page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s))
-        session.charge.moves(len(found) * wanted_nbytes)
+        session.charge.add_transferred(len(found) * wanted_nbytes)
         self.traffic.got(session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns)
         if session.maps_arena:
             reply.offsets.extend(offsets_of(found, ranges))

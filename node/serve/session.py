@@ -54,8 +54,8 @@ class Session:
         self._reserved_nbytes = 0  # taken from the budgets
         self._held_nbytes = 0
         self.tenant = ""  # of who holds them
-        self.charge = NO_CHARGE  # of the get at hand
-        self.put_charge = NO_CHARGE
+        self.charge = NO_CHARGE  # of the current get
+        self.put_charge = NO_CHARGE  # of the current put
         self.tier = RAM  # the farthest in which one of them was
         self.put_request = pb.PutRequest()  # of the reservation
         self.promised: list[bytes] = []  # of its pages, those that must be durable when it is committed
@@ -150,7 +150,7 @@ class Session:
             return acquired.pages
         self.tier = self._farthest(not_here)
         read = (page.namespace for page in [*(page for page, _ in acquired.loads), *acquired.fetched])
-        self.charge.works(sum(min(space.page_nbytes, space.slot_nbytes) for space in read))
+        self.charge.add_processed(sum(min(space.page_nbytes, space.slot_nbytes) for space in read))
         with self._loading(acquired):
             pages = self._load(acquired, fetching)
         if acquired.fetched:  # they came in any order: the chain's end must go before its head

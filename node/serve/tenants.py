@@ -56,7 +56,7 @@ class Tenants:
             self.rates.take(principal.tenant, len(getattr(request, "prefix_hashes", ())))
 
     def charge(self, principal: Principal) -> Charge:
-        """For a request of his that moves page bytes, or has them read or hashed."""
+        """Return the charge for one request of this identity."""
         return NO_CHARGE if principal.tenant == ALL else Charge(partial(self.rates.charge, principal.tenant))
 
     # ---- what is held in shared memory ---------------------------------------------------

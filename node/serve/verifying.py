@@ -13,7 +13,7 @@ _HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
 
 
 class Verifying:
-    """Thread-safe. Reads what is in RAM where it is and what is on disk beside it: verifying evicts nobody."""
+    """Verifies pages in place: reading a copy on disk evicts nothing from RAM. Thread-safe."""
 
     def __init__(self, tier: RamTier, content: Content, durability: Durability) -> None:
         self._tier = tier
@@ -24,8 +24,10 @@ class Verifying:
     def verify(
         self, digest: bytes, prefix_hashes: Sequence[bytes], charge: Charge, check: Callable[[], None]
     ) -> pb.VerifyReply:
-        """Says what it knows; a page that could not be read is an error, not absent. `check` may raise between two
-        pages."""
+        """Return the state of each page. A page that can not be read is an error, not absent.
+
+        `check` is called before each page and may raise.
+        """
         good = []
         for prefix_hash in prefix_hashes:
             check()
@@ -34,11 +36,11 @@ class Verifying:
         return pb.VerifyReply(intact=good.count(True), dropped=good.count(False), absent=good.count(None), pages=pages)
 
     def _verified(self, digest: bytes, prefix_hash: bytes, charge: Charge) -> bool | None:
-        """Whether all copies of a page are intact; None if there is none. Bad ones are dropped."""
+        """Return whether all copies of a page are intact, None if there is none. Drop bad ones."""
         page_nbytes, in_ram = self._tier.namespace(digest).page_nbytes, None
         with self._inventory.inspected(digest, prefix_hash) as page:
             if page is not None:
-                charge.works(page_nbytes)
+                charge.add_processed(page_nbytes)
                 in_ram = self._content.intact(page)
-        on_disk = self._durability.verify(digest, prefix_hash, lambda: charge.works(page_nbytes))
+        on_disk = self._durability.verify(digest, prefix_hash, lambda: charge.add_processed(page_nbytes))
         return on_disk if in_ram is None else in_ram and on_disk is not False

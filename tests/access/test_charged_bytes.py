@@ -237,9 +237,9 @@ def test_a_charge_is_the_larger_of_what_is_moved_and_worked_on() -> None:
     for _ in range(100):
         nbytes = randomly.randrange(100)
         if randomly.random() < 0.5:
-            charge.moves(nbytes)
+            charge.add_transferred(nbytes)
             moved += nbytes
         else:
-            charge.works(nbytes)
+            charge.add_processed(nbytes)
             worked += nbytes
         assert taken[0] == max(moved, worked)

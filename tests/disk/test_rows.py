@@ -60,7 +60,7 @@ def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
 )
 def test_a_row_of_the_future_counts_as_one_whose_time_is_over(expiry_s: int, ahead_s: int, is_over: bool) -> None:
     ours = row(7)._replace(expiry_s=expiry_s)
-    assert ours.is_over(ours.stored_s - ahead_s) == is_over
+    assert ours.is_expired(ours.stored_s - ahead_s) == is_over
 
 
 def test_a_row_is_what_the_format_says() -> None:

@@ -215,7 +215,7 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(tmp_path: Path, monke
     first, last = probed("GPU", name, [], LONG_S, "another Python")
     assert first.state is State.OK
     assert (last.state, last.remedy) == (State.WARN, "another Python")
-    assert "all of this was found" in last.found
+    assert "the checks completed" in last.found
     assert "SIGSEGV" in last.found
 
 

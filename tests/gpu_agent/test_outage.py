@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from gpu_agent.outage import OUTAGES_S, Outage, start_without
+from gpu_agent.outage import OUTAGES_S, Outage, startup_warning
 from kvstore import (
     ConfigError,
     DeadlineExceeded,
@@ -126,6 +126,6 @@ def test_a_reader_whose_saves_are_refused_is_served_all_the_same(caplog: pytest.
 
 
 def test_a_start_without_the_store_says_whether_it_was_refused() -> None:
-    assert start_without(Unavailable("x")) == "the store does not answer yet, the engine starts without it: x"
+    assert startup_warning(Unavailable("x")) == "the store does not answer yet, the engine starts without it: x"
     for error in (Unauthenticated("x"), Forbidden("x"), ConfigError("x")):
-        assert start_without(error) == "the store refuses this engine, which starts without it: x"
+        assert startup_warning(error) == "the store refuses this engine, which starts without it: x"

@@ -252,7 +252,7 @@ def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_
     rank.loads_ended()
     assert rank.counted
     counts = rank.take_counts()
-    assert (counts.agents_ready, counts.agents_ready_seconds) == (1, pytest.approx(12.5))
+    assert (counts.agent_startups, counts.agent_startup_seconds) == (1, pytest.approx(12.5))
     rank.loads_ended()
     assert not rank.counted
 

@@ -148,10 +148,10 @@ def test_a_configured_tenant_that_the_tokens_is_not_is_refused_with_both_names(
     monkeypatch.setenv("KVSTORE_TENANT", "team-b")
     with Client() as other:
         assert (other.tenant, read_options({}).identity.tenant) == ("team-b", "team-b")
-        with pytest.raises(Forbidden, match=f"is of tenant {TENANT} and this namespace of tenant 'team-b'") as refused:
+        with pytest.raises(Forbidden, match=f"belongs to tenant {TENANT}, the namespace to tenant 'team-b'") as refused:
             other.lookup(Namespace("m", opaque_layout(4096), tenant=other.tenant), [KEY])
     # The two remedies that it names work.
-    assert f"set KVSTORE_TENANT={TENANT} or leave it out" in str(refused.value)
+    assert f"set KVSTORE_TENANT={TENANT} or unset it" in str(refused.value)
     monkeypatch.setenv("KVSTORE_TENANT", TENANT)
     with Client() as told:
         assert told.lookup(Namespace("m", opaque_layout(4096), tenant=told.tenant), [KEY]).prefix_pages == 0

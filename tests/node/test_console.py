@@ -18,7 +18,7 @@ from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, json
 from node.console.files import NAMES
 from node.peers.address import with_port
 from node.serve import metrics_server
-from node.serve.http_host import is_sure_host
+from node.serve.http_host import is_trusted_host
 from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX
 from node.server import Node
 
@@ -70,9 +70,9 @@ def test_a_name_that_a_stranger_may_own_is_not_believed(node: Node) -> None:
     assert visit(node, "/console/act", {"act": "flush"}, Host="rebound.example.com")[0] == 403
     for host in ("127.0.0.1:7442", "localhost", "node:7442", "[::1]:7442", "10.0.0.7"):
         assert visit(node, "/console/", Host=host)[0] == 200, host
-    assert is_sure_host("node7.example.com:7442", ["node7.example.com"])
-    assert not is_sure_host("", [])
-    assert not is_sure_host("[evil.example.com]", [])
+    assert is_trusted_host("node7.example.com:7442", ["node7.example.com"])
+    assert not is_trusted_host("", [])
+    assert not is_trusted_host("[evil.example.com]", [])
 
 
 def test_what_is_too_long_is_refused(node: Node) -> None:

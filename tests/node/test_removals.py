@@ -155,7 +155,7 @@ def test_member_whose_clock_was_set_back_is_refused(tmp_path: Path, monkeypatch:
     Identity(str(tmp_path), "fleet", "").save(7)
     earlier = (tmp_path / "member.json").stat().st_mtime - 2 * 86400
     monkeypatch.setattr("time.time", lambda: earlier)
-    with pytest.raises(ConfigError, match=r"was written 2\.0 days from now .*set the clock"):
+    with pytest.raises(ConfigError, match=r"is dated 2\.0 days in the future .*correct the clock"):
         Identity(str(tmp_path), "fleet", "")
 
 

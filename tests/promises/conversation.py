@@ -20,6 +20,23 @@ SPACE = Namespace(
 KEYS = prefix_hashes(range(32), 16)
 PAGES = [bytes((i * 7 + number) % 251 for i in range(SPACE.layout.page_nbytes)) for number in range(2)]
 
+# What differs from node to node and from moment to moment.
+OF_THE_MOMENT = {
+    *("version", "instance_id", "bulk_port", "metrics_port", "shm_socket", "protocol_version", "pid", "rss_nbytes"),
+    *(
+        "uptime_ms",
+        "age_ms",
+        "idle_ms",
+        "ttl_ms",
+        "ttls_ms",
+        "pin_ttl_ms",
+        "message",
+        "huge_nbytes",
+        "session_count",
+        "offsets",
+    ),
+}
+
 
 class Exchange(NamedTuple):
     """`request`: frames of a client, without the pages' bytes, which follow if it has `data`; `reply`: header of the
@@ -87,3 +104,23 @@ class Caller:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def unlike(was: Any, now: Any, path: str = "") -> list[str]:
+    """Fields that a node of then told, and that are told otherwise today; more may be told."""
+    found: list[str] = []
+    for field, value in was.ListFields():
+        place, other = f"{path}.{field.name}", getattr(now, field.name)
+        if field.name in OF_THE_MOMENT:
+            continue
+        if not hasattr(value, "ListFields") and not (
+            hasattr(value, "append") and value and hasattr(value[0], "ListFields")
+        ):
+            found += [] if value == other else [f"{place}: {value!r} / {other!r}"]
+        elif hasattr(value, "ListFields"):
+            found += unlike(value, other, place)
+        elif len(value) != len(other):
+            found.append(f"{place}: {len(value)} / {len(other)}")
+        else:
+            found += [line for one, two in zip(value, other, strict=True) for line in unlike(one, two, f"{place}[]")]
+    return found

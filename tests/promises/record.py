@@ -1,7 +1,7 @@
 """Records what is promised: `make golden` the names, by hand the rest.
 
 python tests/promises/record.py names          golden/names: what is new is promised, what is gone is not any more
-python tests/promises/record.py conversation   golden/protocol-N.json: when PROTOCOL_VERSION was raised
+python tests/promises/record.py conversation   golden/protocol-N.json, wires-N.json: when PROTOCOL_VERSION was raised
 python tests/promises/record.py data-dir       golden/data-dir-N*.tar.gz: when FORMAT_VERSION was raised
 """
 
@@ -18,6 +18,7 @@ from conversation import Caller, requests
 from directory import KEY, KEYS, LARGE, LONG_S, PAGES, SETTINGS, SPACE
 from surface import LISTS
 from told import SMALL, told
+from wires import recorded
 
 from kvstore import Client, ClientConfig, Keep
 from kvstore.config import PROTOCOL_VERSION
@@ -47,6 +48,7 @@ def conversation() -> None:
             said[name] = {"request": request.hex(), "data": data, "reply": reply.hex()}
         caller.close()
     _write(GOLDEN / f"protocol-{PROTOCOL_VERSION}.json", said)
+    _write(GOLDEN / f"wires-{PROTOCOL_VERSION}.json", recorded())
 
 
 def data_dir() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from conversation import FIXED, KEYS, PAGES, SPACE, Caller
+from conversation import FIXED, KEYS, PAGES, SPACE, Caller, unlike
 from told import SMALL
 
 from kvstore import Client, ClientConfig, PutOutcome
@@ -25,37 +25,12 @@ VERSION = 4  # of the recording
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / f"protocol-{VERSION}.json").read_text())
 ORDER = ("hello", "unknown", "open", "miss", "put", "commit", "put again", "lookup", "get", "ranges", "stat", "verify")
 ORDER += ("pin", "unpin", "list", "namespaces", "status", "sweep", "remove", "remove all")
-# What differs from node to node and from moment to moment.
-OF_THE_MOMENT = {
-    *("version", "instance_id", "bulk_port", "metrics_port", "shm_socket", "protocol_version", "pid", "rss_nbytes"),
-    *("uptime_ms", "age_ms", "idle_ms", "ttl_ms", "ttls_ms", "pin_ttl_ms", "message", "huge_nbytes", "session_count"),
-}
 
 pytestmark = pytest.mark.skipif(not speaks(VERSION), reason=f"protocol {VERSION} is not spoken any more")
 
 
 def reply(name: str) -> pb.BulkReply:
     return pb.BulkReply.FromString(bytes.fromhex(RECORDED[name]["reply"]))
-
-
-def unlike(was: Any, now: Any, path: str = "") -> list[str]:
-    """Fields that a node of then told, and that are told otherwise today; more may be told."""
-    found: list[str] = []
-    for field, value in was.ListFields():
-        place, other = f"{path}.{field.name}", getattr(now, field.name)
-        if field.name in OF_THE_MOMENT:
-            continue
-        if not hasattr(value, "ListFields") and not (
-            hasattr(value, "append") and value and hasattr(value[0], "ListFields")
-        ):
-            found += [] if value == other else [f"{place}: {value!r} / {other!r}"]
-        elif hasattr(value, "ListFields"):
-            found += unlike(value, other, place)
-        elif len(value) != len(other):
-            found.append(f"{place}: {len(value)} / {len(other)}")
-        else:
-            found += [line for one, two in zip(value, other, strict=True) for line in unlike(one, two, f"{place}[]")]
-    return found
 
 
 def test_a_client_of_then_is_answered_as_it_was() -> None:

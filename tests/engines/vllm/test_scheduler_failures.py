@@ -389,6 +389,6 @@ def test_an_engine_whose_configuration_names_load_is_refused_with_the_reason_and
     from kvstore.errors import ConfigError
 
     with pytest.raises(
-        ConfigError, match=r"option load='\w+' is gone: remove it; .* asynchronous.*failed load.*stored"
+        ConfigError, match=r"option load='\w+' was removed: delete it; .* asynchronous.*failed load.*stored"
     ):
         make(store={"load": value})
