@@ -359,10 +359,8 @@ class Registry:
                 again = self._membership.joining and not self._is_alive(other)
                 if other.token != own.token or (other.instance != own.instance and not again):
                     what = "a copy of this data directory" if other.token == own.token else "another node"
-                    raise Taken(
-                        f"the id {self._identity.member} in the cluster {self._identity.cluster} is that of {what}, at "
-                        f"{other.member.address}"
-                    )
+                    id_here = f"the id {self._identity.member} in the cluster {self._identity.cluster}"
+                    raise Taken(f"{id_here} is that of {what}, at {other.member.address}")
             revision = there.revision
 
     def _is_alive(self, other: Registered) -> bool:

@@ -156,7 +156,7 @@ def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
     data, said = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
     one = fleet("n1", data_dir=str(data), **DISK)
     copied(data, tmp_path / "copy")
-    monkeypatch.setattr("node.peers.registry.Registry._lives", lambda *_: False)
+    monkeypatch.setattr("node.peers.registry.Registry._is_alive", lambda *_: False)
     twin = fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
     wait_until(lambda: said.format(twin.grpc.port) in one.peers.status().registry)
     assert twin.peers.status().registry == "etcd"
