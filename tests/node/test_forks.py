@@ -12,7 +12,7 @@ import pytest
 from kvstore.measure.node_process import NodeProcess
 
 FORKING = Path(__file__).parent.parent / "common" / "fork_calls.py"
-FORKS = int(os.environ.get("FORKS", "8"))
+FORKS = int(os.environ.get("FORKS", "20"))
 
 
 def begin(node: NodeProcess, wire: str, forks: int) -> "subprocess.Popen[str]":

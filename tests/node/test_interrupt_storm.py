@@ -18,7 +18,7 @@ from node.server import Node
 STORM = Path(__file__).parent.parent / "common" / "interrupt_storm.py"
 SEEDS = int(os.environ.get("SEEDS", "1"))
 # Without what `kvstore.sync` is for, each of ten runs of each wire failed before its 2,000th interrupt.
-INTERRUPTS = int(os.environ.get("INTERRUPTS", "600"))
+INTERRUPTS = int(os.environ.get("INTERRUPTS", "1500"))
 LARGE = 64 << 10  # pages of many chunks: most interrupts come while bytes move
 
 
