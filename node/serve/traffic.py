@@ -22,8 +22,12 @@ from node.serve.slow import SLOW_NS, SlowCalls
 BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 
-# Requests of the schema. Health, reflection and views last as long as somebody listens.
-TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type)
+# Requests of the schema. Views are followed as long as somebody listens; gateways ask the others on their own account.
+TIMED = frozenset(field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type) - {
+    "follow",
+    "admit",
+    "on_behalf",
+}
 
 RAM, DISK, PEER = "ram", "disk", "peer"
 _FROM = {DISK: "the disk", PEER: "another member"}
