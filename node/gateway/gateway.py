@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import socket
 from typing import Any
 
@@ -13,13 +12,13 @@ import grpc
 from kvstore.errors import ConfigError
 from node.gateway.control import BEAT_S, LINE_NBYTES_MAX, line, pems_of, view_of
 from node.gateway.health import NodeState
+from node.gateway.memory import rss_nbytes
 from node.gateway.options import check_grpcio, server_credentials, server_options, stopped
 from node.gateway.server import Servicer
 
 log = logging.getLogger(__name__)
 
 STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
-_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Gateway:
@@ -33,6 +32,10 @@ class Gateway:
         self._server: Any = None
         self._serving = False
 
+    def close(self) -> None:
+        self._control.close()
+        self._door.close()
+
     async def run(self) -> None:
         """Until the node says so, or is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._control, limit=LINE_NBYTES_MAX)
@@ -40,7 +43,7 @@ class Gateway:
         if not first:
             return
         settings = json.loads(first)["settings"]
-        self._servicer = Servicer(self._door, self._state, settings["threads"], settings["stall_s"])
+        self.servicer = Servicer(self._door, self._state, settings["threads"], settings["stall_s"])
         try:
             port = await self._bind(settings)
         except ConfigError as error:
@@ -58,13 +61,13 @@ class Gateway:
             pass  # the node is gone
         finally:
             beats.cancel()
-            self._servicer.upstream.close()
+            self.servicer.upstream.close()
             self._writer.close()
 
     async def _bind(self, settings: dict[str, Any]) -> int:
         check_grpcio()
         self._server = grpc.aio.server(options=server_options(settings["connections_max"]))
-        self._server.add_generic_rpc_handlers(self._servicer.handlers())
+        self._server.add_generic_rpc_handlers(self.servicer.handlers())
         host, port = settings["host"], settings["port"]
         where = f"{'[' + host + ']' if ':' in host else host}:{port}"
         if settings["pems"] is None:
@@ -89,8 +92,8 @@ class Gateway:
 
     async def _stop(self, drain_s: float) -> None:
         """Running calls have `drain_s`, then they are cancelled; one that does not notice is left behind."""
-        self._servicer.end_idle()
-        stopping = stopped(self._server, drain_s, lambda: self._servicer.call_count)
+        self.servicer.end_idle()
+        stopping = stopped(self._server, drain_s, lambda: self.servicer.call_count)
         with contextlib.suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(stopping, drain_s + STOP_S_MAX)
         log.warning("grpc: calls that were cancelled have not ended after %g s", STOP_S_MAX)
@@ -100,31 +103,24 @@ class Gateway:
             self._tell(
                 beat={
                     "rss_nbytes": rss_nbytes(),
-                    "calls": self._servicer.call_count,
-                    "node_connections": self._servicer.upstream.count,
+                    "calls": self.servicer.call_count,
+                    "node_connections": self.servicer.upstream.count,
                 }
             )
             await asyncio.sleep(BEAT_S)
-            self._servicer.upstream.trim()
+            self.servicer.upstream.trim()
             self._state.look()
 
     def _tell(self, **message: Any) -> None:
         self._writer.write(line(message))
 
 
-def rss_nbytes() -> int:
-    """Memory that this process has."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * _PAGE_NBYTES
-
-
-def serve(control: socket.socket, door: socket.socket) -> None:
+def serve(gateway: Gateway) -> None:
     """Run a gateway in this thread until its end."""
     loop = asyncio.new_event_loop()
     try:
-        loop.run_until_complete(Gateway(control, door).run())
+        loop.run_until_complete(gateway.run())
         loop.run_until_complete(asyncio.sleep(0))  # what was written last goes out
     finally:
-        control.close()
-        door.close()
+        gateway.close()
         loop.close()

@@ -1,6 +1,7 @@
 """`kvstore-gateway`: a process that serves gRPC for its node, which starts it, watches it and starts it anew.
 
 It has two sockets to the node and the node's certificate, and nothing else: no page memory, no disk, no identities.
+What it has no need of it gives up at its start (`node.gateway.sandbox`).
 """
 
 import argparse
@@ -13,8 +14,12 @@ import threading
 import time
 
 from kvstore.log_rate import LogRate
-from node.gateway.gateway import rss_nbytes, serve
+from node.gateway import sandbox
+from node.gateway.gateway import Gateway, serve
+from node.gateway.memory import rss_nbytes
 from node.log_lines import formatter
+
+log = logging.getLogger(__name__)
 
 EXIT_MEMORY = 86  # it had more memory than it may
 WATCH_S = 0.02
@@ -35,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("kvstore-gateway", description="Serves gRPC for a node, which starts it.")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--door-fd", type=int, required=True, help="inherited from kvstore-node")
+    parser.add_argument("--port", type=int, required=True, help="on which it listens")
     parser.add_argument("--memory-bytes", type=int, required=True, help="it ends if it has more")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
@@ -47,9 +53,14 @@ def main() -> None:
     logging.basicConfig(level=arguments.log_level, handlers=[handler])
     _yield_memory_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
+    rss_nbytes()  # opens what is read there
+    try:
+        sandbox.enter(arguments.port)
+    except OSError as error:
+        log.warning("the gateway keeps all rights of its user: %s", error)
     threading.Thread(target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True).start()
     sockets = [socket.socket(fileno=fd) for fd in (arguments.control_fd, arguments.door_fd)]
-    serve(*sockets)
+    serve(Gateway(*sockets))
     logging.shutdown()
     os._exit(0)  # whatever gRPC's threads do
 
@@ -59,7 +70,7 @@ def _yield_memory_first() -> None:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write(OOM_SCORE)
     except OSError as error:
-        logging.getLogger(__name__).info("the kernel may end the node before its gateway: %s", error)
+        log.info("the kernel may end the node before its gateway: %s", error)
 
 
 if __name__ == "__main__":

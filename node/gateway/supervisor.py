@@ -36,7 +36,7 @@ log.addFilter(LogRate())
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["KVStore"].full_name  # of the health service
 DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
 READY_S_MAX = 30.0  # a start
-SILENT_S_MAX = 10.0  # a gateway that says nothing for so long hangs, and is ended
+SILENT_S_MAX = 5.0  # a gateway that says nothing for so long hangs, and is ended
 LEAVE_S = 1.0  # to end after it was told to
 PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while they end within STREAK_S
 STREAK_S = 60.0
@@ -59,13 +59,13 @@ class Runner(Protocol):
 
 
 class _Process:
-    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig) -> None:
+    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, port: int) -> None:
         fds = (control.fileno(), door.fileno())
         environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         environment["PYTHONSAFEPATH"] = "1"
         command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
-        command += ["--memory-bytes", str(config.grpc_nbytes)]
+        command += ["--port", str(port), "--memory-bytes", str(config.grpc_nbytes)]
         command += ["--log-level", config.log_level, "--log-format", config.log_format]
         self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
         self.pid = self._process.pid
@@ -84,12 +84,12 @@ class _Process:
 class _Thread:
     """In the node's own process: nothing ends it but its node."""
 
-    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig) -> None:
-        from node.gateway.gateway import serve
+    def __init__(self, control: socket.socket, door: socket.socket) -> None:
+        from node.gateway.gateway import Gateway, serve
 
         self.pid = os.getpid()
-        mine = control.dup(), door.dup()
-        self._thread = threading.Thread(target=serve, args=mine, name="grpc", daemon=True)
+        self.gateway = Gateway(control.dup(), door.dup())
+        self._thread = threading.Thread(target=serve, args=(self.gateway,), name="grpc", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> str | None:
@@ -118,7 +118,9 @@ class Gateways:
         self.embedded = embedded
         self.host = config.grpc_host or config.host
         self._reserved = None if self.host == "none" else _reserved(self.host, config.port)
-        self.port: int = self._reserved.getsockname()[1] if self._reserved else 0  # 0: there is no gRPC
+        bound = self._reserved.getsockname() if self._reserved else ("", 0)
+        self._numeric_host: str = bound[0]
+        self.port: int = bound[1]  # 0: there is no gRPC
         self.calls = GatewayCalls(service, config.grpc_threads)
         self._lock = threading.RLock()  # around a change and its telling, so that what is told last is so
         self._health = {"": False, SERVICE_NAME: False}
@@ -135,7 +137,9 @@ class Gateways:
     # ---- what gateways need --------------------------------------------------------------
 
     def run(self, control: socket.socket, door: socket.socket) -> Runner:
-        return (_Thread if self.embedded else _Process)(control, door, self._config)
+        if self.embedded:
+            return _Thread(control, door)
+        return _Process(control, door, self._config, self.port)
 
     def open_door(self, name: str, door: socket.socket) -> GatewayDoor:
         return GatewayDoor(name, door, self._service, self.calls, self._config.stall_s)
@@ -148,7 +152,7 @@ class Gateways:
     def settings(self) -> dict[str, Any]:
         config = self._config
         return {
-            "host": self.host,
+            "host": self._numeric_host,
             "port": self.port,
             "threads": config.grpc_threads,
             "stall_s": config.stall_s,
@@ -250,6 +254,7 @@ class _Gateway:
         self._house = house
         self.ready = threading.Event()
         self.failed = ""
+        self._was_ready = False  # ever
         self._control: Control | None = None
         self._runner: Runner | None = None
         self._pems: Pems | None = None
@@ -291,17 +296,20 @@ class _Gateway:
             except OSError as error:  # no process or descriptor can be had
                 why = str(error)
             self.ready.clear()
-            if self._house.stopping:
-                return
-            self._house.ends[why] += 1
-            now = time.monotonic()
-            self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
-            pause_s = min(PAUSE_S_MAX, PAUSE_S * 2 ** (len(self._recent) - 1))
-            log.warning(
-                "%s has ended (%s), %d times in the last %g s; gRPC is back in %g s",
-                self.name, why, len(self._recent), STREAK_S, pause_s,
-            )  # fmt: skip
-            self._house.pause(pause_s)
+            self._ended(why)
+
+    def _ended(self, why: str) -> None:
+        """Counts and tells, and waits before the next life."""
+        if self._house.stopping:
+            return
+        if not self._was_ready:
+            self.failed = self.failed or f"it ends at once ({why})"
+        self._house.ends[why] += 1
+        now = time.monotonic()
+        self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
+        count, pause_s = len(self._recent), min(PAUSE_S_MAX, PAUSE_S * 2 ** (len(self._recent) - 1))
+        log.warning("%s has ended (%s), %d times in %g s; it is back in %g s", self.name, why, count, STREAK_S, pause_s)
+        self._house.pause(pause_s)
 
     def _live(self) -> str:
         """One life. Returns why it ended."""
@@ -335,20 +343,21 @@ class _Gateway:
                 heard_s = now
                 self._hear(message)
             if now - heard_s > SILENT_S_MAX:
-                log.warning("%s has said nothing for %g s", self.name, SILENT_S_MAX)
-                break
+                runner.kill()
+                runner.wait(LEAVE_S)
+                return "hung"
             if now - beat_s >= BEAT_S:
                 beat_s = now
                 self.tell(beat=1)
-        why = runner.wait(LEAVE_S)
+        why = runner.wait(LEAVE_S)  # it has closed its end
         if why is None:
             runner.kill()
             runner.wait(LEAVE_S)
-            why = "hung"
-        return why
+        return why or "hung"
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "ready" in message:
+            self._was_ready = True
             self._house.brief(self)
         if "beat" in message:
             self._beat = message["beat"]
@@ -356,15 +365,14 @@ class _Gateway:
 
 
 def _reserved(host: str, port: int) -> socket.socket:
-    """A socket that has the port and does not listen, so that gateways can share it, and other nodes can not have it."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    sock = socket.socket(family, kind, protocol)
+    """A socket that has the port and does not listen: gateways can share it, and other nodes can not have it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)  # refused while anybody has it
+        sock.bind((host, port))  # refused while anybody has it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # from now on it can be shared with this user's
     except OSError as error:
         sock.close()
