@@ -30,13 +30,6 @@ _ABSTRACT_SOCKETS, _SIGNALS = 1 << 0, 1 << 1  # of others, from version 6 on
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 # What gRPC, the C library and the time in log lines look at.
 _SYSTEM = ("/dev/urandom", "/dev/null", "/sys/devices/system/cpu", "/proc/self", "/etc/localtime")
-    "/dev/urandom",
-    "/dev/null",
-    "/sys/devices/system/cpu",
-    "/proc/self",
-    "/etc/localtime",
-    "/usr/share/zoneinfo",
-)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -17,6 +17,7 @@ from kvstore.errors import Exhausted, Unavailable
 from kvstore.messages import chunk_frame, delimited, field_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
+from node.serve.limits import REQUEST_NBYTES_FREE
 
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins
@@ -72,7 +73,7 @@ class NodeConnection:
     async def begin(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> tuple[memoryview, int]:
         """As `exchange`, for a call that goes on. Return also how many page bytes follow the reply."""
         header = delimited(_REQUEST[op], request)
-        if trace:
+        if trace and len(request) <= REQUEST_NBYTES_FREE:  # a large request is one field and nothing else
             header += delimited(_REQUEST["trace"], trace)
         frame = b"".join((self.unsent, pack_fixed(len(header), 0), header))
         self.unsent, self.clean = b"", False

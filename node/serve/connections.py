@@ -244,10 +244,7 @@ class Connection(abc.ABC):
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""
         if header_nbytes > REQUEST_NBYTES_FREE:
-            self._took(self.service.forms.take(self.peer, header_nbytes))
-
-    def _took(self, nbytes: int) -> None:
-        self._request_nbytes += nbytes
+            self._request_nbytes += self.service.forms.take(self.peer, header_nbytes)
 
     def _give_back(self) -> None:
         if self._request_nbytes:
@@ -261,7 +258,7 @@ class Connection(abc.ABC):
         try:
             if len(header) > REQUEST_NBYTES_FREE:
                 op, data = inside(header)
-                return op, self.service.forms.parsed(op, data, self.peer, self._took)
+                return op, self.service.forms.parsed(op, data, self.peer)
             message = pb.BulkRequest.FromString(header)
         except DecodeError as error:
             raise ProtocolError("a request that is not a BulkRequest message") from error
