@@ -50,7 +50,7 @@ class Call:
     def on_behalf(self) -> bytes:
         """Who calls, as the node is told: address, the header `authorization`, the certificate's names."""
         values = (value for name, value in self.context.invocation_metadata() or () if name == "authorization")
-        return on_behalf_of(self.address, str(next(values, "")), _certificate_names(self.context.auth_context()))
+        return on_behalf_of(self.address, str(next(values, "")), certificate_names(self.context.auth_context()))
 
     @property
     def trace(self) -> bytes:
@@ -134,7 +134,7 @@ def _address(name: str) -> str:
     return address if kind in ("ipv4", "ipv6") else ""
 
 
-def _certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
+def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
     """Names in the certificate that a call's connection has shown: its first common name, then all its alternative
     names. None: it showed none. Python gets each name as far as its first NUL: a certificate that has one names
     nobody."""

@@ -296,14 +296,15 @@ class _Gateway:
             except OSError as error:  # no process or descriptor can be had
                 why = str(error)
             self.ready.clear()
+            if not self._was_ready:  # the node's start fails with it
+                self.failed = self.failed or f"it ends at once ({why})"
+                return
             self._ended(why)
 
     def _ended(self, why: str) -> None:
         """Counts and tells, and waits before the next life."""
         if self._house.stopping:
             return
-        if not self._was_ready:
-            self.failed = self.failed or f"it ends at once ({why})"
         self._house.ends[why] += 1
         now = time.monotonic()
         self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]

@@ -8,6 +8,7 @@ the credential that it forwards, and counts to that caller's share of everything
 """
 
 import contextlib
+import logging
 import select
 import socket
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from node.serve.doors import DESCRIPTORS_LEFT_MIN, ConnectionServer
 from node.serve.limits import REQUEST_NBYTES_FREE, Budget, cap, peer_of
 from node.serve.service import Service
 from node.serve.session import Session
+
+log = logging.getLogger(__name__)
 
 WIRE = "grpc"
 ADMITTED = ("follow", "reflection")  # calls that a gateway answers by itself
@@ -153,6 +156,7 @@ class GatewayConnection(BulkConnection):
         except ProtocolError as error:
             if payload_nbytes:
                 raise
+            log.info("grpc: a call of %s is refused: its request is no message of the schema", self.peer)
             raise InvalidRequest("a request that is no message of the schema") from error
 
     def transfer(self, session: Session | None, op: str, request: Any) -> bool:
