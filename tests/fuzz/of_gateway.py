@@ -1,4 +1,4 @@
-"""Frames of a gateway: should strangers have taken one over, it gains only what those have whose tokens it was given."""
+"""Frames of a gateway: who controls one has only the rights of those whose tokens it was given."""
 
 import contextlib
 import os

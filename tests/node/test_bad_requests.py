@@ -147,15 +147,6 @@ CASES = [
     pytest.param("get", get_of((9, 9), (0, 10)), InvalidRequest, "range 0.10 overlaps", id="overlaps out of order"),
     pytest.param("get", get_of(*[(0, 4096)] * 257), InvalidRequest, "overlaps", id="the same range again"),
     pytest.param("get", get_of(*[(0, 1)] * 4097), InvalidRequest, "4097 ranges in one get, at most 4096", id="ranges"),
-    pytest.param(
-        "get",
-        lambda digest: pb.GetRequest(
-            namespace=digest, prefix_hashes=[KEY] * 17, ranges=[pb.ByteRange(offset=0, nbytes=1)] * 4096
-        ),
-        InvalidRequest,
-        "more than 65536 pieces",
-        id="too many pieces",
-    ),
     pytest.param("pin", pin_of(0), InvalidRequest, r"ttl_ms 0 is not in 1\.\.604800000", id="pin for no time"),
     pytest.param("pin", pin_of(HUGE), InvalidRequest, "pin_ttl_ms_max", id="pin for ever"),
     pytest.param(

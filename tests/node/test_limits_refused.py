@@ -1,7 +1,6 @@
 """Requests that are refused: nothing of them stays."""
 
 import gc
-import os
 import threading
 import time
 from typing import Any
