@@ -42,7 +42,7 @@ def strangers() -> Target:
         sent = _asked(house, stream(data))
         assert all(reply.WhichOneof("op") == "error" for reply in replies(sent)), "a stranger is answered"
 
-    unknown = [behalf(), behalf(authorization="Bearer x"), behalf(certificate=True, names=["reader"])]
+    unknown = [b"", behalf(), behalf(authorization="Bearer x"), behalf(certificate=True, names=["reader"])]
     return Target(once, lambda: _seeds(unknown), check=house.check, close=house.close)
 
 

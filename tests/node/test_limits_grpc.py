@@ -313,6 +313,7 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
     """Each connection of a gateway has one."""
     client = connect(node, "grpc")
     client.open(pages.namespace)
+    upstream = servicer_of(node).upstream
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -321,7 +322,7 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
         start(thread)
 
     with monkeypatch.context() as short:
-        in_loop(node, servicer_of(node).upstream.close)  # idle connections have their threads
+        in_loop(node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]])  # they have threads
         short.setattr(threading.Thread, "start", refuse)
         with pytest.raises(Exhausted, match="no more threads"):
             pages.put(client, pages.keys(1))
