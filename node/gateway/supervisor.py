@@ -357,7 +357,7 @@ class _Gateway:
             for message in messages:
                 heard_s = now
                 self._hear(message)
-            if now - heard_s > SILENT_S_MAX:
+            if now - heard_s > (SILENT_S_MAX if self.ready.is_set() else READY_S_MAX):
                 runner.kill()
                 runner.wait(LEAVE_S)
                 return HUNG
