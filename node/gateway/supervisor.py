@@ -309,6 +309,9 @@ class _Gateway:
             except OSError as error:
                 log.warning("%s can not be started: %s", self.name, error)
                 why = FAILED
+            except Exception:
+                log.exception("%s failed", self.name)
+                why = FAILED
             self.ready.clear()
             if not self._was_ready:  # the node's start fails with it
                 self.failed = self.failed or f"it ends at once ({why})"
