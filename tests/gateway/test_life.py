@@ -1,5 +1,6 @@
 """Gateways and their node: who ends whom, who has the port, and how many there are."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ import pytest
 from fleets import SMALL
 from gateway_store import PAGE_NBYTES, SPACE, Frames, Store, chunk, committed, content
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvstore.wires.bulk_wire import BulkWire
 from stopping import stop
 from waiting import wait_until
 
@@ -26,6 +26,7 @@ from kvstore.measure.node_process import NodeProcess
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.wires.bulk import BulkWire
 from node.config import NodeConfig
 from node.server import Node
 
@@ -84,10 +85,16 @@ def test_a_gateway_ends_with_its_node(process: NodeProcess, hung: bool) -> None:
     if hung:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not is_running(pid))
-    with socket.socket() as sock:  # the port is free again
+    wait_until(lambda: _is_free(process.address))
+
+
+def _is_free(address: str) -> bool:
+    host, port = address.split(":")
+    with contextlib.suppress(OSError), socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        host, port = process.address.split(":")
         sock.bind((host, int(port)))
+        return True
+    return False
 
 
 def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(process: NodeProcess, frames: Frames) -> None:
@@ -160,6 +167,7 @@ def test_signals_to_a_gateway_alone_change_nothing(process: NodeProcess) -> None
 @pytest.fixture(scope="module")
 def store(start_store: Any) -> Store:
     made: Store = start_store()
+    made.watch()
     return made
 
 
@@ -184,7 +192,6 @@ def test_a_second_node_on_a_port_is_refused(store: Store, monkeypatch: pytest.Mo
     assert "is another node running?" in done.stderr
     if restarting:
         again.set()
-    store.watch()
     store.serves()
 
 
