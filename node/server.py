@@ -180,6 +180,7 @@ class Node:
             )
             opened.pop_all()
         self.service.bulk_port = self.bulk.port
+        self.membership.serve_frames(self.bulk.port)
         self.service.metrics_port = self.metrics.port
         if own is not None:
             self.service.tls_status = own.status
@@ -276,7 +277,8 @@ class Node:
         config = self.config
         address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
         check_address(address, self.service.instance_id, self._pulse, known_by(config))
-        about = Registering(address, self.service.instance_id, config.weight, config.zone, State.JOINING)
+        instance, port = self.service.instance_id, self.bulk.port
+        about = Registering(address, instance, config.weight, config.zone, State.JOINING, port)
         registry.join(about, self._pulse)
 
     def stop(self) -> None:

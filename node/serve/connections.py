@@ -182,7 +182,10 @@ class Connection(abc.ABC):
             if request is not None:
                 if not server.begin(self):
                     return
-                if self._trace is None and tracing.tracer is None:
+                if request[0] == "follow":
+                    if not self._serve_follow(server, session, request[1]):
+                        return
+                elif self._trace is None and tracing.tracer is None:
                     self._serve_request(session, *request)
                 else:
                     with tracing.serving(request[0], self._trace):
@@ -222,6 +225,28 @@ class Connection(abc.ABC):
         except BaseException as error:
             self._edge.failed(op, error)
             raise
+
+    def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
+        """While it waits for a view this connection is idle: it may have to leave, and a stop does not wait for it.
+        False: that is so."""
+        try:
+            self.service.gate.admit("follow", request, self.caller)
+            followers = self.service.followers
+            view = followers.view(request.number)
+            if view is None and request.wait_ms and not self.unfinished(session):
+                if not server.done(self):
+                    return False
+                try:
+                    view = followers.wait(self.peer, request.number, request.wait_ms / 1000, self.socket)
+                finally:
+                    stays = server.begin(self)
+                if not stays:
+                    return False
+            self.send("follow", view or pb.View())
+        except KVStoreError as error:
+            self._edge.failed("follow", error)
+            self.send_error(error)
+        return True
 
     def _answer(self, op: str, request: Any) -> Any:
         if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
@@ -291,4 +316,4 @@ def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
 
 
 def message_of(error: KVStoreError) -> pb.Error:
-    return pb.Error(code=status_code(error).value[0], message=str(error))
+    return pb.Error(code=status_code(error), message=str(error))
