@@ -23,7 +23,7 @@ from kvstore.link import Link, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses
 from kvstore.wires.frame_views import Views
-from kvstore.wires.negotiation import member_name
+from kvstore.wires.negotiation import import_grpc_for, member_name
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Nodes:
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
         self._addresses = config.addresses  # that were given
+        import_grpc_for(self._addresses)
         self._lock = threading.Lock()  # held for moments
         self._links: dict[str, NodeLink] = {}  # by address
         self._closed = False

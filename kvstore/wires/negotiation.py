@@ -9,7 +9,7 @@ gRPC is imported for the first node that is asked over it: a process that names 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
@@ -102,6 +102,12 @@ def member_name(cluster: str, member: str) -> str:
     return f"{cluster}/{member}" if cluster and member else ""
 
 
+def import_grpc_for(addresses: Iterable[str]) -> None:
+    """Imports gRPC if one of them is to be asked over it: now, because it takes longer than some calls have."""
+    if any(parse_address(address).scheme == GRPC for address in addresses):
+        import kvstore.wires.grpc_wire  # noqa: F401
+
+
 class Negotiation:
     """With one node. Thread-safe; what it opened before is left alone."""
 
@@ -113,8 +119,6 @@ class Negotiation:
         self._addresses = Addresses(self._host)
         self._tls = client_tls(config, self._host)
         self._known: Known | None = None
-        if self._at.scheme == GRPC:
-            import kvstore.wires.grpc_wire  # noqa: F401 -- now: it takes longer than some calls have
 
     def expect(self, bulk_port: int, member: str) -> None:
         """A view says where this member serves frames: a hello there comes before one over gRPC."""
