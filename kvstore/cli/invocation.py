@@ -19,7 +19,9 @@ from kvstore.config import ClientConfig, load
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
 PATIENT_S = 120.0  # unless --timeout says otherwise
-_ADDRESS = typer.Option("--address", "-a", metavar="HOST:PORT", help="Node to talk to; also bulk://HOST:PORT, unix:/PATH.")
+_ADDRESS = typer.Option(
+    "--address", "-a", metavar="HOST:PORT", help="Node to talk to; also bulk://HOST:PORT, unix:/PATH."
+)
 _TIMEOUT = typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request.")
 _JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there.")
 

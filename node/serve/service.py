@@ -128,10 +128,6 @@ class Service:
             "record": self.recorder.record,
         }
 
-    def answer(self, op: str, data: bytes, caller: Caller) -> Any:
-        """The reply to a unary request in its wire form."""
-        return self.call(op, self.forms.parsed(op, data, caller.peer, lambda taken: None), caller)
-
     def call(self, op: str, request: Any, caller: Caller) -> Any:
         """The reply to a unary request; `op` is its field's name in BulkRequest."""
         return _guarded(op, self._call, op, request, caller)
