@@ -15,6 +15,7 @@ from kvstore.cluster import follower
 from kvstore.errors import ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
+from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.status import Code
 from node.server import Node
 
@@ -206,9 +207,11 @@ def test_a_node_that_does_not_know_the_frame_is_followed_over_grpc(
         return connection
 
     monkeypatch.setattr(type(one.bulk), "connection", older)
+    followed, over_grpc = list[int](), GrpcWire.follow
+    monkeypatch.setattr(GrpcWire, "follow", lambda *arguments: followed.append(1) or over_grpc(*arguments))
     client = connect(one)
     pages.put(client, pages.keys(1))
-    wait_until(lambda: one.grpc._servicer._followers.count == 1)
+    wait_until(lambda: followed)
     tell([one], view_of([one], number=2))
     wait_until(lambda: client._fan_out.nodes.view.number == 2)
     assert pages.get(client, pages.keys(1)) == [True]
