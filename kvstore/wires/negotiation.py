@@ -179,8 +179,8 @@ class Negotiation:
         except (Unauthenticated, Forbidden) as error:
             wire.close()
             said = type(error)(
-                f"{self._address}: {error}; or name the node's address of TCP, {BULK_SCHEME}HOST:{BULK_PORT} or "
-                f"HOST:{GRPC_PORT}, where no memory is mapped"
+                f"{self._address}: {error}; name the node's address of TCP instead, {BULK_SCHEME}HOST:{BULK_PORT} "
+                f"or HOST:{GRPC_PORT}, where no memory is mapped"
             )
             said.answered = error.answered
             raise said from error
