@@ -256,6 +256,13 @@ def split_address(address: str) -> tuple[str, int]:
     return found.host, found.port
 
 
+def light_wire(address: str) -> str:
+    """The wire that is enough for one small request to these nodes, a,b,c: gRPC, which maps no memory and keeps no
+    connection, unless one is named by an address of frames."""
+    schemes = {parse_address(one.strip()).scheme for one in address.split(",")}
+    return "grpc" if schemes == {"grpc"} else "auto" if "unix" in schemes else "bulk"
+
+
 def check_no_url(name: str, address: str) -> None:
     """Raise ConfigError, with the fix, for a URL where host:port belongs.
 
