@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.cluster.view import State
-from kvstore.config import GRPC_PORT, split_address
+from kvstore.config import BULK_SCHEME, GRPC_PORT, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.identities import Identities
 from kvstore.keys import Namespace
@@ -280,7 +280,9 @@ class Node:
     def _join(self, registry: Registry) -> None:
         """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
         config = self.config
-        address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
+        apart = config.grpc_host not in ("", config.host)  # its gRPC is none, or for administrators
+        at = (self.bulk.port, registry.addresses, BULK_SCHEME) if apart else (self.grpc.port, registry.addresses)
+        address = advertised(config.advertise, config.host, *at)
         check_address(address, self.service.instance_id, self._pulse, known_by(config))
         instance, port = self.service.instance_id, self.bulk.port
         about = Registering(address, instance, config.weight, config.zone, State.JOINING, port)

@@ -24,25 +24,25 @@ TRIED_S = 5.0
 PAUSE_S = 0.2
 
 
-def advertised(told: str, host: str, port: int, towards: Sequence[str]) -> str:
+def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
     """`told` as it is, with this node's port if it names none; else where it listens; else the address with which this
-    host reaches others, `towards` one of which it must."""
+    host reaches others, `towards` one of which it must. `scheme`: that of `port`, empty for gRPC's."""
     if told:
-        return with_port(told, port)
+        return with_port(told, port, scheme)
     if host in WILDCARDS:
         host = _own_address(towards)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return scheme + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def with_port(told: str, port: int) -> str:
-    """This one, if none is told. Raises ConfigError."""
+def with_port(told: str, port: int, scheme: str = "") -> str:
+    """This one, with its `scheme`, if none is told. Raises ConfigError."""
     if told.startswith(BULK_SCHEME):
         split_address(told)
         return told
     check_no_url("advertise", told)
     named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
     bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
-    address = told if named else f"[{told}]:{port}" if bare else f"{told}:{port}"
+    address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
     try:
         split_address(address)
     except ConfigError as error:

@@ -295,6 +295,16 @@ def test_a_member_registers_an_address_of_frames(fleet: Any, connect: Any, pages
     assert pages.get(client, pages.keys(1)) == [True]
 
 
+@pytest.mark.parametrize("told", ["", "127.0.0.1"])
+def test_a_member_whose_grpc_is_elsewhere_is_reached_by_frames(fleet: Any, connect: Any, pages: Any, told: str) -> None:
+    """Its gRPC is for administrators, or there is none: others find it by its bulk port."""
+    node = fleet("n0", grpc_host="none", advertise=told)
+    assert node.membership.view.by_id["n0"].address == by_frames(node)
+    client = connect(node, "bulk", address=by_frames(node), near="none")
+    pages.put(client, pages.keys(1))
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
 # ---- a process that has no gRPC ----------------------------------------------------------
 
 WITHOUT = """
