@@ -78,7 +78,7 @@ class NodeConfig:
         "", "interface of the gRPC port alone, such as one where administrators are; empty: as host; none: no gRPC"
     )
     grpc_processes: int = setting(1, "gateway processes, which serve gRPC and share its port", 1, 64)
-    grpc_nbytes: int = setting(
+    grpc_memory_nbytes: int = setting(
         384 << 20, "memory of a gateway process; one that has more ends, and is started anew", 128 << 20, 1 << 40
     )
     grpc_threads: int = setting(32, "of four, three gRPC transfers at a time; four times as many calls", 4, 1024)

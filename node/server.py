@@ -184,6 +184,7 @@ class Node:
                 self._trusts_host,
             )
             opened.pop_all()
+        self.service.gateway_status, self.service.gateway_ends = self.grpc.status, self.grpc.ends
         self.service.bulk_port = self.bulk.port
         self.membership.serve_frames(self.bulk.port)
         self.service.metrics_port = self.metrics.port

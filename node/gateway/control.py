@@ -18,6 +18,7 @@ from kvstore.pb import kvstore_pb2 as pb
 BEAT_S = 0.5  # each tells the other that it lives
 SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; a gateway that leaves as much hangs
 RECEIVE_NBYTES = 64 << 10
+EXIT_MEMORY = 86  # with this status a gateway's process ends when it has more memory than it may
 LINE_NBYTES_MAX = 16 << 20
 
 

@@ -100,13 +100,7 @@ class Gateway:
 
     async def _beat(self) -> None:
         while True:
-            self._tell(
-                beat={
-                    "rss_nbytes": rss_nbytes(),
-                    "calls": self.servicer.call_count,
-                    "node_connections": self.servicer.upstream.count,
-                }
-            )
+            self._tell(beat={"rss_nbytes": rss_nbytes(), "call_count": self.servicer.call_count})
             await asyncio.sleep(BEAT_S)
             self.servicer.upstream.trim()
             self._state.look()

@@ -15,13 +15,13 @@ import time
 
 from kvstore.log_rate import LogRate
 from node.gateway import sandbox
+from node.gateway.control import EXIT_MEMORY
 from node.gateway.gateway import Gateway, serve
 from node.gateway.memory import rss_nbytes
 from node.log_lines import formatter
 
 log = logging.getLogger(__name__)
 
-EXIT_MEMORY = 86  # it had more memory than it may
 WATCH_S = 0.02
 OOM_SCORE = "800"  # where memory ends for all, the kernel ends a gateway before a node
 

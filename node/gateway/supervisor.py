@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig, missing
-from node.gateway.control import BEAT_S, Control, pems_value, view_value
+from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, pems_value, view_value
 from node.peers.membership import Membership
 from node.serve.gateway import GatewayCalls, GatewayDoor
 from node.serve.service import Service
@@ -42,7 +41,8 @@ PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while th
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
 PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
-EXIT_WORDS = {86: "memory"}
+# Why a gateway has ended, for people and as the label of a metric.
+MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
 # What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX")
 
@@ -65,7 +65,7 @@ class _Process:
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         environment["PYTHONSAFEPATH"] = "1"
         command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
-        command += ["--port", str(port), "--memory-bytes", str(config.grpc_nbytes)]
+        command += ["--port", str(port), "--memory-bytes", str(config.grpc_memory_nbytes)]
         command += ["--log-level", config.log_level, "--log-format", config.log_format]
         self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
         self.pid = self._process.pid
@@ -75,7 +75,7 @@ class _Process:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        return signal.Signals(-code).name if code < 0 else EXIT_WORDS.get(code, f"status {code}")
+        return MEMORY if code == EXIT_MEMORY else KILLED if code < 0 else FAILED
 
     def kill(self) -> None:
         self._process.kill()
@@ -94,7 +94,7 @@ class _Thread:
 
     def wait(self, seconds: float) -> str | None:
         self._thread.join(seconds)
-        return None if self._thread.is_alive() else "stopped"
+        return None if self._thread.is_alive() else FAILED
 
     def kill(self) -> None:
         pass
@@ -127,7 +127,7 @@ class Gateways:
         self._view: View | None = None
         self._stopping = threading.Event()
         self._serving = False
-        self.ends: Counter[str] = Counter()  # by why
+        self.ends = Counter(dict.fromkeys((MEMORY, HUNG, KILLED, FAILED), 0))
         count = 0 if self._reserved is None else 1 if embedded else config.grpc_processes
         self._gateways = [_Gateway(f"gateway-{number}", self) for number in range(count)]
         self.membership.on_view(self._heard)
@@ -175,6 +175,10 @@ class Gateways:
     def _told_view(self) -> dict[str, Any]:
         alone = self._view is None and not self.membership.joining
         return view_value(self._view.message if self._view else None, alone)
+
+    @property
+    def nbytes_max(self) -> int:
+        return 0 if self.embedded else self._config.grpc_memory_nbytes
 
     @property
     def stopping(self) -> bool:
@@ -230,7 +234,7 @@ class Gateways:
         for gateway in self._gateways:
             gateway.tell(**message)
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self) -> list[pb.GatewayStatus]:
         return [gateway.status() for gateway in self._gateways]
 
     def stop(self, drain_s: float) -> None:
@@ -278,9 +282,16 @@ class _Gateway:
             self._pems = pems
             self.tell(pems=pems_value(pems))
 
-    def status(self) -> dict[str, Any]:
-        runner = self._runner
-        return {"name": self.name, "pid": runner.pid if runner else 0, "ready": self.ready.is_set(), **self._beat}
+    def status(self) -> pb.GatewayStatus:
+        runner, now = self._runner, time.monotonic()
+        return pb.GatewayStatus(
+            name=self.name,
+            pid=runner.pid if runner else 0,
+            ready=self.ready.is_set(),
+            recent_ends=sum(now - at < STREAK_S for at in self._recent),
+            nbytes_max=self._house.nbytes_max,
+            **self._beat,
+        )
 
     def finish(self, seconds: float) -> None:
         """It was told to stop, and has so long."""
@@ -293,8 +304,9 @@ class _Gateway:
         while not self._house.stopping:
             try:
                 why = self._live()
-            except OSError as error:  # no process or descriptor can be had
-                why = str(error)
+            except OSError as error:
+                log.warning("%s can not be started: %s", self.name, error)
+                why = FAILED
             self.ready.clear()
             self._ended(why)
 
@@ -345,7 +357,7 @@ class _Gateway:
             if now - heard_s > SILENT_S_MAX:
                 runner.kill()
                 runner.wait(LEAVE_S)
-                return "hung"
+                return HUNG
             if now - beat_s >= BEAT_S:
                 beat_s = now
                 self.tell(beat=1)
@@ -353,7 +365,7 @@ class _Gateway:
         if why is None:
             runner.kill()
             runner.wait(LEAVE_S)
-        return why or "hung"
+        return why or HUNG
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "ready" in message:
