@@ -241,10 +241,10 @@ def _socket_path(address: str) -> str:
         raise ConfigError(
             f"address {address!r} is no absolute path; write {UNIX_SCHEME}/PATH with that of the node's shm_socket"
         )
-    if len(os.fsencode(path)) > PATH_NBYTES_MAX:
-        raise ConfigError(f"address {address!r}: a Unix socket's path has at most {PATH_NBYTES_MAX} bytes")
     if not path.isprintable():
         raise ConfigError(f"address {address!r} is no path of a Unix socket")
+    if len(os.fsencode(path)) > PATH_NBYTES_MAX:
+        raise ConfigError(f"address {address!r}: a Unix socket's path has at most {PATH_NBYTES_MAX} bytes")
     return path
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvstore.deadline import Deadline
+from kvstore.errors import ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.connections import exchange
 from kvstore.wires.frames import FrameSocket
 
 ANSWER_S = 5.0  # that a node has for an answer, beside what it is asked to wait
+EARLY_S = 1.0  # before that time it says of no view that there is none
 
 
 class Views(Protocol):
@@ -52,7 +54,7 @@ class FrameViews:
         try:
             view = self._first
             while True:
-                if view.members or view.number:
+                if _is_one(view):
                     # What this member has told, though it is older than what others did: it is not to be told again.
                     self._number = view.number
                     yield view
@@ -60,6 +62,8 @@ class FrameViews:
                 if left_s <= 0 or self._cancelled:
                     return
                 view = self._ask(left_s, Deadline(left_s + ANSWER_S))
+                if not _is_one(view) and self._end - time.monotonic() > EARLY_S:  # and so it would go on all the time
+                    raise ProtocolError("a node that was to wait for a view did not wait")
         finally:
             self.cancel()
             self._connection.close()
@@ -81,3 +85,7 @@ class FrameViews:
         """Ends it, from any thread, at the node, too. Children of forks have the socket: closing would not do."""
         self._cancelled = True
         self._connection.shutdown()
+
+
+def _is_one(view: pb.View) -> bool:
+    return bool(view.members or view.number)

@@ -108,6 +108,7 @@ def test_addresses_of_frames(address: str, expected: Address) -> None:
         ("unix:", "is no absolute path"),
         ("unix:/" + "x" * 107, "at most 107 bytes"),
         ("unix:/run/\0", "is no path of a Unix socket"),
+        ("unix:/run/\ud800", "is no path of a Unix socket"),
     ],
 )
 def test_a_bad_address_of_frames_is_refused_with_what_to_write(address: str, said: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
 from kvstore.config import PROTOCOL_VERSION
+from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import Code
 
@@ -87,3 +89,23 @@ def test_what_is_no_node_is_an_error_of_ours(bulk_port: Any, answer: bytes) -> N
         pytest.raises(ProtocolError, match="not a kvstore bulk frame"),
     ):
         lost.lookup(SPACE, [KEY])
+
+
+def test_a_node_that_does_not_wait_is_not_asked_all_the_time(bulk_port: Any) -> None:
+    """It says at once that there is no view: the next member is asked, after a pause."""
+    asked: list[int] = []
+
+    def talk(connection: FrameSocket) -> None:
+        connection.recv_frame(1 << 20)
+        connection.send_frame(pb.BulkReply(hello=pb.HelloReply(instance_id=b"hurried!")).SerializeToString())
+        while True:
+            connection.recv_frame(1 << 20)
+            asked.append(1)
+            connection.send_frame(pb.BulkReply(follow=pb.View()).SerializeToString())
+
+    wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig(connect_timeout_s=5.0))
+    views = wire.follow(1, 30.0, Deadline(20.0))
+    with pytest.raises(ProtocolError, match="did not wait"):
+        next(iter(views))
+    assert len(asked) == 2
+    wire.close()
