@@ -122,7 +122,7 @@ class Servicer:
         except Refused as error:
             _end(call, _CODES.get(error.code, grpc.StatusCode.UNKNOWN), str(error))
         except KVStoreError as error:
-            _end(call, status_code(error), str(error))
+            _end(call, _CODES[status_code(error)], str(error))
         except DecodeError:
             log.info("grpc: a call of %s is refused: its request is no message of the schema", call.peer)
             _end(call, grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema")
