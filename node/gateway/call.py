@@ -27,9 +27,10 @@ class Call:
         self.context = context
         self.address, self.peer = _address_and_peer(context.peer())
         self.ended_because = ""
-        self.writing = False  # still True at the end: a reply that nobody takes stays in gRPC's memory
+        self.untaken = False  # the caller does not take a reply: gRPC keeps it until the connection ends
         self._places = places
         self._stall_s = stall_s
+        self._writing = False
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._moved_nbytes = 0
@@ -53,7 +54,7 @@ class Call:
     @property
     def on_behalf(self) -> bytes:
         """Who calls, as the node is told: address, the header `authorization`, the certificate's names."""
-        names = _certificate_names(self.context.auth_context())
+        names = certificate_names(self.context.auth_context())
         return on_behalf_of(self.address, str(self._headers.get("authorization", "")), names)
 
     @property
@@ -66,9 +67,17 @@ class Call:
     # ---- time ----------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
-        """The call's coroutine is cancelled and finds the reason."""
+        """The call's coroutine is cancelled and finds the reason. A reply that is on its way goes before: without it
+        gRPC takes no status."""
         if self._task is not None and not self.ended_because:
             self.ended_because = reason
+            if not self._writing:
+                self._task.cancel()
+
+    def _give_up(self, reason: str) -> None:
+        """The reply that is on its way is not taken."""
+        self.ended_because, self.untaken = self.ended_because or reason, True
+        if self._task is not None:
             self._task.cancel()
 
     def limit(self, seconds: float, reason: str) -> None:
@@ -103,13 +112,15 @@ class Call:
     async def write(self, message: Any) -> None:
         """One reply. Who does not take it in `stall_s` gets no more."""
         reason = f"its reply was not taken in {self._stall_s:g} s (stall_s)"
-        waiting = self._loop.call_later(self._stall_s, self._end, reason)
-        self.writing = True
+        waiting = self._loop.call_later(self._stall_s, self._give_up, reason)
+        self._writing = True
         try:
             await self.context.write(message)
-            self.writing = False
         finally:
+            self._writing = False
             waiting.cancel()
+        if self.ended_because:
+            raise asyncio.CancelledError
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -141,7 +152,7 @@ def _address_and_peer(name: str) -> tuple[str, str]:
     return address, peer_of(address.rpartition(":")[0].strip("[]"))
 
 
-def _certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
+def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
     """Names in the certificate that a call's connection has shown: its first common name, then all its alternative
     names. None: it showed none. Python gets each name as far as its first NUL: a certificate that has one names
     nobody."""

@@ -130,8 +130,8 @@ class Servicer:
             if not call.ended_because:
                 raise
             log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
-            if call.writing:
-                raise  # a status would wait behind the reply, in memory
+            if call.untaken:
+                raise  # gRPC takes no status before that reply has gone
             _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
         except grpc.aio.BaseError:
             raise  # gRPC's own: its connection is gone
@@ -207,6 +207,7 @@ class Servicer:
             await connection.exchange("admit", pb.AdmitRequest(op=op).SerializeToString())
 
     async def _follow(self, call: Call, messages: Messages) -> None:
+        call.stay_idle()
         await self._admitted(call, "follow")
         known = (await call.request(messages)).number
         call.stay_idle()
@@ -236,8 +237,8 @@ class Servicer:
         _end(call, grpc.StatusCode.UNIMPLEMENTED, "the node has no such method")
 
     async def _reflect(self, call: Call, messages: Messages) -> None:
-        await self._admitted(call, "reflection")
         call.stay_idle()
+        await self._admitted(call, "reflection")
         call.limit(REFLECTION_S_MAX, f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another")
         async for message in messages:
             for reply in self._reflection.ServerReflectionInfo(iter([message]), None):

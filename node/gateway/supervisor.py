@@ -309,15 +309,19 @@ class _Gateway:
             except OSError as error:
                 log.warning("%s can not be started: %s", self.name, error)
                 why = FAILED
+            except Exception:
+                log.exception("%s failed", self.name)
+                why = FAILED
             self.ready.clear()
+            if not self._was_ready:  # the node's start fails with it
+                self.failed = self.failed or f"it ends at once ({why})"
+                return
             self._ended(why)
 
     def _ended(self, why: str) -> None:
         """Counts and tells, and waits before the next life."""
         if self._house.stopping:
             return
-        if not self._was_ready:
-            self.failed = self.failed or f"it ends at once ({why})"
         self._house.ends[why] += 1
         now = time.monotonic()
         self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
@@ -356,7 +360,7 @@ class _Gateway:
             for message in messages:
                 heard_s = now
                 self._hear(message)
-            if now - heard_s > SILENT_S_MAX:
+            if now - heard_s > (SILENT_S_MAX if self.ready.is_set() else READY_S_MAX):
                 runner.kill()
                 runner.wait(LEAVE_S)
                 return HUNG

@@ -19,6 +19,7 @@ from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.messages import delimited, field_of
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.threads import begun
 from kvstore.wires.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
 from node.serve.limits import REQUEST_NBYTES_FREE
 
@@ -150,7 +151,10 @@ class NodeConnection:
         """Use the socket, which may block, in a thread. Nothing else uses it meanwhile."""
         self._deafen()
         self._sock.setblocking(True)
-        moving = self._moving = self._threads.submit(function, *arguments)
+        moving = begun(self._threads, function, *arguments)
+        if moving is None:
+            raise Exhausted("this gateway can start no more threads; raise its limit of processes")
+        self._moving = moving
         result: Result = await asyncio.wrap_future(moving)
         self._moving = None
         self._sock.setblocking(False)

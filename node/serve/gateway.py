@@ -8,6 +8,7 @@ the credential that it forwards, and counts to that caller's share of everything
 """
 
 import contextlib
+import logging
 import select
 import socket
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from node.serve.doors import DESCRIPTORS_LEFT_MIN, ConnectionServer
 from node.serve.limits import REQUEST_NBYTES_FREE, Budget, cap, peer_of
 from node.serve.service import Service
 from node.serve.session import Session
+
+log = logging.getLogger(__name__)
 
 WIRE = "grpc"
 ADMITTED = ("follow", "reflection")  # calls that a gateway answers by itself
@@ -56,7 +59,7 @@ class GatewayDoor(ConnectionServer):
     """Takes the connections that one gateway makes, which come over a socket that only it has."""
 
     def __init__(self, name: str, door: socket.socket, service: Service, calls: GatewayCalls, stall_s: float) -> None:
-        super().__init__(name, door, stall_s, cap("connections of a gateway", CONNECTIONS_MAX, "this is a fault"))
+        super().__init__(name, door, stall_s, cap("connections of a gateway", CONNECTIONS_MAX, "make fewer calls"))
         self._service = service
         self._calls = calls
 
@@ -84,6 +87,8 @@ class GatewayDoor(ConnectionServer):
         try:
             if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN):
                 raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
+            if self.count >= CONNECTIONS_MAX:
+                raise Exhausted(f"this gateway has {CONNECTIONS_MAX} connections, and may have no more")
             self._begin(self.connection(sock, ""))
         except Exhausted as error:
             self._refuse(sock, error)
@@ -101,6 +106,8 @@ class GatewayConnection(BulkConnection):
         self._calls = calls
         self._gone = unknown.gone
         self._access: Access = service.gate.access
+        self._identities = self._access.identities  # those in force when the caller was taken
+        self._told: pb.OnBehalfRequest | None = None
 
     def serve(self, server: Any) -> None:
         """Until the gateway closes it. A transfer has a session of its own."""
@@ -122,11 +129,15 @@ class GatewayConnection(BulkConnection):
             request = self._wait_request()
             if request is None:
                 continue
-            if request[0] != "on_behalf":
-                return request
-            self._take_caller(request[1])
+            if request[0] == "on_behalf":
+                self._take_caller(request[1])
+                continue
+            if self._told is not None and self._access.identities is not self._identities:
+                self._take_caller(self._told)  # who it is may have another tenant now
+            return request
 
     def _take_caller(self, told: pb.OnBehalfRequest) -> None:
+        self._told, self._identities = told, self._access.identities
         at = peer_of(told.address.rpartition(":")[0].strip("[]"))
         names = tuple(told.names)
 
@@ -145,7 +156,8 @@ class GatewayConnection(BulkConnection):
     def _admit(self, header_nbytes: int) -> None:
         """Strangers send no large requests."""
         if header_nbytes > REQUEST_NBYTES_FREE:
-            self.service.gate.who(self.caller)
+            gate, caller = self.service.gate, self.caller
+            gate.known("large request", caller.at or caller.peer, lambda: gate.who(caller))
         super()._admit(header_nbytes)
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
@@ -155,6 +167,7 @@ class GatewayConnection(BulkConnection):
         except ProtocolError as error:
             if payload_nbytes:
                 raise
+            log.info("grpc: a call of %s is refused: its request is no message of the schema", self.peer)
             raise InvalidRequest("a request that is no message of the schema") from error
 
     def transfer(self, session: Session | None, op: str, request: Any) -> bool:

@@ -85,18 +85,18 @@ def _of(first: bytes, fits: Any) -> Target:
         with contextlib.suppress(ConnectionAbortedError, KVStoreError):  # told before
             bulk_connection(house, scripted)
         assert SECRET[:64] not in scripted.sent, "a page of another tenant"
-        assert all(map(fits, _replies(scripted.sent))), "an answer that is not for this one"
+        assert all(map(fits, replies(scripted.sent))), "an answer that is not for this one"
         tier = house.node.tier
         assert tier.visible_count == 2 * STORED, "pages came or went"
         assert not any(info.pin_ttl_ms for info in Inventory(tier).stat(OTHERS.digest, KEYS)), "a pin"
 
     def seeds() -> list[bytes]:
-        return [FRAMES + talk for talk in (*conversations(), *_of_others())]
+        return [FRAMES + talk for talk in (*conversations(), *of_others())]
 
     return Target(once, seeds, check=house.check, close=house.close)
 
 
-def _of_others() -> list[bytes]:
+def of_others() -> list[bytes]:
     """All requests about the namespace of another tenant."""
     talks = []
     for op, message in {**unary(), "get": gets()[0], "put": puts()[0]}.items():
@@ -107,7 +107,7 @@ def _of_others() -> list[bytes]:
     return [*talks, request(open_namespace=named), request(open_namespace=opening("third"))]
 
 
-def _replies(sent: bytearray) -> Iterator[Any]:
+def replies(sent: bytearray) -> Iterator[Any]:
     at = 0
     while at < len(sent):
         header_nbytes, payload_nbytes = unpack_fixed(sent[at : at + FIXED_NBYTES], 1 << 30)

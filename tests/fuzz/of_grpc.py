@@ -1,6 +1,7 @@
 """gRPC calls, as gRPC hands them to the servicer: messages in their wire form, a stream of them for each call."""
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,6 +15,9 @@ from watched import Target
 
 from kvstore.messages import chunk_of
 from kvstore.pb import kvstore_pb2 as pb
+from node.gateway.health import NodeState
+from node.gateway.server import Servicer
+from node.serve.gateway import GatewayDoor
 
 MESSAGES_MAX = 16
 OURS, REFLECTION = "kvstore.KVStore", "grpc.reflection.v1alpha.ServerReflection"
@@ -43,6 +47,23 @@ class Context:
         self.written.append(message if isinstance(message, bytes) else message.SerializeToString())
 
 
+class Served:
+    """A gateway of a node, without gRPC: its calls are scripted, and its connections are the node's to serve."""
+
+    def __init__(self, house: Inside) -> None:
+        node = house.node
+        door, self._door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connections = GatewayDoor("fuzz", door, node.service, node.grpc.calls, 1.0)
+        self._connections.start()
+        self.servicer = Servicer(self._door, NodeState(), 32, 1.0)
+
+    def close(self) -> None:
+        self.servicer.upstream.close()
+        self._door.close()
+        self._connections.stop(10.0)
+        assert not self._connections.count, "a connection whose gateway is gone"
+
+
 class Details:
     """The name of a method, which is how gRPC asks for its handler."""
 
@@ -69,6 +90,7 @@ def strangers() -> Target:
 
 def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
     loop = asyncio.new_event_loop()
+    served: list[Served] = []
 
     async def messages(bites: Bites, read: Any) -> AsyncIterator[Any]:
         for _ in range(MESSAGES_MAX):
@@ -87,16 +109,23 @@ def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
     def once(data: bytes) -> None:
         bites = Bites(data)
         name = METHODS[bites.number(1) % len(METHODS)]
-        servicer = house.node.grpc._servicer
-        servicer.knocks.hear = lambda peer: True  # type: ignore[method-assign]  # all calls are of one address
-        handlers = servicer.handlers()
+        if not served:
+            served.append(Served(house))
+        handlers = served[0].servicer.handlers()
         loop.run_until_complete(call(next(filter(None, (some.service(Details(name)) for some in handlers))), bites))
 
+    def check() -> list[str]:
+        while served:
+            served.pop().close()
+        return house.check()
+
     def close() -> None:
+        while served:
+            served.pop().close()
         loop.close()
         house.close()
 
-    return Target(once, _conversations, (DecodeError,), house.check, close)
+    return Target(once, _conversations, (DecodeError,), check, close)
 
 
 def _conversations() -> list[bytes]:

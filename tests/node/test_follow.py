@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from fleet import tell, view_of
+from gateways import servicer_of
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
@@ -64,7 +65,7 @@ def test_a_node_that_is_alone_has_no_view(start_node: Any) -> None:
 
 
 def test_followers_are_bounded_and_the_oldest_makes_room(cluster: list[Node], stub: Any, monkeypatch: Any) -> None:
-    places = cluster[0].grpc._servicer._followers
+    places = servicer_of(cluster[0])._followers
     monkeypatch.setattr(places, "cap", replace(places.cap, total=3, per_peer=2))
     streams = []
     for _ in range(3):

@@ -1,5 +1,6 @@
 """Compressed messages of gRPC: a few bytes that become gigabytes. Nodes and clients refuse them before they unpack."""
 
+import os
 import re
 import socket
 import struct
@@ -13,7 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-from node.serve.grpc_options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 
 from kvstore import Client, ClientConfig
 from kvstore.deadline import Deadline
@@ -22,6 +22,7 @@ from kvstore.measure.node_process import NodeProcess
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wires.grpc_wire import GrpcWire
+from node.gateway.options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 from node.pb import etcd_pb2 as etcd_pb
 from node.peers.etcd import Access, Etcd
 
@@ -154,13 +155,16 @@ def test_a_grpcio_that_stops_at_the_limit_is_taken(version: str) -> None:
     check_grpcio(version)
 
 
-def test_a_node_with_an_older_grpcio_ends_with_both_versions_named() -> None:
-    code = "import grpc; grpc.__version__ = '1.62.3'; import sys; sys.argv = ['kvstore-node', '--port', '0']"
-    code += "; from node.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+def test_a_node_with_an_older_grpcio_ends_with_both_versions_named(tmp_path: Path) -> None:
+    """It is the gateway's process that imports it."""
+    (tmp_path / "sitecustomize.py").write_text("import grpc; grpc.__version__ = '1.62.3'\n")
+    command = [sys.executable, "-m", "node.main", *("--port", "0", "--bulk-port", "0", "--metrics-port", "0")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("kvstore-node: grpcio 1.62.3 unpacks")
+    *log, line = done.stderr.splitlines()
+    assert all(" INFO " in told for told in log)
+    assert line.startswith("kvstore-node: gateway-0 does not start: grpcio 1.62.3 unpacks")
     assert "a node needs grpcio 1.82.2 or newer" in line
 
 

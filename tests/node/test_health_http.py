@@ -1,16 +1,11 @@
 """What a kubelet asks, which has no token and skips the certificate: /health beside /metrics."""
 
-import asyncio
 import http.client
 import ssl
-import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 from authorities import pair
-from node.serve.health import Health
-from waiting import wait_until
 
 from kvstore.cli.authority import Authority
 from node.config import NodeConfig
@@ -60,24 +55,3 @@ def test_it_needs_neither_token_nor_the_authority_and_metrics_do(
     assert node.audit.refused_count == refused, "who asks for health is no stranger to be counted"
     for path in ("/metrics", "/", "/healthy", "/health/../metrics", "/metrics?/health"):
         assert ask(node.metrics.port, path, tls=True)[0] == 401, path
-
-
-def test_a_loop_that_turns_no_more_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.health.BEAT_S", 0.01)
-    monkeypatch.setattr("node.serve.health.LATE_S", 0.5)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        health, stuck = Health(loop), threading.Event()
-        assert not health.serving, "nobody said that it does"
-        health.set("", True)
-        wait_until(lambda: health.serving)
-        loop.call_soon_threadsafe(stuck.wait)
-        wait_until(lambda: not health.serving)
-        stuck.set()
-        wait_until(lambda: health.serving)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()

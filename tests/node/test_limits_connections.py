@@ -124,8 +124,8 @@ def test_a_connection_has_no_session_before_its_first_valid_frame(
 def test_the_first_frame_must_be_complete_in_time(
     start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("connections", "grpc_options", "calls"):
-        monkeypatch.setattr(f"node.serve.{module}.REQUEST_S_MAX", 0.5)
+    for module in ("serve.connections", "gateway.options", "gateway.call"):
+        monkeypatch.setattr(f"node.{module}.REQUEST_S_MAX", 0.5)
     node = start_node(stall_s=30.0)
     assert node.shm is not None
     silent = [dial(where) for where in (node.bulk.port, node.shm.path, node.grpc.port)]
@@ -206,23 +206,11 @@ def test_busy_connections_stay_and_one_more_is_refused_by_name(
     assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1  # no pause: it was no failure of the node
 
 
-def test_grpc_connections_over_a_peers_share_are_closed(start_node: Callable[..., Node], dial: Any, pages: Any) -> None:
-    node = start_node(sessions_max=8, stall_s=30.0)
-    many = [dial(node.grpc.port, HTTP2_GREETING) for _ in range(12)]
-    deadline = time.monotonic() + 15.0
-    closed: set[int] = set()
-    while len(closed) < 8 and time.monotonic() < deadline:
-        closed |= {i for i, sock in enumerate(many) if i not in closed and is_closed(sock, 0.1)}
-    assert len(closed) >= 8
-    works(node, pages, "grpc")
-
-
 @pytest.mark.skipif(GRPC_VERSION < GRPC_COUNTS, reason="gRPC does not count its connections")
 def test_grpc_itself_takes_only_so_many_connections_at_once(
     start_node: Callable[..., Node], dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.grpc_options.CONNECTIONS_MAX", 3)
-    monkeypatch.setattr("node.serve.grpc_connections.LOOK_S", 60.0)
+    monkeypatch.setattr("node.gateway.supervisor.CONNECTIONS_MAX", 3)
     node = start_node(sessions_max=1)
     many = [dial(node.grpc.port, HTTP2_GREETING) for _ in range(10)]
     deadline = time.monotonic() + 15.0

@@ -5,20 +5,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from typing import Any
 
 import grpc
 import pytest
+from gateways import in_loop, servicer_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from node.serve.grpc_options import STREAMS_OF_CONNECTION_MAX
 
 from kvstore import Exhausted, PutOutcome
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
+from node.gateway.options import STREAMS_OF_CONNECTION_MAX
 from node.serve.limits import REFLECTION_STREAMS_MAX, REQUEST_NBYTES_FREE
 from node.server import Node
 
@@ -88,7 +88,7 @@ def answers(node: Node) -> None:
 
 
 def at_rest(node: Node) -> None:
-    while node.grpc._servicer._calls.count:
+    while servicer_of(node)._calls.count:
         threading.Event().wait(0.01)
 
 
@@ -108,7 +108,7 @@ def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, s
 
 
 def test_a_call_that_sends_no_request_is_ended(node: Node, silence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.calls.REQUEST_S_MAX", 0.2)
+    monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 0.2)
     with channel_to(node) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.stream_unary("/kvstore.KVStore/Lookup")(iter(silence()), timeout=30.0)
     assert caught.value.code() is EXHAUSTED
@@ -123,7 +123,7 @@ def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(node
         calls = []
         for number in range(10):
             calls.append(lookup.future(iter(silence()), timeout=60.0, wait_for_ready=True))
-            while node.grpc._servicer._calls.count < min(number + 1, 8) and not calls[0].done():
+            while servicer_of(node)._calls.count < min(number + 1, 8) and not calls[0].done():
                 threading.Event().wait(0.01)
         assert [call.code() for call in calls[:2]] == [EXHAUSTED] * 2
         assert "made room for another call of its peer" in calls[0].details()
@@ -167,7 +167,7 @@ def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_cl
     start_node: Callable[..., Node], silence: Any
 ) -> None:
     node = start_node(grpc_threads=64, stall_s=30.0)
-    counted = node.grpc._servicer._calls
+    counted = servicer_of(node)._calls
     with channel_to(node) as channel:
         lookup = channel.stream_unary("/kvstore.KVStore/Lookup")
         calls = [lookup.future(iter(silence()), timeout=60.0) for _ in range(2 * STREAMS_OF_CONNECTION_MAX)]
@@ -201,7 +201,7 @@ def test_silent_reflection_streams_keep_nobody_out(node: Node, channels: Any, si
 def test_a_reflection_stream_ends_however_much_it_says(
     node: Node, channels: Any, silence: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.grpc.REFLECTION_S_MAX", 0.5)
+    monkeypatch.setattr("node.gateway.server.REFLECTION_S_MAX", 0.5)
     said = silence()
     stream = reflection_pb2_grpc.ServerReflectionStub(channels()).ServerReflectionInfo(iter(said), timeout=30.0)
 
@@ -264,14 +264,14 @@ def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
 ) -> None:
     """It came behind the look at those that wait, and had all of `drain_s`."""
     node = start_node()
-    node.grpc._run(node.grpc._servicer.end_idle())
+    in_loop(node, servicer_of(node).end_idle)
     with channel_to(node) as channel:
         late = channel.stream_unary("/kvstore.KVStore/Lookup").future(iter(silence()), timeout=30.0)
         assert late.code() is EXHAUSTED
 
 
 def test_a_watch_does_not_last_for_ever(node: Node, channels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.grpc.HEALTH_WATCH_S_MAX", 0.3)
+    monkeypatch.setattr("node.gateway.server.HEALTH_WATCH_S_MAX", 0.3)
     with pytest.raises(grpc.RpcError) as caught:
         list(health_pb2_grpc.HealthStub(channels()).Watch(health_pb2.HealthCheckRequest(), timeout=30.0))
     assert caught.value.code() is EXHAUSTED
@@ -310,19 +310,19 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
 def test_a_put_for_which_there_is_no_thread_leaves_nothing(
     node: Node, connect: Any, pages: Any, settle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool of threads kept it and did it later: slots were reserved by a session that was over."""
+    """Each connection of a gateway has one."""
     client = connect(node, "grpc")
     client.open(pages.namespace)
+    upstream = servicer_of(node).upstream
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if "grpc-transfer" in thread.name:
+        if thread.name.startswith("gateway-0"):
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with monkeypatch.context() as short:
-        # Of a pool of its own: that of the node may have idle threads.
-        short.setattr(node.grpc._servicer, "_transfer_threads", futures.ThreadPoolExecutor(1, "grpc-transfer"))
+        in_loop(node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]])  # they have threads
         short.setattr(threading.Thread, "start", refuse)
         with pytest.raises(Exhausted, match="no more threads"):
             pages.put(client, pages.keys(1))

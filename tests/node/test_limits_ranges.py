@@ -7,6 +7,7 @@ import pytest
 
 from kvstore import InvalidRequest, Unavailable
 from kvstore.checksum import leaves
+from kvstore.config import GET_PIECES_MAX, GET_RANGES_MAX
 from kvstore.layout import ByteRange
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import Caller
@@ -52,6 +53,18 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
     client = connect(large_node, wire)
     assert client.get_ranges(large_pages.namespace, large_pages.keys(0, 1, 2), ranges, buffers) == [True] * 3
     assert buffers == [large_pages.content(key)[::PART] for key in large_pages.keys(0, 1, 2)]
+
+
+def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Any) -> None:
+    """Keys x ranges: a view of each is kept."""
+    request = ranged(large_pages, *[0] * (GET_PIECES_MAX // GET_RANGES_MAX + 1))
+    del request.ranges[:]
+    request.ranges.extend([pb.ByteRange(offset=offset, nbytes=1) for offset in range(GET_RANGES_MAX)])
+    with large_node.sessions.open(Caller("test")) as session:
+        with pytest.raises(InvalidRequest, match=f"more than {GET_PIECES_MAX} pieces"):
+            large_node.service.begin_get(session, request)
+        del request.prefix_hashes[-1]
+        assert large_node.service.begin_get(session, request)[0] == GET_PIECES_MAX
 
 
 def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(

@@ -336,7 +336,7 @@ def test_a_start_can_be_ended_while_memory_is_touched() -> None:
     with pytest.raises(SystemExit):
         node.start()
     assert len(pulses) == 3
-    assert not node.grpc._thread.is_alive()
+    assert not any(gateway._thread.is_alive() for gateway in node.grpc._gateways)
 
 
 def test_sigterm_before_the_start_is_over_ends_it_with_status_0() -> None:

@@ -18,10 +18,10 @@ from kvstore.deadline import Deadline
 from kvstore.measure.ports import free_ports
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
-from node.gateway.call import Call
+from node.gateway.call import Call, certificate_names
 from node.serve.bulk import BulkConnection
 from node.server import Node
-from node.tls import Certificates, Shown, certificates_of, shown_to_grpc
+from node.tls import Certificates, Shown, certificates_of
 
 WIRES = ("bulk", "grpc", "shm")
 SPACE = Namespace(model="anything", layout=opaque_layout(4096))
@@ -106,7 +106,8 @@ def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
     request = Call.request
 
     async def spy(self: Call, messages: Any) -> Any:
-        found.append(shown_to_grpc(self.context.auth_context()))
+        names = certificate_names(self.context.auth_context())
+        found.append(None if names is None else Shown(names[0], names[1:]))
         return await request(self, messages)
 
     monkeypatch.setattr(Call, "request", spy)

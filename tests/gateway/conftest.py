@@ -1,0 +1,32 @@
+"""Nodes in this process whose gateways are processes of their own."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
+from gateway_store import Frames, Store
+
+
+@pytest.fixture(scope="module")
+def start_store() -> Iterator[Callable[..., Store]]:
+    made: list[Store] = []
+
+    def start(**settings: Any) -> Store:
+        made.append(Store(**settings))
+        return made[-1]
+
+    yield start
+    for store in made:
+        assert store.node.check() == []
+        store.close()
+
+
+@pytest.fixture
+def frames() -> Iterator[Frames]:
+    made = Frames()
+    yield made
+    made.end()

@@ -1,0 +1,153 @@
+"""A gateway that ends in the middle of a put or a get: nothing of it is left at the node, and nobody reads wrong bytes.
+
+The node is in this process, its gateway is one of its own.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from gateway_store import PAGE_NBYTES, SPACE, Frames, Store, chunk, committed, content
+from stopping import stop
+from waiting import wait_until
+
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+
+MEMORY_MORE_NBYTES = 32 << 20
+UNREAD_NBYTES = 1_900_000  # of a message that waits in the window of its stream
+
+
+@pytest.fixture(scope="module")
+def store(start_store: Callable[..., Store]) -> Store:
+    made = start_store()
+    made.watch()
+    made.serves()
+    made.limit_memory(MEMORY_MORE_NBYTES)
+    os.kill(made.pid, signal.SIGKILL)  # the next one has that limit
+    wait_until(lambda: made.end_count == 1)
+    made.serves()
+    return made
+
+
+# ---- how it ends -----------------------------------------------------------------------------
+
+
+def kill(store: Store) -> None:
+    os.kill(store.pid, signal.SIGKILL)
+
+
+def hang(store: Store) -> None:
+    stop(store.pid)
+
+
+def fill(store: Store) -> None:
+    """Watches of health that go on talking: nobody reads that."""
+    with store.channel() as channel:
+        watch = channel.stream_stream("/grpc.health.v1.Health/Watch")
+        talks = [watch(iter([b"", *[bytes(UNREAD_NBYTES)] * 2]), timeout=60.0) for _ in range(30)]
+        for talk in talks:
+            with pytest.raises(grpc.RpcError):
+                list(talk)
+
+
+HOW = {"killed": kill, "hung": hang, "memory": fill}  # by what the node says of it
+
+
+# ---- phases: each yields the call, which is in it --------------------------------------------
+
+
+@contextlib.contextmanager
+def put_before_verdicts(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with store.channel() as channel, store.held_up("begin_put", patch) as entered:
+        call = store.put(channel, key, frames)
+        entered()
+        yield call
+
+
+@contextlib.contextmanager
+def put_after_verdicts(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with store.channel() as channel:
+        call = store.put(channel, key, frames)
+        assert next(call).begin.verdicts == [pb.WRITE]
+        yield call
+
+
+@contextlib.contextmanager
+def put_amid_its_bytes(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with put_after_verdicts(store, key, frames, patch) as call:
+        frames.say(chunk(content(key)[: PAGE_NBYTES // 2]))
+        yield call
+
+
+@contextlib.contextmanager
+def put_before_its_commit(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with put_after_verdicts(store, key, frames, patch) as call:
+        frames.say(chunk(content(key)))
+        yield call
+
+
+@contextlib.contextmanager
+def put_before_it_is_committed(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with put_before_its_commit(store, key, frames, patch) as call, store.held_up("commit_put", patch) as entered:
+        frames.say(committed(key))
+        entered()
+        yield call
+
+
+@contextlib.contextmanager
+def put_before_its_answer(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    held = store.held_up("commit_put", patch, behind=True)
+    with put_before_its_commit(store, key, frames, patch) as call, held as entered:
+        frames.say(committed(key))
+        entered()
+        yield call
+
+
+@contextlib.contextmanager
+def get_before_its_reply(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    keys = store.stored(1)
+    with store.channel() as channel, store.held_up("begin_get", patch) as entered:
+        call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
+        entered()
+        yield call
+
+
+@contextlib.contextmanager
+def get_amid_its_bytes(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """More bytes than sockets and gRPC take."""
+    keys = store.stored(24)
+    with store.channel() as channel:
+        call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
+        assert list(next(call).begin.hits) == [True] * 24
+        next(call)
+        yield call
+
+
+PUTS = [put_before_verdicts, put_after_verdicts, put_amid_its_bytes, put_before_its_commit]
+PUTS += [put_before_it_is_committed, put_before_its_answer]
+# Whoever commits has committed, whether it hears of it or not.
+STORED = (put_before_it_is_committed, put_before_its_answer)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("phase", [*PUTS, get_before_its_reply, get_amid_its_bytes])
+def test_a_gateway_that_ends_leaves_nothing_behind(
+    store: Store, frames: Frames, monkeypatch: pytest.MonkeyPatch, phase: Any, how: str
+) -> None:
+    monkeypatch.setattr("node.gateway.supervisor.SILENT_S_MAX", 2.0)
+    key, count, why = store.key(), store.end_count, store.node.grpc.ends[how]
+    with phase(store, key, frames, monkeypatch) as call:
+        HOW[how](store)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        wait_until(lambda: store.end_count > count)
+        assert store.node.grpc.ends[how] > why
+    wait_until(store.is_at_rest)
+    assert store.read(key) == (content(key) if phase in STORED else None)
+    store.serves()
