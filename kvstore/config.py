@@ -35,6 +35,7 @@ GRPC_CHUNK_NBYTES = 1 << 20
 
 # Keys x byte ranges of one get: a node keeps a 200-byte view of each piece, so at most 13 MB.
 GET_PIECES_MAX = 1 << 16
+GET_RANGES_MAX = 1 << 12  # of one get: to parse more would keep a node from serving others
 
 _PORT = re.compile("[0-9]{1,5}")  # `int` takes other digits, too, and neither all that are called so nor thousands
 _URL = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL)

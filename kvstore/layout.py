@@ -19,6 +19,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from kvstore.config import GET_RANGES_MAX
 from kvstore.errors import InvalidRequest
 
 # Bytes per element. Packed four-bit values are described as uint8 with half the elements.
@@ -220,6 +221,8 @@ def opaque_layout(page_nbytes: int, page_tokens: int = 1) -> PageLayout:
 def check_ranges(ranges: Sequence[tuple[int, int]], page_nbytes: int) -> None:
     """Of a get: (offset, nbytes), in any order, but each byte once, so that what is returned is bounded by its pages.
     Raises InvalidRequest."""
+    if len(ranges) > GET_RANGES_MAX:
+        raise InvalidRequest(f"{len(ranges)} ranges in one get, at most {GET_RANGES_MAX}; ask for them in parts")
     end = 0
     ordered = True
     for offset, nbytes in ranges:

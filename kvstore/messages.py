@@ -112,6 +112,32 @@ def chunk_of(frame: bytes) -> memoryview | None:
     return memoryview(frame)[start:] if whole else None
 
 
+def delimited(number: int, data: bytes | memoryview) -> bytes:
+    """A message with nothing but this field, whose value `data` is a message or bytes."""
+    return b"".join((_varint(number << 3 | 2), _varint(len(data)), data))
+
+
+def field_of(message: memoryview) -> tuple[int, memoryview]:
+    """(number, value) of the only field of a message, which is a message or bytes; (0, nothing) if it is another."""
+    tag, start = _number(message, 0)
+    nbytes, start = _number(message, start)
+    whole = tag & 7 == 2 and start + nbytes == len(message)
+    return (tag >> 3, message[start:]) if whole else (0, message[:0])
+
+
+def _number(data: memoryview, position: int) -> tuple[int, int]:
+    """(a number of at most five bytes at `position`, where it ends); 0 if there is none."""
+    value = 0
+    for index in range(5):
+        if position + index >= len(data):
+            break
+        byte = data[position + index]
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, position + index + 1
+    return 0, len(data)
+
+
 def _length(frame: bytes, position: int, tag: bytes) -> tuple[int, int]:
     """(length of the field with this tag at `position`, where its bytes begin); (0, 0) if it is another."""
     if frame[position : position + 1] != tag:

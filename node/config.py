@@ -26,6 +26,14 @@ POLICIES = ("lru", "learned")
 EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little
 
 
+def missing(package: str) -> str:
+    """What to say of a Python package that is not installed."""
+    return (
+        f"the Python package {package} is not installed; a node needs the extra `node`: "
+        "pip install 'kvstore-llm[node]', or the wheel's file name followed by [node]"
+    )
+
+
 @dataclass(frozen=True)
 class NodeConfig:
     """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ... Sizes take 512MiB, 4GiB, ..."""
@@ -66,6 +74,13 @@ class NodeConfig:
     batch_nbytes_max: int = setting(0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40)
     namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048)
     sessions_max: int = setting(256, "connections at a time of each wire; half of them of one peer", 1, 1 << 14)
+    grpc_host: str = setting(
+        "", "interface of the gRPC port alone, such as one where administrators are; empty: as host; none: no gRPC"
+    )
+    grpc_processes: int = setting(1, "gateway processes, which serve gRPC and share its port", 1, 64)
+    grpc_memory_nbytes: int = setting(
+        384 << 20, "memory of a gateway process; one that has more ends, and is started anew", 128 << 20, 1 << 40
+    )
     grpc_threads: int = setting(32, "of four, three gRPC transfers at a time; four times as many calls", 4, 1024)
     pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40)
     stall_s: float = setting(10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0)

@@ -13,7 +13,7 @@ import kvstore.spans as spans
 from kvstore.config import load
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
-from node.config import NodeConfig
+from node.config import NodeConfig, missing
 from node.garbage import SeldomCollections
 from node.log_lines import formatter
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 # SIGHUP comes from a terminal that closes, and must not cost pages that are in RAM only.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Import names of the packages that the extra `node` installs.
-EXTRA = ("grpc_health", "grpc_reflection", "prometheus_client", "rocksdict")
+# Import names of the packages that the extra `node` installs, and that this process imports.
+EXTRA = ("prometheus_client", "rocksdict")
 UMASK = 0o077  # the files name tenants and prompt hashes: only the node's user may read them
 # How long one thread may keep the others from running Python (default 5 ms): the disk writer prepares
 # its batches in Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007, 0029).
@@ -116,11 +116,14 @@ def _node_class() -> "type[Node]":
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
             raise
-        raise ConfigError(
-            f"the Python package {package} is not installed; a node needs the extra `node`: "
-            "pip install 'kvstore-llm[node]', or the wheel's file name followed by [node]"
-        ) from error
+        raise ConfigError(missing(package)) from error
     return Node
+
+
+def _reachable(host: str) -> str:
+    """The host part of an address by which this machine reaches who listens on `host`."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"[{host}]" if ":" in host else host
 
 
 def main() -> None:
@@ -138,15 +141,14 @@ def main() -> None:
         logging.basicConfig(level=config.log_level, handlers=[handler])
         spans.set_up("kvstore-node")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        node = _node_class()(config, _end_if_asked)
+        node = _node_class()(config, _end_if_asked, gateway_processes=True)
         SeldomCollections()
         node.start()
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    address = f"[{host}]" if ":" in host else host
-    ports = f"grpc={address}:{node.grpc.port} bulk={node.bulk.port} metrics={node.metrics.port}"
+    grpc = f"{_reachable(node.grpc.host)}:{node.grpc.port}" if node.grpc.port else "none"
+    ports = f"grpc={grpc} bulk={node.bulk.port} metrics={node.metrics.port}"
     ports += f" shm={node.shm.path if node.shm else 'none'}"
     print(f"kvstore-node ready {ports}", flush=True)
     _await_stop(signals)

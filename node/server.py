@@ -24,6 +24,7 @@ from node.disk.kept_dir import KeptDir
 from node.disk.operator_key import open_vault
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
+from node.gateway.supervisor import Gateways
 from node.peers.address import advertised, check_address, check_listens, with_port
 from node.peers.links import known_by
 from node.peers.membership import Membership
@@ -38,8 +39,6 @@ from node.ram.regroup import set_ram_limits
 from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
-from node.serve.grpc import GrpcServer
-from node.serve.grpc_options import check_grpcio
 from node.serve.http_host import is_trusted_host
 from node.serve.metrics import metrics_text
 from node.serve.metrics_server import MetricsServer
@@ -59,18 +58,21 @@ CHECKED_MAX = 100_000  # pages of a tier, at a stop: each costs some 5 µs and 1
 
 
 class Node:
-    """sockets -> shm_server | bulk_server | grpc_server -> service -> session -> ram tier -> slots, eviction
+    """sockets -> shm_server | bulk_server | gateway doors -> service -> session -> ram tier -> slots, eviction
                                                                |                                  |
                                                                +-------- page bytes ----------- arena
 
     The constructor takes memory and ports or raises ConfigError; `start` serves; `stop` drains.
     """
 
-    def __init__(self, config: NodeConfig, pulse: Callable[[], None] = lambda: None) -> None:
-        """`pulse` is called now and then by what takes long at the start, and may raise to end it."""
-        check_grpcio()  # before memory is taken
+    def __init__(
+        self, config: NodeConfig, pulse: Callable[[], None] = lambda: None, gateway_processes: bool = False
+    ) -> None:
+        """`pulse` is called now and then by what takes long at the start, and may raise to end it.
+        `gateway_processes`: gRPC is served by processes, as config says; else by a thread of this one."""
         self.config = config
         self._pulse = pulse
+        self._gateway_processes = gateway_processes
         self._started = False
         self.certificates = certificates_of(config)
         self.audit = Audit(config.audit_log)
@@ -97,7 +99,7 @@ class Node:
         self.service = Service(config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate)
         self._own_hosts = self._host_names()
         self.console, looks = self._open_console()
-        self._watch = Watch([self.access.look, *([self.certificates.look] if self.certificates else []), *looks])
+        self._watch = Watch([self.access.look, *([self._look_at_certificates] if self.certificates else []), *looks])
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
                 undo.callback(self.disk.close)
@@ -107,6 +109,11 @@ class Node:
             allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max)
             self._listen(config)
             undo.pop_all()
+
+    def _look_at_certificates(self) -> None:
+        assert self.certificates is not None
+        self.certificates.look()
+        self.grpc.look()
 
     def _described(self, digest: bytes) -> Namespace:
         return self.tier.namespace(digest).value
@@ -161,9 +168,7 @@ class Node:
                 config.host, config.bulk_port, self.service, config.stall_s, config.sessions_max, own
             )
             opened.callback(self.bulk.stop, 0.0)
-            self.grpc = GrpcServer(
-                config.host, config.port, self.service, config.grpc_threads, config.stall_s, config.sessions_max, own
-            )
+            self.grpc = Gateways(config, self.service, own, embedded=not self._gateway_processes)
             opened.callback(self.grpc.stop, 0.0)
             self.shm = self._open_shm()
             if self.shm is not None:
@@ -179,6 +184,7 @@ class Node:
                 self._trusts_host,
             )
             opened.pop_all()
+        self.service.gateway_status, self.service.gateway_ends = self.grpc.status, self.grpc.ends
         self.service.bulk_port = self.bulk.port
         self.service.metrics_port = self.metrics.port
         if own is not None:
@@ -190,7 +196,7 @@ class Node:
         if config.shm_socket in ("", "none"):
             return None
         try:
-            path = default_path(self.grpc.port) if config.shm_socket == "auto" else config.shm_socket
+            path = default_path(self.grpc.port or self.bulk.port) if config.shm_socket == "auto" else config.shm_socket
             return ShmServer(path, self.arena, self.service, config.stall_s, config.sessions_max)
         except (OSError, ConfigError) as error:
             if config.shm_socket != "auto":
@@ -266,7 +272,7 @@ class Node:
         if self.shm is not None:
             self.shm.start()
         self.bulk.start()
-        self.grpc.start()
+        self.grpc.start(self._pulse)
         self.peers.start()
         if self.registry is not None:
             self._join(self.registry)

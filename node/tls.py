@@ -11,12 +11,11 @@ import ipaddress
 import logging
 import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from kvstore.certificates import NEAR_END_S, PemFiles, Pems, date, names_end_early
+from kvstore.certificates import NEAR_END_S, PemFiles, Pems, date
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
@@ -26,7 +25,6 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 WARN_AGAIN_S = 6 * 3600.0
-_names_end_early = lru_cache(256)(names_end_early)  # a connection makes many calls
 SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")
 
 
@@ -127,18 +125,3 @@ def _as_grpc_has_it(address: str) -> str:
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(address.strip()))
     return address
-
-
-def shown_to_grpc(auth: Mapping[str, Iterable[bytes]]) -> Shown | None:
-    """Of a call's `auth_context`, of which Python gets each name as far as its first NUL: a certificate that has one
-    names nobody. None: the client showed none."""
-
-    def told(name: str) -> tuple[str, ...]:
-        return tuple(value.decode(errors="replace") for value in auth.get(name, ()))
-
-    pem = next(iter(auth.get("x509_pem_cert", ())), b"")
-    if not pem:
-        return None
-    if _names_end_early(pem):
-        return Shown("", ())
-    return Shown(next(iter(told("x509_common_name")), ""), told("x509_subject_alternative_name"))

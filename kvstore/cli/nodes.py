@@ -118,11 +118,23 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
     return lines
 
 
+def _gateway_line(reply: pb.NodeStatusReply) -> str:
+    ready = sum(gateway.ready for gateway in reply.gateways)
+    most = max(gateway.rss_nbytes for gateway in reply.gateways)
+    calls = sum(gateway.call_count for gateway in reply.gateways)
+    ended = ", ".join(f"{end.count:,} {end.why}" for end in reply.gateway_ends if end.count)
+    return (
+        f"gRPC gateways {ready} of {len(reply.gateways)} ready  calls {calls}  memory {human_nbytes(most)} at most"
+        f"{f'  ended: {ended}' if ended else ''}"
+    )
+
+
 def _tier_lines(reply: pb.NodeStatusReply) -> list[str]:
     """Shared memory, members, RAM and disk."""
     ram = reply.ram
     return [
         *(_shm_lines(reply.shm) if reply.HasField("shm") else []),
+        *([_gateway_line(reply)] if reply.gateways else []),
         *(_peers_lines(reply.peers) if reply.HasField("peers") else []),
         f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
         f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "

@@ -11,6 +11,7 @@ from kvstore.pb import kvstore_pb2 as pb
 
 CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 300.0  # certificates of `kvstore certs` are valid from five minutes before on
 QUEUE_FULL_SHARE = 0.9
+STREAK_MIN = 3  # ends of gateways within a minute, which are no accident
 NOT_TOLD = "told to an identity of all tenants only"
 GIB = 1 << 30
 
@@ -34,6 +35,7 @@ def told(status: pb.NodeStatusReply) -> Iterator[Finding]:
     yield ram(status.ram)
     yield disk(status)
     yield from certificates(status.tls)
+    yield from gateways(status)
     if status.insecure:
         remedy = "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody else is on this network"
         yield warn("strangers", status.insecure, remedy)
@@ -91,6 +93,25 @@ def disk(status: pb.NodeStatusReply) -> Finding:
         remedy = "put --data-dir on ext4 or xfs on a local disk: here pages go through the page cache, and its memory"
         return warn("disk", f"{said}, which has no O_DIRECT", remedy)
     return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
+
+
+def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
+    """Of the processes that serve gRPC: whether they stay. An older node tells of none."""
+    if not status.gateways:
+        return
+    ended = sum(gateway.recent_ends for gateway in status.gateways)
+    ready = sum(gateway.ready for gateway in status.gateways)
+    why = ", ".join(f"{end.why} {end.count:,}" for end in status.gateway_ends if end.count)
+    said = f"{ready} of {len(status.gateways)} serve" + (f"; ended since its start: {why}" if why else "")
+    if ended >= STREAK_MIN or not ready:
+        remedy = (
+            "somebody floods the gRPC port, or --grpc-memory-bytes is too little for its callers: bind it to another "
+            "network (--grpc-host), or ask for client certificates"
+        )
+        finding = warn if ready else fail
+        yield finding("gRPC gateways", f"{said}; {ended} times in the last minute", remedy)
+        return
+    yield ok("gRPC gateways", said)
 
 
 def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:

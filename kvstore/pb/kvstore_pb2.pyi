@@ -770,7 +770,7 @@ class TenantUse(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., ram_nbytes: _Optional[int] = ..., ram_quota_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., disk_quota_nbytes: _Optional[int] = ..., pin_count: _Optional[int] = ..., pin_quota: _Optional[int] = ..., held_nbytes: _Optional[int] = ..., held_quota_nbytes: _Optional[int] = ..., refused_puts: _Optional[int] = ..., refused_pins: _Optional[int] = ..., refused_holds: _Optional[int] = ..., refused_connections: _Optional[int] = ..., refused_requests: _Optional[int] = ..., refused_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms", "gateways", "gateway_ends")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -792,6 +792,8 @@ class NodeStatusReply(_message.Message):
     REFUSED_CALLS_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
     NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ENDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -813,7 +815,35 @@ class NodeStatusReply(_message.Message):
     refused_calls: int
     tls: TlsStatus
     now_unix_ms: int
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ...) -> None: ...
+    gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
+    gateway_ends: _containers.RepeatedCompositeFieldContainer[GatewayEnd]
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., gateway_ends: _Optional[_Iterable[_Union[GatewayEnd, _Mapping]]] = ...) -> None: ...
+
+class GatewayStatus(_message.Message):
+    __slots__ = ("name", "pid", "ready", "rss_nbytes", "nbytes_max", "call_count", "recent_ends")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    RSS_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    CALL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECENT_ENDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pid: int
+    ready: bool
+    rss_nbytes: int
+    nbytes_max: int
+    call_count: int
+    recent_ends: int
+    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ..., ready: bool = ..., rss_nbytes: _Optional[int] = ..., nbytes_max: _Optional[int] = ..., call_count: _Optional[int] = ..., recent_ends: _Optional[int] = ...) -> None: ...
+
+class GatewayEnd(_message.Message):
+    __slots__ = ("why", "count")
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    count: int
+    def __init__(self, why: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class TlsStatus(_message.Message):
     __slots__ = ("certificates", "client_certificates", "problem")
@@ -1040,12 +1070,14 @@ class BulkRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message")
+    __slots__ = ("code", "message", "last")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    last: bool
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., last: bool = ...) -> None: ...
 
 class BulkReply(_message.Message):
     __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit")

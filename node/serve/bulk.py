@@ -9,7 +9,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, KVStoreError, ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
@@ -114,7 +113,7 @@ class BulkConnection(Connection):
 
     def _recv(self, pace: Pace) -> tuple[bytes, int]:
         self.socket.arm(pace.next_s())
-        return self.socket.recv_frame(MESSAGE_NBYTES_MAX)
+        return self.socket.recv_frame(self.header_nbytes_max)
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         nbytes, reply, pieces = self.service.begin_get(session, request)

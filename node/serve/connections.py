@@ -32,10 +32,12 @@ from node.serve.limits import LONG_CALLS, REQUEST_NBYTES_FREE, REQUEST_S_MAX, Pl
 from node.serve.requests import inside
 from node.serve.service import Service
 from node.serve.session import Session
+from node.serve.traffic import TIMED
 from node.tls import Shown
 
 SAY_LAST_S = 0.1
 HELLO_NBYTES_MAX = 4 << 10
+GATEWAYS_OPS = ("admit", "on_behalf")
 Request = tuple[str, Any]
 
 
@@ -61,6 +63,8 @@ class Connection(abc.ABC):
     """
 
     maps_arena: ClassVar[bool] = False
+    of_gateway: ClassVar[bool] = False
+    header_nbytes_max: ClassVar[int] = MESSAGE_NBYTES_MAX
 
     def __init__(self, sock: FrameSocket, name: str, caller: Caller, service: Service, stall_s: float) -> None:
         self.socket = sock
@@ -170,7 +174,7 @@ class Connection(abc.ABC):
     def told(self, error: KVStoreError | OSError) -> OSError:
         """What the connection ends with, said to the client if it is not the client's going."""
         if isinstance(error, KVStoreError):
-            self.send_error(error)
+            self.send_error(error, last=True)
             return ConnectionAbortedError(str(error))
         if error.errno in OUT_OF_DESCRIPTORS:
             self.say_last(Exhausted("this node has no descriptor left; raise its limit (ulimit -n)"))
@@ -182,14 +186,8 @@ class Connection(abc.ABC):
             if request is not None:
                 if not server.begin(self):
                     return
-                if self._trace is None and tracing.tracer is None:
-                    self._serve_request(session, *request)
-                else:
-                    with tracing.serving(request[0], self._trace):
-                        self._serve_request(session, *request)
+                self.serve_request(session, *request)
                 request = None
-                if self._request_nbytes:
-                    self._give_back()
                 if not self.unfinished(session) and not server.done(self):
                     return
             elif self.abandoned():
@@ -198,7 +196,7 @@ class Connection(abc.ABC):
     def _wait_request(self) -> Request | None:
         self.socket.arm(self.stall_s)  # a slow reply before may have left less, and waiting would spin
         try:  # as in `refusing`, which costs a microsecond
-            frame = self.socket.wait_frame(MESSAGE_NBYTES_MAX, self.stall_s)
+            frame = self.socket.wait_frame(self.header_nbytes_max, self.stall_s)
             return None if frame is None else self.parse(*frame)
         except InvalidRequest as error:  # all of it was received: the next frame begins behind it
             self._give_back()
@@ -207,16 +205,26 @@ class Connection(abc.ABC):
         except (KVStoreError, OSError) as error:
             raise self.told(error) from error
 
+    def serve_request(self, session: Any, op: str, request: Any) -> None:
+        """Answers it, or says why not; as a part of what its caller does."""
+        if self._trace is None and tracing.tracer is None:
+            self._serve_request(session, op, request)
+        else:
+            with tracing.serving(op, self._trace):
+                self._serve_request(session, op, request)
+        if self._request_nbytes:
+            self._give_back()
+
     def _serve_request(self, session: Session, op: str, request: Any) -> None:
         began_ns = monotonic_ns()
         try:
             if not self.transfer(session, op, request):
                 self.send(op, self._answer(op, request))
-            if op != "release":  # which is not answered
+            if op in TIMED and op != "release":  # which is not answered
                 self._edge.answered(op, began_ns)
         except KVStoreError as error:
             self._edge.failed(op, error)
-            self.send_error(error)
+            self.send_error(error, last=isinstance(error, ProtocolError))
             if isinstance(error, ProtocolError):
                 raise
         except BaseException as error:
@@ -236,10 +244,7 @@ class Connection(abc.ABC):
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""
         if header_nbytes > REQUEST_NBYTES_FREE:
-            self._took(self.service.forms.take(self.peer, header_nbytes))
-
-    def _took(self, nbytes: int) -> None:
-        self._request_nbytes += nbytes
+            self._request_nbytes += self.service.forms.take(self.peer, header_nbytes)
 
     def _give_back(self) -> None:
         if self._request_nbytes:
@@ -253,13 +258,15 @@ class Connection(abc.ABC):
         try:
             if len(header) > REQUEST_NBYTES_FREE:
                 op, data = inside(header)
-                return op, self.service.forms.parsed(op, data, self.peer, self._took)
+                return op, self.service.forms.parsed(op, data, self.peer)
             message = pb.BulkRequest.FromString(header)
         except DecodeError as error:
             raise ProtocolError("a request that is not a BulkRequest message") from error
         op = message.WhichOneof("op")
         if op is None:
             raise ProtocolError("a request without an operation")
+        if op in GATEWAYS_OPS and not self.of_gateway:
+            raise ProtocolError(f"{op} is for the node's own gateways")
         if message.trace:
             self._trace = unpacked(message.trace)
         return op, getattr(message, op)
@@ -268,14 +275,15 @@ class Connection(abc.ABC):
         self.socket.arm(self.stall_s)
         self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
 
-    def send_error(self, error: KVStoreError) -> None:
-        self.send("error", message_of(error))
+    def send_error(self, error: KVStoreError, last: bool = False) -> None:
+        """`last`: the connection ends with it."""
+        self.send("error", message_of(error, last))
 
     def say_last(self, error: KVStoreError) -> None:
         """Why this ends, to a client that may not be listening any more."""
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
-            self.socket.send_frame(pb.BulkReply(error=message_of(error)).SerializeToString())
+            self.socket.send_frame(pb.BulkReply(error=message_of(error, last=True)).SerializeToString())
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:
@@ -290,5 +298,6 @@ def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
     return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
 
 
-def message_of(error: KVStoreError) -> pb.Error:
-    return pb.Error(code=status_code(error).value[0], message=str(error))
+def message_of(error: KVStoreError, last: bool = False) -> pb.Error:
+    """`last`: the connection ends with it."""
+    return pb.Error(code=status_code(error).value[0], message=str(error), last=last)

@@ -92,7 +92,7 @@ class ConnectionServer(abc.ABC):
 
     def refusal(self, error: KVStoreError) -> bytes:
         """What is said to who is not let in."""
-        header = pb.BulkReply(error=message_of(error)).SerializeToString()
+        header = pb.BulkReply(error=message_of(error, last=True)).SerializeToString()
         return pack_fixed(len(header), 0) + header
 
     def _accept_failed(self, error: OSError) -> None:
@@ -108,6 +108,10 @@ class ConnectionServer(abc.ABC):
         connection = self.connection(sock, address)
         connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
         place.idle()  # it has said nothing yet
+        self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
+        """Gives it a thread. Raises Exhausted."""
         with self._changed:
             # One leaves as fast as one comes, or their threads would add up.
             self._changed.wait_for(lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0)
@@ -172,7 +176,8 @@ class ConnectionServer(abc.ABC):
             for connection in self._connections:
                 if not connection.busy:
                     connection.socket.shutdown()
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # who made connections is gone
+            self._listener.shutdown(socket.SHUT_RDWR)
         if self._acceptor.is_alive():
             self._acceptor.join(2.0)
         self._listener.close()

@@ -103,6 +103,18 @@ class NodeCollector:
         yield from self._of_tenants(status)
         yield from self._of_namespaces(status)
 
+    def _of_gateways(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
+        ready = sum(gateway.ready for gateway in status.gateways)
+        yield GaugeMetricFamily("kvstore_gateways_ready", "Gateways that serve gRPC", ready)
+        memory = GaugeMetricFamily("kvstore_gateway_resident_bytes", "Memory of a gateway process", labels=["gateway"])
+        for gateway in status.gateways:
+            memory.add_metric([gateway.name], gateway.rss_nbytes)
+        yield memory
+        ends = CounterMetricFamily("kvstore_gateway_ends", "Gateways that ended, and were started anew", labels=["why"])
+        for end in status.gateway_ends:
+            ends.add_metric([end.why], end.count)
+        yield ends
+
     def _of_node(self, status: pb.NodeStatusReply) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_sessions", "Bulk connections and gRPC transfers", status.session_count)
         yield GaugeMetricFamily("kvstore_private_bytes", "Resident bytes outside the arena", status.rss_nbytes)
@@ -114,6 +126,7 @@ class NodeCollector:
         for name in _RAM:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
         yield from self._of_eviction(status.ram.eviction)
+        yield from self._of_gateways(status)
         if status.HasField("disk"):
             yield from self._of_disk(status.disk)
         if status.HasField("peers"):

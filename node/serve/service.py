@@ -3,6 +3,7 @@ raises the errors of `kvstore.errors`."""
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic_ns
@@ -80,6 +81,8 @@ class Service:
         self.instance_id = os.urandom(8)
         self.bulk_port = self.metrics_port = 0
         self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
+        self.gateway_status: Callable[[], list[pb.GatewayStatus]] = list  # of what serves gRPC
+        self.gateway_ends: Counter[str] = Counter()  # by why
         self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node that speaks TLS
         self.draining = False
         self.peers = peers
@@ -125,10 +128,6 @@ class Service:
             "sweep": self.cluster.sweep,
             "record": self.recorder.record,
         }
-
-    def answer(self, op: str, data: bytes, caller: Caller) -> Any:
-        """The reply to a unary request in its wire form."""
-        return self.call(op, self.forms.parsed(op, data, caller.peer, lambda taken: None), caller)
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
         """The reply to a unary request; `op` is its field's name in BulkRequest."""
@@ -346,6 +345,8 @@ class Service:
             refused_calls=self.gate.audit.refused_count,
             tls=self.tls_status() if self.tls_status else None,
             tenants=self.tenants.uses(),
+            gateways=self.gateway_status(),
+            gateway_ends=[pb.GatewayEnd(why=why, count=count) for why, count in self.gateway_ends.copy().items()],
         )
         principal = self.gate.who(caller)
         return (

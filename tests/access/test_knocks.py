@@ -7,11 +7,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from people import People, client, namespace
-from waiting import wait_until
-
-from kvstore import Unauthenticated
-from node.serve import knocks
 from node.serve.knocks import (
     ADDRESSES_MAX,
     BORNE_AT_ONCE,
@@ -20,6 +15,11 @@ from node.serve.knocks import (
     KNOCKS_PER_S,
     Knocks,
 )
+from people import People, client, namespace
+from waiting import wait_until
+
+from kvstore import Unauthenticated
+from node.serve import knocks
 from node.server import Node
 
 KEY = b"k" * 32

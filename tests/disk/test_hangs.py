@@ -235,7 +235,7 @@ def durable_put(pages: Any) -> Iterator[pb.PutFrame]:
 
 def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(hung: Node, stub: KVStoreStub, pages: Any) -> None:
     """They held the places of gRPC's transfers, and of flushes, for flush_s."""
-    transfers, flushes = hung.grpc._servicer._transfers, hung.service._long_calls["flush"]
+    transfers, flushes = hung.grpc.calls.transfers, hung.service._long_calls["flush"]
     calls = [stub.Put(durable_put(pages), timeout=30.0), stub.Flush.future(pb.FlushRequest(), timeout=30.0)]
     wait_until(lambda: transfers.used == flushes.used == 1)
     for call in calls:
@@ -247,7 +247,7 @@ def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
     hung: Node, stub: KVStoreStub, pages: Any, nodes: Any
 ) -> None:
     waiting = stub.Put(durable_put(pages), timeout=30.0)
-    wait_until(lambda: hung.grpc._servicer._durable.used == 1)
+    wait_until(lambda: hung.grpc.calls.durable.used == 1)
     with pytest.raises(grpc.RpcError, match="gRPC durable puts: 1 of"):
         list(stub.Put(durable_put(pages), timeout=10.0))
     client = nodes.connect(hung, "grpc")

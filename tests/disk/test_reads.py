@@ -227,7 +227,7 @@ def test_gets_from_a_disk_that_hangs_leave_transfers_to_others(
     for thread in threads:
         thread.start()
     end = time.monotonic() + 10.0
-    while node.grpc._servicer._loads.used < 2 and time.monotonic() < end:
+    while node.grpc.calls.loads.used < 2 and time.monotonic() < end:
         time.sleep(0.01)
     with pytest.raises(Exhausted, match="gRPC gets from disk: 2 of"):
         pages.get(client, pages.keys(2))

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-
 from node.serve.bans import BAN_S, BANNED_MAX, Bans, filter_of
 
 REFUSED_S = 0.3  # in which nobody who is not banned is late: the kernel answers

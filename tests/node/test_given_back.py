@@ -63,5 +63,5 @@ def test_a_get_over_grpc_ends_when_its_reader_has_left(
         call = KVStoreStub(channel).Get(request, timeout=30.0)
         assert begun.wait(10.0)
         call.cancel()
-        wait_until(lambda: not node.grpc._servicer._transfers.used)
+        wait_until(lambda: not node.grpc.calls.transfers.used)
     assert len(hashed) < len(keys)

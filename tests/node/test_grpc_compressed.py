@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from node.serve.grpc_options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 
 from kvstore import Client, ClientConfig
 from kvstore.deadline import Deadline
@@ -23,7 +24,6 @@ from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wires.grpc_wire import GrpcWire
 from node.pb import etcd_pb2 as etcd_pb
 from node.peers.etcd import Access, Etcd
-from node.serve.grpc_options import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 
 ROOT = Path(__file__).parent.parent.parent
 BOMB_MIB = 60  # in 59 KiB, which a stream takes before it has to be given more window

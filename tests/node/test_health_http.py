@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from authorities import pair
+from node.serve.health import Health
 from waiting import wait_until
 
 from kvstore.cli.authority import Authority
 from node.config import NodeConfig
-from node.serve.health import Health
 from node.server import Node
 
 

@@ -12,13 +12,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from node.serve.grpc_options import STREAMS_OF_CONNECTION_MAX
 
 from kvstore import Exhausted, PutOutcome
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.config import NodeConfig
-from node.serve.grpc_options import STREAMS_OF_CONNECTION_MAX
 from node.serve.limits import REFLECTION_STREAMS_MAX, REQUEST_NBYTES_FREE
 from node.server import Node
 

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from node.serve.grpc import LOOP_NBYTES_MAX
 
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.access.caller import Caller
-from node.serve.grpc import LOOP_NBYTES_MAX
 from node.server import Node
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from node.serve.grpc_options import STREAM_NBYTES_MAX
 
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
-from node.serve.grpc_options import STREAM_NBYTES_MAX
 from node.server import Node
 
 SETTINGS, HEADERS, DATA, PING, ACK = 4, 1, 0, 6, 1

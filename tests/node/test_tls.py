@@ -18,8 +18,8 @@ from kvstore.deadline import Deadline
 from kvstore.measure.ports import free_ports
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
+from node.gateway.call import Call
 from node.serve.bulk import BulkConnection
-from node.serve.calls import Call
 from node.server import Node
 from node.tls import Certificates, Shown, certificates_of, shown_to_grpc
 

@@ -1,9 +1,13 @@
-"""What gRPC's server is told at its start: sizes, times, and how much a caller may send before anybody reads it."""
+"""What gRPC's server is told at its start, its certificates, and how it stops."""
 
+import asyncio
 import re
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
+from kvstore.certificates import Pems
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
 from node.serve.limits import REQUEST_S_MAX
@@ -13,7 +17,6 @@ STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait a
 # who answers them late would get half a GiB.
 STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
 METADATA_NBYTES_MAX = 8 << 10
-CONNECTIONS_MAX = 4096
 # No compression: unpacking would spend time and memory on clients without a credential. All releases since 1.62.3
 # refuse a call with compressed messages by its headers (UNIMPLEMENTED).
 IDENTITY_ONLY = 1
@@ -21,6 +24,7 @@ IDENTITY_ONLY = 1
 # unpack all, up to 2 GiB out of 2 MB, and then compare. 1.83.0 was released without that change.
 GRPCIO_MIN = (1, 82, 2)
 GRPCIO_WITHOUT = ((1, 83, 0),)
+LOOK_S = 0.5
 
 
 def check_grpcio(version: str = grpc.__version__) -> None:
@@ -38,21 +42,59 @@ def check_grpcio(version: str = grpc.__version__) -> None:
 
 
 def server_options(connections_max: int) -> list[tuple[str, int]]:
+    """`connections_max`: at a time, of one gateway process; gRPC hangs up on more."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
-        ("grpc.so_reuseport", 0),  # a second node on the same port must fail, not share it
+        ("grpc.so_reuseport", 1),  # the node holds the port, and all its gateways listen there
         ("grpc.max_concurrent_streams", STREAMS_OF_CONNECTION_MAX),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", STREAM_NBYTES_MAX),
         ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
-        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the node's processor time.
+        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the processor time.
         ("grpc.http2.max_frame_size", MESSAGE_NBYTES_MAX),
         # A connection that says nothing, or half of HTTP/2's greeting.
         ("grpc.server_handshake_timeout_ms", int(REQUEST_S_MAX * 1000)),
         ("grpc.http2.settings_timeout", int(REQUEST_S_MAX * 1000)),
-        # The last resort against who is quicker than GrpcConnections looks; older versions do not know it.
-        ("grpc.max_allowed_incoming_connections", max(CONNECTIONS_MAX, 2 * connections_max)),
+        ("grpc.max_allowed_incoming_connections", connections_max),
     ]
+
+
+def server_credentials(pems: Callable[[], Pems]) -> grpc.ServerCredentials:
+    """Return credentials that ask `pems` at each handshake for what is in force.
+
+    Python's gRPC either requires a client certificate or asks for none, and has no setting for the version of TLS:
+    between our own sides it is 1.3, as `tests/node/test_tls.py` sees.
+    """
+    given = pems()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """None: as at the last handshake."""
+        nonlocal given
+        if pems() is given:
+            return None
+        given = pems()
+        return _configuration(given)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(given), fetch, bool(given.roots))
+
+
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.chain)], pems.roots or None)
+
+
+async def stopped(server: Any, drain_s: float, call_count: Callable[[], int]) -> None:
+    """Stop a gRPC server. Running calls have `drain_s`, then they are cancelled.
+
+    `call_count`: of those that were handed to us. A call that gRPC takes just when it stops is handed to nobody, and
+    would be waited for all that time: it is cancelled when for `LOOK_S` none of ours was left.
+    """
+    stopping = asyncio.ensure_future(server.stop(drain_s))
+    left = True
+    while not (await asyncio.wait([stopping], timeout=LOOK_S))[0]:
+        if not left and not call_count():
+            await server.stop(None)
+        left = call_count() > 0
+    await stopping

@@ -1,0 +1,90 @@
+"""What a node and its gateway tell each other besides calls: lines of JSON over a socket that both have inherited.
+
+node -> gateway   settings, pems, health, view, serve, beat, stop
+gateway -> node   ready | failed, beat
+"""
+
+import base64
+import contextlib
+import json
+import select
+import socket
+import threading
+from typing import Any
+
+from kvstore.certificates import Pems
+from kvstore.pb import kvstore_pb2 as pb
+
+BEAT_S = 0.5  # each tells the other that it lives
+SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; a gateway that leaves as much hangs
+RECEIVE_NBYTES = 64 << 10
+EXIT_MEMORY = 86  # with this status a gateway's process ends when it has more memory than it may
+LINE_NBYTES_MAX = 16 << 20
+
+
+class Control:
+    """The node's end. Any thread sends, one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._rest = b""
+
+    def send(self, **message: Any) -> None:
+        """Waits for nothing. Raises OSError if the gateway is gone, or hangs: then it hears nothing more and ends."""
+        data = line(message)
+        with self._lock:
+            try:
+                if self._sock.send(data, socket.MSG_DONTWAIT) < len(data):
+                    raise BlockingIOError("the gateway does not take what it is told")
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_WR)
+                raise
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """What came, perhaps nothing; None: the gateway is gone."""
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        if not waiting.poll(timeout_s * 1000):
+            return []
+        try:
+            data = self._sock.recv(RECEIVE_NBYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(one) for one in lines]
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def pems_value(pems: Pems | None) -> dict[str, str] | None:
+    """JSON of what a gateway needs of the node's TLS; None: the node speaks without."""
+    if pems is None:
+        return None
+    return {"roots": pems.roots.decode(), "chain": pems.chain.decode(), "key": pems.key.decode()}
+
+
+def pems_of(value: dict[str, str]) -> Pems:
+    return Pems(value["roots"].encode(), value["chain"].encode(), value["key"].encode())
+
+
+def view_value(view: pb.View | None, alone: bool) -> dict[str, Any]:
+    """`view` None: there is none yet; `alone`: there will be none."""
+    message = None if view is None else base64.b64encode(view.SerializeToString()).decode()
+    return {"message": message, "alone": alone}
+
+
+def view_of(value: dict[str, Any]) -> tuple[pb.View | None, bool]:
+    message = value["message"]
+    return message and pb.View.FromString(base64.b64decode(message)), value["alone"]

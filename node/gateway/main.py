@@ -1,0 +1,77 @@
+"""`kvstore-gateway`: a process that serves gRPC for its node, which starts it, watches it and starts it anew.
+
+It has two sockets to the node and the node's certificate, and nothing else: no page memory, no disk, no identities.
+What it has no need of it gives up at its start (`node.gateway.sandbox`).
+"""
+
+import argparse
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+
+from kvstore.log_rate import LogRate
+from node.gateway import sandbox
+from node.gateway.control import EXIT_MEMORY
+from node.gateway.gateway import Gateway, serve
+from node.gateway.memory import rss_nbytes
+from node.log_lines import formatter
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.02
+OOM_SCORE = "800"  # where memory ends for all, the kernel ends a gateway before a node
+
+
+def _watch_memory(nbytes_max: int) -> None:
+    """End this process when it has more, whatever takes it: nobody can tell gRPC what to give back."""
+    while True:
+        nbytes = rss_nbytes()
+        if nbytes > nbytes_max:
+            os.write(2, f"kvstore-gateway: {nbytes} bytes of memory, at most {nbytes_max}: it ends\n".encode())
+            os._exit(EXIT_MEMORY)
+        time.sleep(WATCH_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("kvstore-gateway", description="Serves gRPC for a node, which starts it.")
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited from kvstore-node")
+    parser.add_argument("--door-fd", type=int, required=True, help="inherited from kvstore-node")
+    parser.add_argument("--port", type=int, required=True, help="on which it listens")
+    parser.add_argument("--memory-bytes", type=int, required=True, help="it ends if it has more")
+    parser.add_argument("--log-level", default="INFO")
+    parser.add_argument("--log-format", default="text")
+    arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the node gets them, too, and says when this ends
+    handler = logging.StreamHandler()
+    handler.addFilter(LogRate())
+    handler.setFormatter(formatter(arguments.log_format))
+    logging.basicConfig(level=arguments.log_level, handlers=[handler])
+    _yield_memory_first()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
+    rss_nbytes()  # opens what is read there
+    try:
+        sandbox.enter(arguments.port)
+    except OSError as error:
+        log.warning("the gateway keeps all rights of its user: %s", error)
+    threading.Thread(target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True).start()
+    sockets = [socket.socket(fileno=fd) for fd in (arguments.control_fd, arguments.door_fd)]
+    serve(Gateway(*sockets))
+    logging.shutdown()
+    os._exit(0)  # whatever gRPC's threads do
+
+
+def _yield_memory_first() -> None:
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(OOM_SCORE)
+    except OSError as error:
+        log.info("the kernel may end the node before its gateway: %s", error)
+
+
+if __name__ == "__main__":
+    main()

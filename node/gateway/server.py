@@ -1,0 +1,271 @@
+"""The public gRPC service, as a gateway serves it: calls become frames to the node, and its frames their replies.
+
+    unary call   request bytes -> frame -> reply bytes              nothing is parsed here
+    put          begin -> verdicts -> chunks, as they come -> commit
+    get          request -> reply, then chunks of page bytes
+
+Health, reflection and views are answered here, of what the node has told. Who may ask is for the node to say.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.messages import chunk_of, delimited
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.status import status_code
+from node.gateway.call import Call
+from node.gateway.health import SERVICE_NAME as HEALTH_NAME
+from node.gateway.health import NodeState, Reply, Request
+from node.gateway.upstream import NodeConnection, Refused, Upstream
+from node.serve.limits import (
+    FOLLOW_S_MAX,
+    FOLLOWERS_MAX,
+    HEALTH_CALLS_MAX,
+    HEALTH_WATCH_S_MAX,
+    REFLECTION_S_MAX,
+    REFLECTION_STREAMS_MAX,
+    Places,
+    cap,
+)
+
+log = logging.getLogger(__name__)
+
+_SCHEMA = pb.DESCRIPTOR.services_by_name["KVStore"]
+SERVICE_NAME: str = _SCHEMA.full_name
+# A request is named by its field in BulkRequest.
+_OPS = {field.message_type.full_name: field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type}
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_BEGIN, _COMMIT = pb.PutFrameReply.BEGIN_FIELD_NUMBER, pb.PutFrameReply.COMMIT_FIELD_NUMBER
+_GET_BEGIN = pb.GetFrame.BEGIN_FIELD_NUMBER
+
+Messages = AsyncIterator[Any]
+Behaviour = Callable[[Call, Messages], Awaitable[Any]]
+
+
+class Servicer:
+    """Every method is registered as one that takes a stream, so that a call that sends no request is ours to end; on
+    the wire there is no difference."""
+
+    def __init__(self, door: socket.socket, state: NodeState, threads: int, stall_s: float) -> None:
+        """`door`: see `Upstream`. `threads`: of four, as many calls at a time (grpc_threads)."""
+        self.upstream = Upstream(door)
+        self._state = state
+        self._stall_s = stall_s
+        remedy = "make fewer at a time"
+        self._calls = Places(cap("gRPC calls", 4 * threads, f"{remedy}, or raise grpc_threads"))
+        self._health_calls = Places(cap("health calls", HEALTH_CALLS_MAX, remedy))
+        self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
+        self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
+        self.places = (self._calls, self._health_calls, self._followers, self._reflections)
+        self._reflection = reflection.ReflectionServicer((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME))
+
+    @property
+    def call_count(self) -> int:
+        return sum(places.count for places in self.places)
+
+    def end_idle(self) -> None:
+        """Calls that wait, for a request or for something to tell, do not delay a stop."""
+        for places in self.places:
+            places.close()
+
+    # ---- how methods are called ----------------------------------------------------------
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        streams = {
+            "Put": self._handler(self._put, self._calls),
+            "Get": self._handler(self._get, self._calls),
+            "Follow": self._handler(
+                self._follow, self._followers, pb.FollowRequest.FromString, pb.View.SerializeToString
+            ),
+        }
+        ours = {m.name: self._unary(m) for m in _SCHEMA.methods if m.name not in streams} | streams
+        health_forms = Request.FromString, Reply.SerializeToString
+        health = {
+            "Check": self._handler(self._check, self._health_calls, *health_forms),
+            "Watch": self._handler(self._watch, self._health_calls, *health_forms),
+        }
+        request, reply = reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+        info = {
+            "ServerReflectionInfo": self._handler(
+                self._reflect, self._reflections, request.FromString, reply.SerializeToString
+            )
+        }
+        services = {SERVICE_NAME: ours, HEALTH_NAME: health, reflection.SERVICE_NAME: info}
+        known = (grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
+        return (*known, _Others(self._handler(self._unknown, self._health_calls)))
+
+    def _handler(
+        self, behaviour: Behaviour, places: Places, read: Any = None, write: Any = None
+    ) -> grpc.RpcMethodHandler:
+        """`read` and `write`: from and to the wire form; None leaves it."""
+
+        async def run(messages: Messages, context: Any) -> Any:
+            call = Call(context, places, self._stall_s)
+            try:
+                with call:
+                    return await behaviour(call, messages)
+            except Refused as error:
+                _end(call, _CODES.get(error.code, grpc.StatusCode.UNKNOWN), str(error))
+            except KVStoreError as error:
+                _end(call, status_code(error), str(error))
+            except DecodeError:
+                log.info("grpc: a call of %s is refused: its request is no message of the schema", call.peer)
+                _end(call, grpc.StatusCode.INVALID_ARGUMENT, "a request that is no message of the schema")
+            except asyncio.CancelledError:
+                if not call.ended_because:
+                    raise
+                log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
+                if call.writing:
+                    raise  # a status would wait behind the reply, in memory
+                _end(call, grpc.StatusCode.RESOURCE_EXHAUSTED, f"the call was ended: {call.ended_because}")
+            except grpc.aio.BaseError:
+                raise  # gRPC's own: its connection is gone
+            except Exception as error:
+                log.exception("grpc: a call of %s failed", call.peer)
+                _end(call, grpc.StatusCode.INTERNAL, f"failed inside the gateway ({type(error).__name__})")
+
+        return grpc.stream_stream_rpc_method_handler(run, read, write)
+
+    def _unary(self, method: Any) -> grpc.RpcMethodHandler:
+        op = _OPS[method.input_type.full_name]
+
+        async def behaviour(call: Call, messages: Messages) -> None:
+            request = await call.request(messages)
+            with self.upstream.lease(call.on_behalf) as connection:
+                reply = bytes(await connection.exchange(op, request, call.trace))
+            await call.write(reply)
+
+        return self._handler(behaviour, self._calls)
+
+    # ---- transfers -----------------------------------------------------------------------
+
+    async def _put(self, call: Call, messages: Messages) -> None:
+        begin = part(await call.request(messages), "begin")
+        with self.upstream.lease(call.on_behalf) as connection:
+            reply, _ = await connection.begin("put", begin.SerializeToString(), call.trace)
+            wanted = list(pb.PutReply.FromString(bytes(reply)).verdicts).count(pb.WRITE) * begin.page_nbytes
+            if not wanted:
+                connection.clean = True
+                await call.write(delimited(_BEGIN, reply))
+                return
+            await connection.send_payload_head(wanted)
+            await call.write(delimited(_BEGIN, reply))
+            call.limit_transfer("put", wanted)
+            await _send_chunks(wanted, messages, call, connection)
+            commit = part(await anext(messages, None), "commit")
+            call.untimed()
+            reply = await connection.exchange("commit", commit.SerializeToString())
+            await call.write(delimited(_COMMIT, reply))
+
+    async def _get(self, call: Call, messages: Messages) -> None:
+        request = await call.request(messages)
+        with self.upstream.lease(call.on_behalf) as connection:
+            reply, left = await connection.begin("get", request, call.trace)
+            call.limit_transfer("get", left)
+            await call.write(delimited(_GET_BEGIN, reply))
+            while left:
+                frame, nbytes = await connection.chunk(left)
+                left -= nbytes
+                connection.clean = not left
+                await call.write(frame)
+                call.moved(nbytes)
+            connection.clean = True
+
+    # ---- what the gateway answers itself -------------------------------------------------
+
+    async def _admitted(self, call: Call, op: str) -> None:
+        """Raises what the node says to who may not."""
+        with self.upstream.lease(call.on_behalf) as connection:
+            await connection.exchange("admit", pb.AdmitRequest(op=op).SerializeToString())
+
+    async def _follow(self, call: Call, messages: Messages) -> None:
+        await self._admitted(call, "follow")
+        known = (await call.request(messages)).number
+        call.stay_idle()
+        call.limit(FOLLOW_S_MAX, f"a view is followed for at most {FOLLOW_S_MAX:g} s; follow again")
+        async for view in self._state.watch_views(known):
+            await call.write(view)
+
+    async def _check(self, call: Call, messages: Messages) -> None:
+        name = (await call.request(messages)).service
+        try:
+            status = self._state.health(name)
+        except KeyError:
+            return _end(call, grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
+        await call.write(status)
+
+    async def _watch(self, call: Call, messages: Messages) -> None:
+        name = (await call.request(messages)).service
+        call.stay_idle()
+        call.limit(HEALTH_WATCH_S_MAX, f"a watch lasts at most {HEALTH_WATCH_S_MAX:g} s; watch again")
+        try:
+            async for status in self._state.watch_health(name):
+                await call.write(status)
+        except KeyError:
+            _end(call, grpc.StatusCode.NOT_FOUND, "the node has no service of this name")
+
+    async def _unknown(self, call: Call, messages: Messages) -> None:
+        _end(call, grpc.StatusCode.UNIMPLEMENTED, "the node has no such method")
+
+    async def _reflect(self, call: Call, messages: Messages) -> None:
+        await self._admitted(call, "reflection")
+        call.stay_idle()
+        call.limit(REFLECTION_S_MAX, f"a reflection stream lasts at most {REFLECTION_S_MAX:g} s; open another")
+        async for message in messages:
+            for reply in self._reflection.ServerReflectionInfo(iter([message]), None):
+                await call.write(reply)
+
+
+def part(frame: bytes | None, kind: str) -> Any:
+    """The message in a PutFrame of that kind. Raises InvalidRequest for another one."""
+    if frame is None:
+        raise InvalidRequest(f"the put ended where a {kind} frame was expected")
+    try:
+        message = pb.PutFrame.FromString(frame)
+    except DecodeError as error:
+        raise InvalidRequest("a frame that is no PutFrame message") from error
+    got = message.WhichOneof("frame")
+    if got != kind:
+        raise InvalidRequest(f"a {got} frame where a {kind} frame was expected")
+    return getattr(message, kind)
+
+
+async def _send_chunks(nbytes: int, messages: Messages, call: Call, connection: NodeConnection) -> None:
+    """Pass page bytes on to the node as they come. Take no chunk more than needed."""
+    while nbytes:
+        frame = await anext(messages, None)
+        data = chunk_of(frame) if frame is not None else None
+        if data is None:
+            data = memoryview(part(frame, "chunk").data)
+        if not data.nbytes:
+            raise InvalidRequest(f"page bytes ended early: {nbytes} bytes are missing")
+        if data.nbytes > nbytes:
+            raise InvalidRequest(f"{data.nbytes - nbytes} page bytes more than announced")
+        await connection.send_payload(data)
+        nbytes -= data.nbytes
+        call.moved(data.nbytes)
+
+
+class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Methods that nobody has."""
+
+    def __init__(self, handler: grpc.RpcMethodHandler) -> None:
+        self._handler = handler
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        return self._handler
+
+
+def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
+    """The status with which a call ends when its handler returns. Not `abort`: gRPC keeps the error that it
+    raises, which keeps the frames that it went through, and they the request."""
+    call.context.set_code(code)
+    call.context.set_details(said)

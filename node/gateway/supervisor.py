@@ -1,0 +1,392 @@
+"""The node's side of its gateways: holds the port, starts them, tells them what they need, starts anew what ends.
+
+port (bound, not listening) --SO_REUSEPORT--> each gateway listens
+Gateways --> _Gateway: a thread, which watches one process (or, embedded, one thread)
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvstore.certificates import Pems
+from kvstore.cluster.view import View
+from kvstore.errors import ConfigError
+from kvstore.log_rate import LogRate
+from kvstore.pb import kvstore_pb2 as pb
+from node.config import NodeConfig, missing
+from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, pems_value, view_value
+from node.peers.membership import Membership
+from node.serve.gateway import GatewayCalls, GatewayDoor
+from node.serve.service import Service
+from node.tls import Certificates
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["KVStore"].full_name  # of the health service
+DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
+READY_S_MAX = 30.0  # a start
+SILENT_S_MAX = 5.0  # a gateway that says nothing for so long hangs, and is ended
+LEAVE_S = 1.0  # to end after it was told to
+PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while they end within STREAK_S
+STREAK_S = 60.0
+CONNECTIONS_MAX = 4096
+PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
+# Why a gateway has ended, for people and as the label of a metric.
+MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
+# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX")
+
+
+class Runner(Protocol):
+    """Where a gateway runs."""
+
+    pid: int
+
+    def wait(self, seconds: float) -> str | None:
+        """Why it has ended; None: it has not."""
+
+    def kill(self) -> None: ...
+
+
+class _Process:
+    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, port: int) -> None:
+        fds = (control.fileno(), door.fileno())
+        environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+        environment["PYTHONSAFEPATH"] = "1"
+        command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
+        command += ["--port", str(port), "--memory-bytes", str(config.grpc_memory_nbytes)]
+        command += ["--log-level", config.log_level, "--log-format", config.log_format]
+        self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float) -> str | None:
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return MEMORY if code == EXIT_MEMORY else KILLED if code < 0 else FAILED
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class _Thread:
+    """In the node's own process: nothing ends it but its node."""
+
+    def __init__(self, control: socket.socket, door: socket.socket) -> None:
+        from node.gateway.gateway import Gateway, serve
+
+        self.pid = os.getpid()
+        self.gateway = Gateway(control.dup(), door.dup())
+        self._thread = threading.Thread(target=serve, args=(self.gateway,), name="grpc", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> str | None:
+        self._thread.join(seconds)
+        return None if self._thread.is_alive() else FAILED
+
+    def kill(self) -> None:
+        pass
+
+
+class Gateways:
+    """Takes the port in the constructor; `start` begins to serve. Thread-safe."""
+
+    def __init__(
+        self, config: NodeConfig, service: Service, certificates: Certificates | None, embedded: bool = False
+    ) -> None:
+        """`embedded`: in a thread of this process, instead of processes. Raises OSError if the port is taken, and
+        ConfigError if a package is missing."""
+        for package in PACKAGES:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(missing(package))
+        self._config = config
+        self._service = service
+        self._certificates = certificates
+        self.membership: Membership = service.membership
+        self.embedded = embedded
+        self.host = config.grpc_host or config.host
+        self._reserved = None if self.host == "none" else _reserved(self.host, config.port)
+        bound = self._reserved.getsockname() if self._reserved else ("", 0)
+        self._numeric_host: str = bound[0]
+        self.port: int = bound[1]  # 0: there is no gRPC
+        self.calls = GatewayCalls(service, config.grpc_threads)
+        self._lock = threading.RLock()  # around a change and its telling, so that what is told last is so
+        self._health = {"": False, SERVICE_NAME: False}
+        self._view: View | None = None
+        self._stopping = threading.Event()
+        self._serving = False
+        self.ends = Counter(dict.fromkeys((MEMORY, HUNG, KILLED, FAILED), 0))
+        count = 0 if self._reserved is None else 1 if embedded else config.grpc_processes
+        self._gateways = [_Gateway(f"gateway-{number}", self) for number in range(count)]
+        self.membership.on_view(self._heard)
+        for gateway in self._gateways:
+            gateway.begin()
+
+    # ---- what gateways need --------------------------------------------------------------
+
+    def run(self, control: socket.socket, door: socket.socket) -> Runner:
+        if self.embedded:
+            return _Thread(control, door)
+        return _Process(control, door, self._config, self.port)
+
+    def open_door(self, name: str, door: socket.socket) -> GatewayDoor:
+        return GatewayDoor(name, door, self._service, self.calls, self._config.stall_s)
+
+    @property
+    def pems(self) -> Pems | None:
+        return self._certificates.pems if self._certificates else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "host": self._numeric_host,
+            "port": self.port,
+            "threads": config.grpc_threads,
+            "stall_s": config.stall_s,
+            "connections_max": CONNECTIONS_MAX,
+            "pems": pems_value(self.pems),
+        }
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What a gateway that is ready has to know."""
+        told: dict[str, Any] = {"health": self._health, "view": self._told_view()}
+        return {**told, "serve": True} if self._serving else told
+
+    def brief(self, gateway: "_Gateway") -> None:
+        """It is ready."""
+        with self._lock:
+            gateway.ready.set()
+            gateway.tell(**self._state)
+
+    def _told_view(self) -> dict[str, Any]:
+        alone = self._view is None and not self.membership.joining
+        return view_value(self._view.message if self._view else None, alone)
+
+    @property
+    def nbytes_max(self) -> int:
+        return 0 if self.embedded else self._config.grpc_memory_nbytes
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def pause(self, seconds: float) -> None:
+        self._stopping.wait(seconds)
+
+    # ---- what the node says --------------------------------------------------------------
+
+    def start(self, pulse: Callable[[], None] = lambda: None) -> None:
+        """Serve. Raise ConfigError if a gateway can not be started."""
+        end = time.monotonic() + READY_S_MAX
+        for gateway in self._gateways:
+            while not gateway.ready.wait(0.05):
+                pulse()
+                if gateway.failed or time.monotonic() > end:
+                    raise ConfigError(f"{gateway.name} does not start: {gateway.failed or 'it says nothing'}")
+        with self._lock:
+            self._serving = True
+            self._health |= {"": True, SERVICE_NAME: True}
+            self._tell(**self._state)
+
+    def set_serving(self, serving: bool) -> None:
+        """What the standard health service answers, for the whole server and for KVStore."""
+        self._set_health({"": serving, SERVICE_NAME: serving})
+
+    def set_disk_healthy(self, healthy: bool) -> None:
+        """A failed disk does not make the node unhealthy: RAM serves on. It has a name of its own."""
+        self._set_health({DISK_NAME: healthy})
+
+    def _set_health(self, good: dict[str, bool]) -> None:
+        with self._lock:
+            self._health |= good
+            self._tell(health=self._health)
+
+    @property
+    def serving(self) -> bool:
+        """What the health service says of the node."""
+        return self._health[""]
+
+    def _heard(self, view: View) -> None:
+        with self._lock:
+            self._view = view
+            self._tell(view=self._told_view())
+
+    def look(self) -> None:
+        """Called now and then: certificates that have changed go to the gateways."""
+        for gateway in self._gateways:
+            gateway.renew()
+
+    def _tell(self, **message: Any) -> None:
+        for gateway in self._gateways:
+            gateway.tell(**message)
+
+    def status(self) -> list[pb.GatewayStatus]:
+        return [gateway.status() for gateway in self._gateways]
+
+    def stop(self, drain_s: float) -> None:
+        """New calls are refused, running ones have `drain_s`."""
+        self.membership.forget(self._heard)
+        self._stopping.set()
+        for gateway in self._gateways:
+            gateway.tell(stop=drain_s)
+        end = time.monotonic() + drain_s + 2 * LEAVE_S
+        for gateway in self._gateways:
+            gateway.finish(max(0.0, end - time.monotonic()))
+        if self._reserved is not None:
+            self._reserved.close()
+
+
+class _Gateway:
+    """One of them, in its several lives. The thread belongs to it."""
+
+    def __init__(self, name: str, house: Gateways) -> None:
+        self.name = name
+        self._house = house
+        self.ready = threading.Event()
+        self.failed = ""
+        self._was_ready = False  # ever
+        self._control: Control | None = None
+        self._runner: Runner | None = None
+        self._pems: Pems | None = None
+        self._beat: dict[str, Any] = {}
+        self._began_s = 0.0
+        self._recent: list[float] = []  # when it ended, of the last STREAK_S
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def tell(self, **message: Any) -> None:
+        control = self._control
+        if control is not None and (self.ready.is_set() or "stop" in message):
+            with contextlib.suppress(OSError):  # it has ended, or hangs: the thread finds out
+                control.send(**message)
+
+    def renew(self) -> None:
+        pems = self._house.pems
+        if pems is not None and pems is not self._pems:
+            self._pems = pems
+            self.tell(pems=pems_value(pems))
+
+    def status(self) -> pb.GatewayStatus:
+        runner, now = self._runner, time.monotonic()
+        return pb.GatewayStatus(
+            name=self.name,
+            pid=runner.pid if runner else 0,
+            ready=self.ready.is_set(),
+            recent_ends=sum(now - at < STREAK_S for at in self._recent),
+            nbytes_max=self._house.nbytes_max,
+            **self._beat,
+        )
+
+    def finish(self, seconds: float) -> None:
+        """It was told to stop, and has so long."""
+        self._thread.join(seconds)
+        if self._thread.is_alive() and self._runner is not None:
+            self._runner.kill()
+            self._thread.join(LEAVE_S)
+
+    def _run(self) -> None:
+        while not self._house.stopping:
+            try:
+                why = self._live()
+            except OSError as error:
+                log.warning("%s can not be started: %s", self.name, error)
+                why = FAILED
+            self.ready.clear()
+            self._ended(why)
+
+    def _ended(self, why: str) -> None:
+        """Counts and tells, and waits before the next life."""
+        if self._house.stopping:
+            return
+        if not self._was_ready:
+            self.failed = self.failed or f"it ends at once ({why})"
+        self._house.ends[why] += 1
+        now = time.monotonic()
+        self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
+        count, pause_s = len(self._recent), min(PAUSE_S_MAX, PAUSE_S * 2 ** (len(self._recent) - 1))
+        log.warning("%s has ended (%s), %d times in %g s; it is back in %g s", self.name, why, count, STREAK_S, pause_s)
+        self._house.pause(pause_s)
+
+    def _live(self) -> str:
+        """One life. Returns why it ended."""
+        with contextlib.ExitStack() as sockets:
+            ours, theirs = map(sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+            door, their_door = map(sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            control = Control(ours)
+            self._pems = self._house.pems
+            control.send(settings=self._house.settings)
+            connections = self._house.open_door(self.name, door)
+            connections.start()
+            try:
+                self._runner = self._house.run(theirs, their_door)
+                theirs.close()
+                their_door.close()
+                self._control = control
+                return self._watch(control, self._runner)
+            finally:
+                self._control = None
+                self._beat = {}
+                connections.stop(0.0)
+
+    def _watch(self, control: Control, runner: Runner) -> str:
+        heard_s, beat_s = time.monotonic(), 0.0
+        while True:
+            messages = control.receive(BEAT_S / 2)
+            if messages is None:
+                break
+            now = time.monotonic()
+            for message in messages:
+                heard_s = now
+                self._hear(message)
+            if now - heard_s > SILENT_S_MAX:
+                runner.kill()
+                runner.wait(LEAVE_S)
+                return HUNG
+            if now - beat_s >= BEAT_S:
+                beat_s = now
+                self.tell(beat=1)
+        why = runner.wait(LEAVE_S)  # it has closed its end
+        if why is None:
+            runner.kill()
+            runner.wait(LEAVE_S)
+        return why or HUNG
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._was_ready = True
+            self._house.brief(self)
+        if "beat" in message:
+            self._beat = message["beat"]
+        self.failed = message.get("failed", self.failed)
+
+
+def _reserved(host: str, port: int) -> socket.socket:
+    """A socket that has the port and does not listen: gateways can share it, and other nodes can not have it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))  # refused while anybody has it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # from now on it can be shared with this user's
+    except OSError as error:
+        sock.close()
+        raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
+    return sock
