@@ -31,6 +31,7 @@ from batch import Batches, ours
 from measure import Report, median, parser, percentile, progress, shown, timed
 from workplace import cpu_s, private_nbytes
 
+import kvstore
 from kvstore import Client, Namespace, client_config, opaque_layout
 from kvstore.measure.node_process import NodeProcess
 
@@ -155,6 +156,7 @@ class Lookups:
 
 def measure_once(args: argparse.Namespace) -> dict[str, float]:
     """All figures of the checkout that this process imports."""
+    assert Path(kvstore.__file__).is_relative_to(Path.cwd()), f"{kvstore.__file__} is of another checkout"
     flags = (*NODE_FLAGS, *args.node_flags.split())
     found: dict[str, float] = {}
 
@@ -216,10 +218,17 @@ def once(repo: Path, args: argparse.Namespace) -> dict[str, float]:
     flags = args.node_flags
     if "grpc_processes" in (repo / "node" / "config.py").read_text():
         flags += f" --grpc-processes {args.grpc_processes}"
-    command = [sys.executable, __file__, "--once", "--clients", str(args.clients), f"--node-flags={flags}"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(repo)}, stdout=subprocess.PIPE, text=True, check=False
-    )
+    command = [
+        sys.executable,
+        os.path.abspath(__file__),
+        "--once",
+        "--clients",
+        str(args.clients),
+        f"--node-flags={flags}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(repo)}
+    # In its directory: what `python -m` finds there comes before all other paths.
+    done = subprocess.run(command, env=environment, cwd=repo, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{repo}: {' '.join(command)} ended with {done.returncode}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
