@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import http2
 from http2 import (
+    ACK,
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -41,7 +42,7 @@ class Inbox:
     """What a connection has received, as far as conversations care: how much the peer lets it send."""
 
     def __init__(self) -> None:
-        self.heard = 0  # bytes
+        self.heard = self.pongs = 0  # bytes; answers to pings
         self.granted = WINDOW_NBYTES  # on the connection
         self.initial = WINDOW_NBYTES  # on each stream
         self.streams: dict[int, int] = {}  # granted on each beside `initial`
@@ -60,7 +61,9 @@ class Inbox:
         self._rest = data[at:]
 
     def _frame(self, kind: int, flags: int, stream: bytes, body: bytes) -> None:
-        if kind == WINDOW_UPDATE:
+        if kind == PING and flags & ACK:
+            self.pongs += 1
+        elif kind == WINDOW_UPDATE:
             (more,), number = struct.unpack(">I", body), int.from_bytes(stream, "big")
             if number:
                 self.streams[number] = self.streams.get(number, 0) + more
@@ -77,12 +80,13 @@ Conversation = Callable[[Inbox], Iterator[bytes]]
 
 
 class Attack(NamedTuple):
-    """`reads`: the stranger takes what it is sent. `parses`: it looks at that, too. `tls`: it speaks TLS where the node
-    does; else only with nodes that do it makes sense, and it sends records by hand."""
+    """`mixed`: every other connection takes nothing that it is sent, so that answers pile up. `parses`: the others look
+    at what they are sent. `tls`: it speaks TLS where the node does; else only with nodes that do it makes sense, and it
+    sends records by hand."""
 
     connections: int
     conversation: Conversation
-    reads: bool = True
+    mixed: bool = False
     parses: bool = False
     tls: bool = True
 
@@ -140,7 +144,11 @@ def resets() -> tuple[bytes, ...]:
 
 
 def rapid_reset(inbox: Inbox) -> Iterator[bytes]:
+    """It waits until the peer has seen them all: what a peer has not read when one hangs up costs it nothing."""
     yield from resets()
+    yield http2.frame(PING, 0, 0, bytes(8))
+    while not inbox.pongs:
+        yield WAIT
 
 
 @functools.cache
@@ -255,13 +263,13 @@ ATTACKS = {
     "continuation-12": Attack(12, for_ever(endless_fields)),
     "continuation-100": Attack(100, for_ever(endless_fields)),
     "long-value-12": Attack(12, for_ever(endless_value)),
-    "rapid-reset": Attack(8, rapid_reset, reads=False),
-    "pings": Attack(8, for_ever(pings), reads=False),
-    "settings": Attack(8, for_ever(all_settings), reads=False),
-    "windows": Attack(8, for_ever(windows), reads=False),
+    "rapid-reset": Attack(8, rapid_reset, parses=True),
+    "pings": Attack(8, for_ever(pings), mixed=True),
+    "settings": Attack(8, for_ever(all_settings), mixed=True),
+    "windows": Attack(8, for_ever(windows), mixed=True),
     "endless-messages": Attack(120, endless_messages, parses=True),
     "gzip-bombs": Attack(16, bombs),
-    "hang-up": Attack(16, hang_up),
+    "hang-up": Attack(16, hang_up, mixed=True),
     "idle-4096": Attack(4096, idle),
     "tls-stalled": Attack(512, stalled_handshake, tls=False),
     "tls-half": Attack(512, half_a_handshake, tls=False),

@@ -33,16 +33,18 @@ BIND_ADDRESS_NO_PORT = 24  # of Linux's IP options: each pair of addresses has a
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: no port stays in TIME_WAIT
 CONNECT_S_MAX = 3.0  # a packet filter drops connections without an answer
 RETRY_S = 0.05  # after a refusal
+LOOK_S = 0.5  # for connections that nobody answers
 SEND_NBYTES = 1 << 18
 IN, OUT, GONE = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Stranger:
-    """One connection, and after it the next."""
+    """One connection, and after it the next. `rude`: it takes nothing, and its end is a reset, which has the peer's
+    kernel forget what the peer has not read."""
 
-    def __init__(self, attack: Attack, source: str, counts: "collections.Counter[str]") -> None:
-        self._attack, self._source, self._counts = attack, source, counts
+    def __init__(self, attack: Attack, source: str, rude: bool, counts: "collections.Counter[str]") -> None:
+        self._attack, self._source, self._rude, self._counts = attack, source, rude, counts
         self._sock: socket.socket | None = None
         self.next_s = 0.0  # when to connect, or to give up connecting
         self.state = "away"  # connecting, greeting (TLS), talking
@@ -52,7 +54,8 @@ class Stranger:
         sock = socket.socket()
         try:
             sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+            if self._rude or not self._attack.mixed:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
             sock.setsockopt(socket.IPPROTO_IP, BIND_ADDRESS_NO_PORT, 1)
             sock.bind((self._source, 0))
             status = sock.connect_ex(address)
@@ -72,7 +75,7 @@ class Stranger:
     @property
     def events(self) -> int:
         """What epoll is to watch."""
-        takes = IN if self._attack.reads or self.state == "greeting" else 0
+        takes = IN if not self._rude or self.state == "greeting" else 0
         return GONE | takes | (0 if self._waiting or self.state == "greeting" else OUT)
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ class Stranger:
                 return
             self._counts["handshakes"] += 1
             self.state = "talking"
-        if events & IN and self._attack.reads:
+        if events & IN and not self._rude:
             self._receive()
         elif events & GONE:
             raise ConnectionResetError
@@ -137,9 +140,12 @@ class Crowd:
         self._address, self._epoll = address, select.epoll()
         self._tls = _client_context() if tls else None
         froms = itertools.islice(itertools.cycle(sources), attack.connections)
-        self._strangers = [Stranger(attack, source, self.counts) for source in froms]
+        self._away = collections.deque(
+            Stranger(attack, source, attack.mixed and number % 2 == 1, self.counts)
+            for number, source in enumerate(froms)
+        )
         self._there: dict[int, Stranger] = {}
-        self._away = collections.deque(self._strangers)
+        self._looked = time.monotonic()
 
     def run(self, over: int) -> None:
         """Until that descriptor has something to read, which is its end."""
@@ -153,10 +159,9 @@ class Crowd:
 
     def _dial(self) -> None:
         now = time.monotonic()
-        for fd, stranger in [(fd, s) for fd, s in self._there.items() if s.state == "connecting"] if self._late else ():
-            if stranger.next_s < now:
-                self.counts["unanswered"] += 1
-                self._lose(fd, stranger)
+        if now - self._looked > LOOK_S:
+            self._looked = now
+            self._give_up(now)
         for _ in range(min(len(self._away), 256)):  # then those that are there have their turn
             stranger = self._away.popleft()
             if stranger.next_s > now:
@@ -170,14 +175,12 @@ class Crowd:
             self._there[fd] = stranger
             self._epoll.register(fd, stranger.events)
 
-    @property
-    def _late(self) -> bool:
-        """Now and then: whether to look for connections that nobody answers."""
-        self._looked, before = time.monotonic(), getattr(self, "_looked", 0.0)
-        if self._looked - before > 0.5:
-            return True
-        self._looked = before
-        return False
+    def _give_up(self, now: float) -> None:
+        """On connections that nobody answers."""
+        for fd, stranger in list(self._there.items()):
+            if stranger.state == "connecting" and stranger.next_s < now:
+                self.counts["unanswered"] += 1
+                self._lose(fd, stranger)
 
     def _later(self, stranger: Stranger) -> None:
         self.counts["refused"] += 1
