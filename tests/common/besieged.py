@@ -171,7 +171,8 @@ def start_node(mode: Mode, *flags: str, inside: Sequence[str] = ()) -> NodeProce
 
 
 class Attackers:
-    """Processes that attack an address while the context lasts. `counts`: of all of them, when it is over."""
+    """Processes that attack an address while the context lasts; when it begins each has a connection. `counts`: of all
+    of them, when it is over."""
 
     def __init__(self, attack: str, address: str, sources: str, tls: bool, processes: int = 1, divide: int = 1) -> None:
         from attacks import ATTACKS
@@ -187,6 +188,9 @@ class Attackers:
     def __enter__(self) -> "Attackers":
         for _ in range(self._count):
             self._processes.append(_spawn(self._command))
+        for process in self._processes:
+            if _stdout(process).readline() != "begun\n":
+                raise RuntimeError(f"{process.args} did not begin")
         return self
 
     @property
@@ -206,8 +210,7 @@ def sink(mode: Mode) -> Iterator[str]:
     """A process that takes whatever it is sent; gives its address."""
     process = _spawn([sys.executable, str(HERE / "strangers.py"), "sink", *mode.sink])
     try:
-        assert process.stdout is not None
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
+        yield f"127.0.0.1:{int(_stdout(process).readline())}"
     finally:
         _stdin(process).close()
         _counts(process)
@@ -222,9 +225,13 @@ def _stdin(process: "subprocess.Popen[str]") -> Any:
     return process.stdin
 
 
-def _counts(process: "subprocess.Popen[str]") -> dict[str, float]:
+def _stdout(process: "subprocess.Popen[str]") -> Any:
     assert process.stdout is not None
-    with process.stdout as said:
+    return process.stdout
+
+
+def _counts(process: "subprocess.Popen[str]") -> dict[str, float]:
+    with _stdout(process) as said:
         line = said.readline()
     if process.wait(60.0) or not line:
         raise RuntimeError(f"{process.args} ended with {process.returncode}")

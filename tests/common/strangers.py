@@ -3,8 +3,9 @@
     python strangers.py attack NAME HOST:PORT [--sources FIRST-LAST] [--tls] [--connections N]
     python strangers.py sink [--cert FILE --key FILE [--client-ca FILE]]
 
-Each runs until its standard input ends, then prints its counts as one JSON object. The sink prints its port first. They
-need the standard library only. Linux: the whole of 127.0.0.0/8 is this host, so one host has many addresses.
+Each runs until its standard input ends, then prints its counts as one JSON object. The first line of attackers is
+`begun`, with their first connection; the first of a sink is its port. They need the standard library only. Linux: the
+whole of 127.0.0.0/8 is this host, so one host has many addresses.
 """
 
 import argparse
@@ -90,6 +91,8 @@ class Stranger:
             status = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if status:
                 raise OSError(status, os.strerror(status))
+            if not self._counts["connections"]:
+                print("begun", flush=True)
             self._counts["connections"] += 1
             self.state = "greeting" if isinstance(self._sock, ssl.SSLSocket) else "talking"
         if self.state == "greeting":
