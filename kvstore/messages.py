@@ -5,6 +5,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
@@ -98,9 +99,13 @@ def get_reply(hits: list[bool], checksums: list[bytes], ttls_ms: list[int]) -> p
 def chunk_frame(pieces: list[memoryview]) -> bytes:
     """A GetFrame or PutFrame with a chunk of page bytes, in its wire form: as messages, these bytes would be
     copied four times, each time into memory that was just taken from the kernel."""
-    nbytes = sum(piece.nbytes for piece in pieces)
+    return b"".join((chunk_head(sum(piece.nbytes for piece in pieces)), *pieces))
+
+
+def chunk_head(nbytes: int) -> bytes:
+    """What is before the page bytes in a frame with a chunk of so many of them."""
     data = _DATA_TAG + _varint(nbytes)
-    return b"".join((_CHUNK_TAG + _varint(len(data) + nbytes) + data, *pieces))
+    return _CHUNK_TAG + _varint(len(data) + nbytes) + data
 
 
 def chunk_of(frame: bytes) -> memoryview | None:
@@ -166,6 +171,8 @@ _HITS_TAG = _varint(pb.GetReply.DESCRIPTOR.fields_by_name["hits"].number << 3 | 
 # Of both kinds of frames, which tests/core/test_messages.py compares with what protobuf makes.
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)
+
+FRAME_NBYTES = len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES  # of a frame with a whole chunk
 
 
 def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:

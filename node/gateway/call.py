@@ -25,8 +25,7 @@ class Call:
 
     def __init__(self, context: Any, places: Places, stall_s: float) -> None:
         self.context = context
-        self.address = _address(context.peer())
-        self.peer = peer_of(self.address.rpartition(":")[0].strip("[]")) if self.address else context.peer()
+        self.address, self.peer = _address_and_peer(context.peer())
         self.ended_because = ""
         self.writing = False  # still True at the end: a reply that nobody takes stays in gRPC's memory
         self._places = places
@@ -128,10 +127,13 @@ class Call:
         self._place.idle()
 
 
-def _address(name: str) -> str:
-    """host:port of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'; of another kind ''."""
+@lru_cache(1024)
+def _address_and_peer(name: str) -> tuple[str, str]:
+    """(host:port, whose share it counts to) of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'."""
     kind, _, address = urllib.parse.unquote(name).partition(":")
-    return address if kind in ("ipv4", "ipv6") else ""
+    if kind not in ("ipv4", "ipv6"):
+        return "", name
+    return address, peer_of(address.rpartition(":")[0].strip("[]"))
 
 
 def _certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:

@@ -2,7 +2,7 @@
 
     unary call   request bytes -> frame -> reply bytes              nothing is parsed here
     put          begin -> verdicts -> chunks, as they come -> commit
-    get          request -> reply, then chunks of page bytes
+    get          request -> reply, then page bytes, which the node has framed as chunks
 
 Health, reflection and views are answered here, of what the node has told. Who may ask is for the node to say.
 """
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.messages import chunk_of, delimited
+from kvstore.messages import FRAME_NBYTES, chunk_of, delimited
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.status import status_code
 from node.gateway.call import Call
@@ -56,7 +56,7 @@ class Servicer:
 
     def __init__(self, door: socket.socket, state: NodeState, threads: int, stall_s: float) -> None:
         """`door`: see `Upstream`. `threads`: of four, as many calls at a time (grpc_threads)."""
-        self.upstream = Upstream(door)
+        self.upstream = Upstream(door, max(1, threads * 3 // 4))
         self._state = state
         self._stall_s = stall_s
         remedy = "make fewer at a time"
@@ -156,11 +156,11 @@ class Servicer:
                 connection.clean = True
                 await call.write(delimited(_BEGIN, reply))
                 return
-            await connection.send_payload_head(wanted)
+            await connection.begin_payload(wanted)
             await call.write(delimited(_BEGIN, reply))
             call.limit_transfer("put", wanted)
-            await _send_chunks(wanted, messages, call, connection)
-            commit = part(await anext(messages, None), "commit")
+            frame = await _send_chunks(wanted, messages, call, connection)
+            commit = part(frame, "commit")
             call.untimed()
             reply = await connection.exchange("commit", commit.SerializeToString())
             await call.write(delimited(_COMMIT, reply))
@@ -171,13 +171,26 @@ class Servicer:
             reply, left = await connection.begin("get", request, call.trace)
             call.limit_transfer("get", left)
             await call.write(delimited(_GET_BEGIN, reply))
-            while left:
-                frame, nbytes = await connection.chunk(left)
-                left -= nbytes
+            connection.clean = not left
+            if left:
+                await self._send_frames(left, call, connection)
+
+    async def _send_frames(self, left: int, call: Call, connection: NodeConnection) -> None:
+        """Pass on the frames that the node has made of page bytes: one is received while the one before is sent."""
+        coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
+        try:
+            while True:
+                frame = await coming
+                left -= len(frame)
                 connection.clean = not left
+                if left:
+                    coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
                 await call.write(frame)
-                call.moved(nbytes)
-            connection.clean = True
+                call.moved(len(frame))
+                if not left:
+                    return
+        finally:
+            _drop(coming)
 
     # ---- what the gateway answers itself -------------------------------------------------
 
@@ -238,20 +251,38 @@ def part(frame: bytes | None, kind: str) -> Any:
     return getattr(message, kind)
 
 
-async def _send_chunks(nbytes: int, messages: Messages, call: Call, connection: NodeConnection) -> None:
-    """Pass page bytes on to the node as they come. Take no chunk more than needed."""
-    while nbytes:
-        frame = await anext(messages, None)
-        data = chunk_of(frame) if frame is not None else None
-        if data is None:
-            data = memoryview(part(frame, "chunk").data)
-        if not data.nbytes:
-            raise InvalidRequest(f"page bytes ended early: {nbytes} bytes are missing")
-        if data.nbytes > nbytes:
-            raise InvalidRequest(f"{data.nbytes - nbytes} page bytes more than announced")
-        await connection.send_payload(data)
-        nbytes -= data.nbytes
-        call.moved(data.nbytes)
+async def _send_chunks(nbytes: int, messages: Messages, call: Call, connection: NodeConnection) -> bytes | None:
+    """Pass page bytes on to the node as they come: one chunk is sent while the next one is received. Return the frame
+    behind them."""
+    sending: asyncio.Future[None] | None = None
+    frame = await anext(messages, None)
+    try:
+        while nbytes:
+            data = chunk_of(frame) if frame is not None else None
+            if data is None:
+                data = memoryview(part(frame, "chunk").data)
+            if not data.nbytes:
+                raise InvalidRequest(f"page bytes ended early: {nbytes} bytes are missing")
+            if data.nbytes > nbytes:
+                raise InvalidRequest(f"{data.nbytes - nbytes} page bytes more than announced")
+            if sending is not None:
+                await sending
+            sending = asyncio.ensure_future(connection.send_payload(data))
+            nbytes -= data.nbytes
+            frame = await anext(messages, None)
+            call.moved(data.nbytes)
+        if sending is not None:
+            await sending
+        return frame
+    finally:
+        _drop(sending)
+
+
+def _drop(future: "asyncio.Future[Any] | None") -> None:
+    """Nobody waits for it any more."""
+    if future is not None:
+        future.cancel()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]

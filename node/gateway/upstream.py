@@ -3,27 +3,32 @@
     call --> lease --> [on_behalf] request frame --> reply frame --> back to the pool
                        whoever leaves in between closes the connection, which ends what it had begun at the node
 
-Requests and replies stay in their wire form. A gateway reads no more of them than it must.
+Requests and replies stay in their wire form. A gateway reads no more of them than it must. Page bytes are sent and
+received by threads, which need no GIL for it, while the event loop has the ones before or behind them.
 """
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
 
-from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
+from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, Unavailable
-from kvstore.messages import chunk_frame, delimited, field_of
+from kvstore.messages import delimited, field_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
 from node.serve.limits import REQUEST_NBYTES_FREE
 
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins
+INLINE_NBYTES_MAX = 256 << 10  # page bytes that are moved by the event loop: a thread costs more
 BUFFER_NBYTES = 4 << 20  # asked of the system for each direction; it gives what its own limit allows
 SEARCHED_MAX = 8  # idle connections that are searched for one that asked for the same caller last
 KEPT_MAX = 16  # idle connections that stay; the others are closed a while after they were used
+
+Result = TypeVar("Result")
 
 _REQUEST = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
 _REPLY = {field.number: field.name for field in pb.BulkReply.DESCRIPTOR.fields}
@@ -40,8 +45,10 @@ class Refused(Exception):
 class NodeConnection:
     """Carries one call at a time. `clean` is False while an exchange has begun and is not over."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
         self._sock = sock
+        self._threads = threads
+        self._moving: Future[Any] | None = None  # what a thread does with the socket
         self._loop = asyncio.get_running_loop()
         self._early = memoryview(b"")  # received and not handed out yet
         self.on_behalf = b""  # the caller for whom it asked last
@@ -49,7 +56,13 @@ class NodeConnection:
         self.clean = True
 
     def close(self) -> None:
-        self._sock.close()
+        """A thread that uses the socket ends soon, and closes it: before, its number must not be anybody else's."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._moving is None:
+            self._sock.close()
+        else:
+            self._moving.add_done_callback(lambda done: self._sock.close())
 
     @property
     def quiet(self) -> bool:
@@ -80,36 +93,58 @@ class NodeConnection:
         await self._send(frame)
         return await self._reply(op)
 
-    async def send_payload(self, data: bytes | memoryview) -> None:
-        """Send page bytes. If the node has ended the call before, raise what it said."""
-        await self._send(data)
-
-    async def send_payload_head(self, nbytes: int) -> None:
+    async def begin_payload(self, nbytes: int) -> None:
         """Announce so many page bytes, which follow by `send_payload`."""
         self.clean = False
         await self._send(pack_fixed(0, nbytes))
 
-    async def chunk(self, nbytes_left: int) -> tuple[bytes, int]:
-        """Receive the next page bytes, at most GRPC_CHUNK_NBYTES. Return them as a GetFrame in its wire form, and how
-        many they are."""
-        nbytes = wanted = min(nbytes_left, GRPC_CHUNK_NBYTES)
-        pieces = []
-        if self._early.nbytes:
-            pieces.append(self._early[:wanted])
-            self._early = self._early[wanted:]
-            wanted -= pieces[0].nbytes
-        while wanted:
-            pieces.append(memoryview(await self._receive(wanted)))
-            wanted -= pieces[-1].nbytes
-        return chunk_frame(pieces), nbytes
+    async def send_payload(self, data: memoryview) -> None:
+        """Send page bytes. If the node has ended the call before, raise what it said."""
+        if data.nbytes < INLINE_NBYTES_MAX:
+            return await self._send(data)
+        try:
+            await self._in_thread(self._sock.sendall, data)
+        except ConnectionError as error:
+            await self._fail(error)
+
+    async def payload(self, nbytes: int) -> bytes:
+        """Receive so many bytes behind a reply."""
+        early, self._early = bytes(self._early[:nbytes]), self._early[nbytes:]
+        left = nbytes - len(early)
+        try:
+            if left < INLINE_NBYTES_MAX:
+                pieces = [early]
+                while left:
+                    pieces.append(await self._receive(left))
+                    left -= len(pieces[-1])
+                return b"".join(pieces)
+            data = await self._in_thread(self._sock.recv, left, socket.MSG_WAITALL)
+        except ConnectionError as error:
+            raise Unavailable("the node ended this call") from error
+        if len(data) < left:
+            raise Unavailable("the node ended this call")
+        return early + data if early else data
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Use the socket, which may block, in a thread. Nothing else uses it meanwhile."""
+        self._sock.setblocking(True)
+        moving = self._moving = self._threads.submit(function, *arguments)
+        result: Result = await asyncio.wrap_future(moving)
+        self._moving = None
+        self._sock.setblocking(False)
+        return result
 
     async def _send(self, data: bytes | memoryview) -> None:
         try:
             await self._loop.sock_sendall(self._sock, data)
         except ConnectionError as error:
-            with contextlib.suppress(ConnectionError):
-                await self._reply("")  # why it hung up
-            raise Unavailable("the node ended this call") from error
+            await self._fail(error)
+
+    async def _fail(self, error: ConnectionError) -> NoReturn:
+        """The node has hung up. Raise why, if it said so."""
+        self._sock.setblocking(False)
+        await self._reply("")
+        raise Unavailable("the node ended this call") from error
 
     async def _receive(self, nbytes: int) -> bytes:
         try:
@@ -148,9 +183,10 @@ class NodeConnection:
 class Upstream:
     """The pool of connections. Belongs to the event loop's thread."""
 
-    def __init__(self, door: socket.socket) -> None:
-        """`door`: takes one end of each new connection to the node."""
+    def __init__(self, door: socket.socket, transfers: int) -> None:
+        """`door`: takes one end of each new connection to the node. `transfers`: threads that move page bytes."""
         self._door = door
+        self._threads = ThreadPoolExecutor(transfers, "gateway-transfer")
         self._idle: list[NodeConnection] = []  # used last at the end
         self.count = 0
 
@@ -180,7 +216,7 @@ class Upstream:
             if connection.quiet:
                 return connection
             self._close(connection)
-        connection = NodeConnection(self._opened())
+        connection = NodeConnection(self._opened(), self._threads)
         self.count += 1
         return connection
 
@@ -212,6 +248,7 @@ class Upstream:
     def close(self) -> None:
         while self._idle:
             self._close(self._idle.pop())
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def on_behalf_of(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:

@@ -6,7 +6,7 @@ get   request -> reply + page bytes                              (held until sen
 
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstore.errors import Exhausted, KVStoreError, ProtocolError
@@ -115,9 +115,14 @@ class BulkConnection(Connection):
         self.socket.arm(pace.next_s())
         return self.socket.recv_frame(self.header_nbytes_max)
 
+    def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
+        """How the page bytes of a get cross: so many bytes, and which."""
+        return nbytes, pieces
+
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         nbytes, reply, pieces = self.service.begin_get(session, request)
         pace = Pace(nbytes, self.stall_s)
+        nbytes, pieces = self.payload(nbytes, pieces)
         try:
             head = self.socket.begun(pb.BulkReply(get=reply).SerializeToString(), nbytes)
             self.socket.send_all(itertools.chain((memoryview(head),), pieces), pace.next_s)

@@ -13,10 +13,12 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError
 from kvstore.identities import Principal
+from kvstore.messages import FRAME_NBYTES, chunk_head
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.chunks import runs
 from kvstore.wires.frames import FrameSocket
 from node.access.access import Access
 from node.access.caller import Caller, nobody
@@ -185,7 +187,20 @@ class GatewayConnection(BulkConnection):
             session.loading = self._loading
             self._get(session, request)
 
+    def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
+        """Framed for gRPC, so that the gateway copies nothing."""
+        whole, rest = divmod(nbytes, GRPC_CHUNK_NBYTES)
+        framed = whole * FRAME_NBYTES + (len(chunk_head(rest)) + rest if rest else 0)
+        return framed, _framed(pieces)
+
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
         with self._calls.loads.lent(self.peer):
             yield
+
+
+def _framed(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The pieces, with what a GetFrame has before each chunk."""
+    for run in runs(pieces):
+        yield memoryview(chunk_head(sum(piece.nbytes for piece in run)))
+        yield from run
