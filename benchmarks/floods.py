@@ -65,7 +65,8 @@ class Innocents:
     def __enter__(self) -> "Innocents":
         for wire, process in self._processes.items():
             if _pipe(process.stdout).readline() != "ready\n":
-                raise SystemExit(f"the client over {wire} did not start")
+                self.__exit__()
+                raise RuntimeError(f"the client over {wire} did not start")
         return self
 
     def take(self) -> Calls:
@@ -240,10 +241,15 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 # ---- the table -----------------------------------------------------------------------------
 
+COLUMNS = ("node MiB, quiet → highest", "gateways MiB", "ends", *(f"{wire} {op} ms" for wire in WIRES for op in OPS))
+COLUMNS += ("failed b/s/g", "again s", "aims")
+
 
 def shown(found: dict[str, Any]) -> dict[str, Any]:
     """A line of the table."""
     row: dict[str, Any] = {name: found[name] for name in ("mode", "attack", "from")}
+    if "limit" not in found:  # not measured
+        return row | dict.fromkeys(COLUMNS) | {"aims": "; ".join(found["missed"])}
     row["node MiB, quiet → highest"] = f"{found['node quiet MiB']} → {found['node highest MiB']}"
     row["gateways MiB"] = f"{found['gateways quiet MiB']} → {found['gateways highest MiB']}"
     row["ends"] = found["gateway ends"]
@@ -288,7 +294,11 @@ def main(argv: Sequence[str]) -> None:
             if mode not in modes:
                 (Path(folder) / mode).mkdir()
                 modes[mode] = mode_of(mode, Path(folder) / mode)
-            whole.append(case(modes[mode], attack, sources, args))
+            try:
+                whole.append(case(modes[mode], attack, sources, args))
+            except (KVStoreError, RuntimeError, OSError) as error:  # the other cases are worth their time all the same
+                why = f"not measured: {type(error).__name__}: {error}"
+                whole.append({"mode": mode, "attack": attack, "from": sources, "missed": [why]})
             print(f"{mode} {attack} {sources}: {whole[-1]['missed'] or 'met'}", file=sys.stderr, flush=True)
             tick()
     report.rows = whole if args.json else list(map(shown, whole))

@@ -18,6 +18,7 @@ from kvstore.measure.content import page_content
 KEYS = 16
 PAGE_NBYTES = 1 << 20
 PAUSE_S = 0.01  # after a lookup and a get
+BEGIN_S = 60.0  # to store the pages; on a busy machine that takes long
 
 
 class Call(NamedTuple):
@@ -47,7 +48,7 @@ class Innocent:
 
     def begin(self) -> None:
         """Store the pages, then go on without end. Raises KVStoreError."""
-        self._client.put(self._namespace, self._keys, self._pages)
+        self._client.put(self._namespace, self._keys, self._pages, timeout_s=BEGIN_S)
         self._thread.start()
 
     def take(self) -> list[Call]:
