@@ -44,7 +44,9 @@ PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only
 # Why a gateway has ended, for people and as the label of a metric.
 MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
 # What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX")
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
+# Of glibc, for chunks of 1 MiB that come and go: without, each is taken from the kernel and given back, page by page.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_ARENA_MAX": "4"}
 
 
 class Runner(Protocol):
@@ -63,7 +65,7 @@ class _Process:
         fds = (control.fileno(), door.fileno())
         environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
-        environment["PYTHONSAFEPATH"] = "1"
+        environment |= {"PYTHONSAFEPATH": "1", **MALLOC}
         command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
         command += ["--port", str(port), "--memory-bytes", str(config.grpc_memory_nbytes)]
         command += ["--log-level", config.log_level, "--log-format", config.log_format]
