@@ -34,6 +34,7 @@ PATIENT_S, CONNECT_S = 30.0, 20.0
 MEASURED_COUNT = 3
 # Files of few tests that take long, most of it waiting: they begin first, or the last worker would be alone with one.
 LONG = (
+    "test_stalled_fs.py",
     "test_process_faults.py",
     "test_transformers_paged.py",
     "test_hangs.py",
