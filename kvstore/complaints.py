@@ -48,6 +48,6 @@ def _distinct(prefix_hashes: list[bytes]) -> list[bytes]:
 
 def _complain(link: Link, op: str, request: Any, deadline: Deadline) -> None:
     try:
-        link.control.call(op, request, deadline)
+        link.wire.call(op, request, deadline)
     except KVStoreError as error:
         log.warning("could not have the node %s such pages: %s", op, error)

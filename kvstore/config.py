@@ -14,13 +14,17 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.errors import ConfigError
 
 GRPC_PORT = 7440
 BULK_PORT = 7441
 METRICS_PORT = 7442
+# Before an address at which a client speaks frames from the first word on; without one it asks over gRPC.
+BULK_SCHEME, UNIX_SCHEME = "bulk://", "unix:"
+# The kernel's sun_path has 108 bytes, one of them for the final zero.
+PATH_NBYTES_MAX = 107
 
 # Protocol: checked at connect; raised by every change of docs/FORMAT.md's wire part. Who speaks the version before or
 # after works with us, in the older of both, so that the nodes of a cluster can be updated one after the other.
@@ -199,15 +203,64 @@ def engine_arguments(variable: str) -> dict[str, Any]:
     return arguments
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """'host', 'host:port' or '[v6]:port' -> (host, port). Raises ConfigError, for a URL with what to write instead."""
-    check_no_url("address", address)
-    host, colon, port = address.rpartition(":")
+class Address(NamedTuple):
+    """Where a node is. `scheme`: `grpc`, whose first question goes over gRPC; `bulk`, over frames on TCP; `unix`, over
+    frames on the Unix socket at `path`, which has neither host nor port."""
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+
+def parse_address(address: str) -> Address:
+    """'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'. Raises ConfigError, for
+    other URLs with what to write instead."""
+    if address.startswith(UNIX_SCHEME):
+        return Address("unix", path=_socket_path(address))
+    frames = address.startswith(BULK_SCHEME)
+    place = address.removeprefix(BULK_SCHEME)
+    if not frames:
+        check_no_url("address", address)
+    host, colon, port = place.rpartition(":")
     if not colon or (host.count(":") and not host.endswith("]")):
-        host, port = address, str(GRPC_PORT)
+        if frames:
+            raise ConfigError(f"address {address!r} names no port; write {BULK_SCHEME}HOST:{BULK_PORT}, or the node's")
+        host, port = place, str(GRPC_PORT)
     if not host or _NOT_A_HOST.search(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"address {address!r} is not host:port with a port in 1..65535")
-    return host.strip("[]"), int(port)
+        what = f"{BULK_SCHEME}host:port" if frames else "host:port"
+        raise ConfigError(f"address {address!r} is not {what} with a port in 1..65535")
+    return Address("bulk" if frames else "grpc", host.strip("[]"), int(port))
+
+
+def _socket_path(address: str) -> str:
+    path = address.removeprefix(UNIX_SCHEME)
+    if path.startswith("//"):  # as in URLs, with no host in it
+        path = path.removeprefix("//")
+    if not path.startswith("/"):
+        raise ConfigError(
+            f"address {address!r} is no absolute path; write {UNIX_SCHEME}/PATH with that of the node's shm_socket"
+        )
+    if not path.isprintable():
+        raise ConfigError(f"address {address!r} is no path of a Unix socket")
+    if len(os.fsencode(path)) > PATH_NBYTES_MAX:
+        raise ConfigError(f"address {address!r}: a Unix socket's path has at most {PATH_NBYTES_MAX} bytes")
+    return path
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host, port) of an address of TCP, with or without bulk://. Raises ConfigError, also for a Unix socket's."""
+    found = parse_address(address)
+    if found.scheme == "unix":
+        raise ConfigError(f"address {address!r} is a Unix socket's, which only this host reaches; write host:port")
+    return found.host, found.port
+
+
+def light_wire(address: str) -> str:
+    """The wire that is enough for one small request to these nodes, a,b,c: gRPC, which maps no memory and keeps no
+    connection, unless one is named by an address of frames."""
+    schemes = {parse_address(one.strip()).scheme for one in address.split(",")}
+    return "grpc" if schemes == {"grpc"} else "auto" if "unix" in schemes else "bulk"
 
 
 def check_no_url(name: str, address: str) -> None:
@@ -242,7 +295,8 @@ class ClientConfig(PageKeyConfig):
 
     address: str = setting(
         f"localhost:{GRPC_PORT}",
-        "gRPC address of the node, host:port; of a cluster, those of one or more members: a,b,c",
+        "of the node: host:port of its gRPC, bulk://host:port of its bulk wire, or unix:/path of its socket on this "
+        "host; of a cluster, those of one or more members: a,b,c",
     )
     direct: bool = setting(False, "the named node alone, though it is of a cluster")
     wire: str = setting(
@@ -277,7 +331,7 @@ class ClientConfig(PageKeyConfig):
     def __post_init__(self) -> None:
         check_settings(self)
         for address in self.addresses:
-            split_address(address)
+            self._check_wire(address, parse_address(address).scheme)
         if self.direct and len(self.addresses) > 1:
             raise ConfigError(
                 f"address={self.address} names {len(self.addresses)} nodes, and this is asked of one; name that one"
@@ -291,6 +345,13 @@ class ClientConfig(PageKeyConfig):
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed timeout_s={self.timeout_s}: "
                 "connecting is part of a call"
             )
+
+    def _check_wire(self, address: str, scheme: str) -> None:
+        """Raises ConfigError for a wire that there is no way to from this address."""
+        without = {"bulk": ("grpc",), "unix": ("grpc", "bulk")}.get(scheme, ())
+        if self.wire in without:
+            instead = f"host:{GRPC_PORT}" if self.wire == "grpc" else f"{BULK_SCHEME}host:{BULK_PORT}"
+            raise ConfigError(f"wire={self.wire} is not to be had at address={address}; write {instead} of the node")
 
     @property
     def addresses(self) -> tuple[str, ...]:

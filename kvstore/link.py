@@ -32,7 +32,6 @@ from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread, start_thread
 from kvstore.wires.connections import check_process
-from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.negotiation import Negotiation, Way
 from kvstore.wires.wire import Wire
 
@@ -64,10 +63,6 @@ class Link:
     @property
     def wire(self) -> Wire:
         return self.way.wire
-
-    @property
-    def control(self) -> GrpcWire:
-        return self.way.control
 
     @property
     def knows_members(self) -> bool:
@@ -145,6 +140,10 @@ class NodeLink:
         self._pid = os.getpid()
         self.connect_count = 0
         self.failure_count = 0
+
+    def expect(self, bulk_port: int, member: str) -> None:
+        """A view says where this member serves frames (`Negotiation.expect`)."""
+        self._negotiation.expect(bulk_port, member)
 
     @property
     def wire_name(self) -> str:

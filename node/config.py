@@ -113,7 +113,9 @@ class NodeConfig:
         0, "members that own a key, the same at all; 0: as the cluster has it, 1 in a new one", 0, REPLICAS_MAX
     )
     advertise: str = setting(
-        "", "host:port by which the others reach its gRPC; empty: host, or the address towards etcd"
+        "",
+        "host:port by which the others reach its gRPC, or bulk://host:port of its bulk wire; empty: host, or the "
+        "address towards etcd",
     )
     weight: float = setting(1.0, "this node's share of the keys, in relation to the others' (etcd)", 0.001, 1e6)
     zone: str = setting("", "what fails together with this node, such as its rack (etcd)")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.cluster.view import State
-from kvstore.config import GRPC_PORT, split_address
+from kvstore.config import BULK_SCHEME, GRPC_PORT, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.identities import Identities
 from kvstore.keys import Namespace
@@ -186,6 +186,7 @@ class Node:
             opened.pop_all()
         self.service.gateway_status, self.service.gateway_ends = self.grpc.status, self.grpc.ends
         self.service.bulk_port = self.bulk.port
+        self.membership.serve_frames(self.bulk.port)
         self.service.metrics_port = self.metrics.port
         if own is not None:
             self.service.tls_status = own.status
@@ -280,9 +281,12 @@ class Node:
     def _join(self, registry: Registry) -> None:
         """It serves, and the others hear of it. It has joined when it has what it owns (`node.peers.sweeper`)."""
         config = self.config
-        address = advertised(config.advertise, config.host, self.grpc.port, registry.addresses)
+        apart = config.grpc_host not in ("", config.host)  # its gRPC is none, or for administrators
+        at = (self.bulk.port, registry.addresses, BULK_SCHEME) if apart else (self.grpc.port, registry.addresses)
+        address = advertised(config.advertise, config.host, *at)
         check_address(address, self.service.instance_id, self._pulse, known_by(config))
-        about = Registering(address, self.service.instance_id, config.weight, config.zone, State.JOINING)
+        instance, port = self.service.instance_id, self.bulk.port
+        about = Registering(address, instance, config.weight, config.zone, State.JOINING, port)
         registry.join(about, self._pulse)
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import pytest
 from authorities import ours as ours
@@ -34,6 +34,7 @@ PATIENT_S, CONNECT_S = 30.0, 20.0
 MEASURED_COUNT = 3
 # Files of few tests that take long, most of it waiting: they begin first, or the last worker would be alone with one.
 LONG = (
+    "test_stalled_fs.py",
     "test_process_faults.py",
     "test_transformers_paged.py",
     "test_hangs.py",
@@ -54,10 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: no collection looks through it again. Transformers asks for one at every turn, and each
-    took a quarter of a second."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, and nothing that was imported afterwards.
+
+    What is imported stays. Transformers asks for a collection at every turn, and each took a quarter of a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -84,7 +84,9 @@ def test_git_reads_no_configuration_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("KVSTORE_HOSTILE" in os.environ, reason="this is that run")
-@pytest.mark.parametrize(("umask", "names"), [(0o077, SENSITIVE), (0o000, ["test_hermetic.py"])])
+@pytest.mark.parametrize(
+    ("umask", "names"), [(0o077, SENSITIVE), (0o000, ["test_hermetic.py::test_process_is_as_every_other"])]
+)
 def test_sensitive_files_pass_in_a_hostile_environment(umask: int, names: list[str], tmp_path: Path) -> None:
     pytest.importorskip("xdist", reason="what the interpreter itself reads is kept off its workers only")
     files = [str(TESTS / name) for name in names]

@@ -74,7 +74,7 @@ class LookupHost:
     def _answer(self, number: int, done: Any) -> None:
         error = done.exception()
         if isinstance(error, KVStoreError):
-            answer = frames.Answer(number, status_code(error).value[0], str(error), ())
+            answer = frames.Answer(number, status_code(error), str(error), ())
         else:
             answer = frames.Answer(number, 0, None, done.result() or ())
         self._channel.send(frames.answer_frame(answer))

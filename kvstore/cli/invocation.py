@@ -15,11 +15,13 @@ import typer
 from kvstore.cli.exits import ExitCode, leave_broken_pipe
 from kvstore.cli.output import note
 from kvstore.client import Client
-from kvstore.config import ClientConfig, load
+from kvstore.config import ClientConfig, light_wire, load
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
 PATIENT_S = 120.0  # unless --timeout says otherwise
-_ADDRESS = typer.Option("--address", "-a", metavar="HOST:PORT", help="Node to talk to.")
+_ADDRESS = typer.Option(
+    "--address", "-a", metavar="HOST:PORT", help="Node to talk to; also bulk://HOST:PORT, unix:/PATH."
+)
 _TIMEOUT = typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request.")
 _JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there.")
 
@@ -33,10 +35,11 @@ class Invocation:
     as_json: bool = False
 
     def config(self, wire: str | None = None, address: str | None = None, **values: Any) -> ClientConfig:
-        """`wire`: the user's; else that of the environment, else gRPC, which is all that one request needs. Raises
+        """`wire`: the user's; else that of the environment, else the one that is enough for one request. Raises
         ConfigError for an address, wire or deadline that can not be used."""
         values |= {"wire": wire, "address": address or self.address}
-        config = load(ClientConfig, "KVSTORE", values, defaults={"wire": "grpc"})
+        named = load(ClientConfig, "KVSTORE", {**values, "wire": "auto"}).address
+        config = load(ClientConfig, "KVSTORE", values, defaults={"wire": light_wire(named)})
         if self.timeout_s is None:
             return config
         connect_s = min(config.connect_timeout_s, self.timeout_s)

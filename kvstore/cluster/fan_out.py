@@ -207,7 +207,7 @@ class FanOut:
 
 def _asks_others(link: Link) -> Link:
     """Raises Exhausted for a near node that does not: it is older, or reached by gRPC only, where it may not wait."""
-    if link.wire is link.control:
+    if link.wire.name == "grpc":
         raise Exhausted("the near node is reached by gRPC only")
     return check_knows_members(link)
 

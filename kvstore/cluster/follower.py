@@ -8,13 +8,14 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
 
+import kvstore.wires.grpc_forks  # noqa: F401 -- at a fork the last that was registered comes first, and that is this
 from kvstore.errors import KVStoreError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import Event, NoThread, run_in_helper_thread
+from kvstore.wires.frame_views import Views
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -28,16 +29,9 @@ LEAVE_S = 0.01  # and then for gRPC's own thread
 END_S = 0.5  # that `close` waits for the thread, which is a daemon
 
 
-class Views(Protocol):
-    """What a member tells from now on. Iterating raises KVStoreError when it can not go on."""
-
-    def __iter__(self) -> Iterator[pb.View]: ...
-
-    def cancel(self) -> object: ...
-
-
 class _Forks:
-    """While this process forks nobody may be inside gRPC: it could be used neither in the child nor here any more."""
+    """While this process forks nobody may be inside gRPC: it could be used neither in the child nor here any more. Who
+    follows by frames goes on."""
 
     def __init__(self) -> None:
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
@@ -48,9 +42,10 @@ class _Forks:
         end = time.monotonic() + FORK_S_MAX
         for follower in there:
             follower.pause()
-        for follower in there:
+        inside = [follower for follower in there if not follower.outside.is_set()]  # nobody goes in any more
+        for follower in inside:
             follower.outside.wait(max(0.0, end - time.monotonic()))
-        if there:
+        if inside:
             time.sleep(LEAVE_S)
 
     def _after(self) -> None:
@@ -81,11 +76,11 @@ class Follower:
         return self._thread is not None and not self._ended.is_set() and self._pid == os.getpid()
 
     def pause(self) -> None:
-        """It begins no stream; if there is one it ends, and `outside` is set when it has."""
+        """It begins no stream of gRPC; if there is one it ends, and `outside` is set when it has."""
         with self._lock:
             self._may_run.clear()
             views = self._views
-        if views is not None:
+        if views is not None and views.in_grpc:
             with contextlib.suppress(NoThread):  # the fork waits no longer than it may
                 run_in_helper_thread(views.cancel)
 
@@ -135,7 +130,6 @@ class Follower:
         turn, failures = random.randrange(1 << 16), 0
         self._closed.wait(random.uniform(0.5, 1.0) * FIRST_S_MAX)
         while not self._closed.is_set():
-            self._go_in()
             try:
                 if not self._followed(turn):
                     return
@@ -143,27 +137,14 @@ class Follower:
             except KVStoreError as error:
                 if self._closed.is_set():
                     return
-                if not self._may_run.is_set():
-                    continue
                 log.info("views can not be followed: %s", error)
                 failures += 1
             except Exception:
                 log.exception("views can not be followed")
                 failures += 1
-            finally:
-                self.outside.set()
             turn += 1
             longest = min(PAUSE_S_MAX, PAUSE_S_MIN * (1 << min(failures, 16)))
             self._closed.wait(random.uniform(0.5, 1.0) * longest if failures else 0.0)
-
-    def _go_in(self) -> None:
-        """When it may run; who pauses it afterwards waits."""
-        while True:
-            self._may_run.wait()
-            with self._lock:
-                if self._may_run.is_set():
-                    self.outside.clear()
-                    return
 
     def _followed(self, turn: int) -> bool:
         """False: there is nobody any more who would be told."""
@@ -174,8 +155,30 @@ class Follower:
         del ask  # while it waits, its owner may go
         with self._lock:
             self._views = views
-        if self._closed.is_set() or not self._may_run.is_set():
+        if self._closed.is_set():
             views.cancel()
+        if not views.in_grpc:
+            return self._heard_all(views)
+        self._go_in()
+        try:
+            return self._heard_all(views)
+        except KVStoreError:
+            if self._may_run.is_set():
+                raise
+            return True  # it was paused
+        finally:
+            self.outside.set()
+
+    def _go_in(self) -> None:
+        """When it may run; who pauses it afterwards waits."""
+        while True:
+            self._may_run.wait()
+            with self._lock:
+                if self._may_run.is_set():
+                    self.outside.clear()
+                    return
+
+    def _heard_all(self, views: Views) -> bool:
         for view in views:
             heard = self._heard()
             if heard is None:

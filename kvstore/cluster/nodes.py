@@ -10,18 +10,20 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from kvstore.cluster.follower import Follower, Views
+from kvstore.cluster.follower import Follower
 from kvstore.cluster.view import State, View, parse_view
-from kvstore.config import PROTOCOL_VERSION, ClientConfig, split_address
+from kvstore.config import BULK_SCHEME, PROTOCOL_VERSION, ClientConfig, parse_address, split_address
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.link import Link, NodeLink
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses
+from kvstore.wires.frame_views import Views
+from kvstore.wires.negotiation import import_grpc_for, member_name
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Nodes:
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
         self._addresses = config.addresses  # that were given
+        import_grpc_for(self._addresses)
         self._lock = threading.Lock()  # held for moments
         self._links: dict[str, NodeLink] = {}  # by address
         self._closed = False
@@ -207,6 +210,8 @@ class Nodes:
                 )
                 if self._closed:
                     link.close()
+                elif self._view is not None:
+                    _tell_ports(self._view, {address: link})
             return link
 
     def _learn(self, hello: pb.HelloReply, address: str = "") -> None:
@@ -230,7 +235,7 @@ class Nodes:
             for address in self._addresses:
                 links += [self._link(record) for record in _records(address, deadline)]
         link = links[turn % len(links)]
-        return link.run(lambda link, limit: link.control.follow(view.number, seconds), None, deadline)
+        return link.run(lambda link, limit: link.way.follow(view.number, seconds, limit), None, deadline)
 
     def _take(self, message: pb.View) -> None:
         """Raises ProtocolError for a view that can not be."""
@@ -245,10 +250,12 @@ class Nodes:
                     f"a node belongs to the cluster {view.cluster}, the others to {known.cluster}: "
                     "two clusters have an address in common, or the addresses that were given are not of one"
                 )
+            view = view.with_ports(known)
             if known and (known.number > view.number or known == view):  # fixed lists have one number: the last told
                 return
             self._view = view.after(known)
             addresses = {member.address for member in view.members} | {*self._addresses}
+            _tell_ports(view, self._links)
             left = [self._links.pop(known_at) for known_at in list(self._links) if known_at not in addresses]
             self._members = {at: member for at, member in self._members.items() if at in addresses}
             self._gone = (
@@ -260,9 +267,17 @@ class Nodes:
             link.close()
 
 
+def _tell_ports(view: View, links: Mapping[str, NodeLink]) -> None:
+    """Links to members, where they serve frames: no hello over gRPC needs to come first."""
+    for member in view.members:
+        link = links.get(member.address)
+        if link is not None:
+            link.expect(member.bulk_port, member_name(view.cluster, member.id))
+
+
 def is_here(host: str) -> bool:
-    """Whether it is this host, as far as that shows without asking anybody."""
-    if host in ("localhost", socket.gethostname()):
+    """Whether it is this host, as far as that shows without asking anybody; empty: a Unix socket's."""
+    if host in ("", "localhost", socket.gethostname()):
         return True
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -275,11 +290,14 @@ def is_here(host: str) -> bool:
 
 def _records(address: str, deadline: Deadline) -> list[str]:
     """The addresses that a name stands for, if they are several; not the two of one host, of IPv4 and IPv6."""
-    host, port = split_address(address)
+    at = parse_address(address)
+    if at.scheme == "unix":
+        return []
     try:
-        found = Addresses(host).resolve(deadline)
+        found = Addresses(at.host).resolve(deadline)
     except KVStoreError:
         return []
+    scheme = BULK_SCHEME if at.scheme == "bulk" else ""
     six, four = [one for one in found if ":" in one], [one for one in found if ":" not in one]
     several = max(len(six), len(four)) > 1
-    return [*(f"{one}:{port}" for one in four), *(f"[{one}]:{port}" for one in six)] if several else []
+    return [f"{scheme}{one}:{at.port}" for one in [*four, *(f"[{some}]" for some in six)]] if several else []

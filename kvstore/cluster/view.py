@@ -34,14 +34,18 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """A node of a cluster. `address`: host:port of its gRPC, as everybody reaches it. `weight`: its share of the keys,
-    in relation to the others'. `zone`: what fails together with it, such as its rack; empty: only itself."""
+    """A node of a cluster. `address`: host:port of its gRPC, as everybody reaches it, or bulk://host:port.
+
+    `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with it, such as its rack;
+    empty: only itself. `bulk_port`: of its frames over TCP, at the same host; 0: it is not known.
+    """
 
     id: str
     address: str
     weight: float = 1.0
     zone: str = ""
     state: State = State.SERVING
+    bulk_port: int = 0
 
     def __post_init__(self) -> None:
         check_name("a member's id", self.id)
@@ -57,6 +61,8 @@ class Member:
         split_address(self.address)
         if not 0 < self.weight <= WEIGHT_MAX:
             raise ConfigError(f"the weight of {self.id} is {self.weight}; it must be above 0, at most {WEIGHT_MAX:g}")
+        if not 0 <= self.bulk_port < 1 << 16:
+            raise ConfigError(f"the bulk port of {self.id} is {self.bulk_port}, which is no port")
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,24 @@ class View:
                 raise ConfigError(f"two members of {self.cluster} have the {what} {min(twice)}; each needs its own")
 
     def after(self, known: "View | None") -> "View":
-        """This view, which follows `known`: with what was worked out there, if nothing but the number is another."""
-        if known is not None and replace(known, number=self.number) == self:
-            for name in ("by_id", "owners", "holders"):
+        """This view, which follows `known`: with what was worked out there, if that has not changed: who owns a key
+        depends on neither number, addresses nor ports."""
+        if known is not None and _placed_alike(self, known):
+            for name in ("owners", "holders"):
                 if name in known.__dict__:
                     self.__dict__[name] = known.__dict__[name]
         return self
+
+    def with_ports(self, known: "View | None") -> "View":
+        """This view, with the bulk ports that only `known` has: of a fixed list each node knows its own."""
+        if known is None or known.number != self.number:
+            return self
+        ports = {(member.id, member.address): member.bulk_port for member in known.members}
+        members = tuple(
+            member if member.bulk_port else replace(member, bulk_port=ports.get((member.id, member.address), 0))
+            for member in self.members
+        )
+        return self if members == self.members else replace(self, members=members)
 
     @cached_property
     def by_id(self) -> dict[str, Member]:
@@ -118,6 +136,15 @@ class View:
         return Placement([Candidate(member.id, member.weight, member.zone) for member in chosen], self.replicas)
 
 
+def _placed_alike(one: View, other: View) -> bool:
+    if one.replicas != other.replicas or len(one.members) != len(other.members):
+        return False
+    return all(
+        (a.id, a.weight, a.zone, a.state) == (b.id, b.weight, b.zone, b.state)
+        for a, b in zip(one.members, other.members, strict=True)
+    )
+
+
 def _check_count(members: int) -> None:
     if members > MEMBERS_MAX:
         raise ConfigError(f"{members} members are too many for one cluster; at most {MEMBERS_MAX}")
@@ -131,7 +158,8 @@ def check_name(what: str, name: str) -> None:
 
 
 def static_view(text: str) -> View:
-    """Of `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`: a cluster whose members never change. Raises ConfigError."""
+    """Of `static:NAME/ID=HOST:PORT[@ZONE][*WEIGHT],...`, or ID=bulk://HOST:PORT...: a cluster whose members never
+    change. Raises ConfigError."""
     scheme, _, rest = text.partition(":")
     cluster, slash, members = rest.partition("/")
     if scheme != "static" or not slash:
@@ -156,7 +184,12 @@ def _described(text: str) -> Member:
 def view_message(view: View) -> pb.View:
     members = [
         pb.Member(
-            id=member.id, address=member.address, weight=member.weight, zone=member.zone, state=member.state.value
+            id=member.id,
+            address=member.address,
+            weight=member.weight,
+            zone=member.zone,
+            state=member.state.value,
+            bulk_port=member.bulk_port,
         )
         for member in view.members
     ]
@@ -175,4 +208,4 @@ def _parsed(members: Sequence[pb.Member]) -> Iterator[Member]:
             state = State(member.state)
         except ValueError as error:
             raise ConfigError(f"{member.id} is in a state that this version does not know: {error}") from error
-        yield Member(member.id, member.address, member.weight, member.zone, state)
+        yield Member(member.id, member.address, member.weight, member.zone, state, member.bulk_port)

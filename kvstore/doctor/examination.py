@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore.cluster.nodes import is_here
 from kvstore.cluster.view import State, View, parse_view
-from kvstore.config import ClientConfig, split_address
+from kvstore.config import ClientConfig, parse_address
 from kvstore.doctor import cluster, member, settings
 from kvstore.doctor.check import Check, Group, one
 from kvstore.doctor.finding import Finding, skipped
@@ -83,7 +83,7 @@ class Examination:
 
     @property
     def _names_this_host(self) -> bool:
-        return any(is_here(split_address(address)[0]) for address in self._config.addresses)
+        return any(is_here(parse_address(address).host) for address in self._config.addresses)
 
     # ---- there ---------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from kvstore.client import Client
 from kvstore.cluster.spread import Away
 from kvstore.cluster.view import View
-from kvstore.config import ClientConfig
+from kvstore.config import ClientConfig, light_wire
 from kvstore.credentials import tenant_of
 from kvstore.doctor.finding import Finding, fail, ok, remedy_of, skipped, warn
 from kvstore.doctor.wires import NAMES, Wires
@@ -171,7 +171,8 @@ class Pages:
             return
         away: Away = {}
         try:
-            with Client(replace(self._config, wire="grpc", direct=False)) as client:  # a member hands pages on
+            wire = light_wire(self._config.address)
+            with Client(replace(self._config, wire=wire, direct=False)) as client:  # a member hands pages on
                 client.remove(self.namespace, keys, away=away)
                 named = self._named(client, away)
         except KVStoreError as error:

@@ -1,6 +1,8 @@
 """The way to one node, step by step: what fails there ends it, and the steps behind it are skipped.
 
 name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself, and its clock
+
+At an address of bulk:// frames are in gRPC's place, and at one of unix: there is nothing before them.
 """
 
 import socket
@@ -12,7 +14,7 @@ from typing import NamedTuple, cast
 
 from kvstore.certificates import hosts, validity
 from kvstore.cluster.nodes import is_here
-from kvstore.config import ClientConfig, is_loopback, split_address
+from kvstore.config import ClientConfig, is_loopback, parse_address
 from kvstore.deadline import Deadline
 from kvstore.doctor.finding import Finding, State, fail, ok, remedy_of, skipped, warn
 from kvstore.doctor.settings import ends
@@ -20,7 +22,8 @@ from kvstore.errors import ConfigError, DeadlineExceeded, Forbidden, KVStoreErro
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses
 from kvstore.wires.negotiation import Negotiation
-from kvstore.wires.tls import SPEAKS_TLS, client_tls, greeted, shown
+from kvstore.wires.negotiation import Way as Negotiated
+from kvstore.wires.tls import PROBE_S, SPEAKS_TLS, client_tls, greeted, shown
 
 GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
 _NO_ANSWER = (
@@ -42,7 +45,7 @@ class Way:
     def __init__(self, address: str, config: ClientConfig) -> None:
         self.address = address
         self.config = replace(config, address=address, direct=True)  # whatever a cluster says: this node
-        self.host, self.port = split_address(address)
+        self.scheme, self.host, self.port, _ = parse_address(address)
         self.found: tuple[str, ...] = ()  # its IP addresses that answer
         self.hello: pb.HelloReply | None = None
         self.status: pb.NodeStatusReply | None = None
@@ -58,16 +61,18 @@ class Way:
     @property
     def is_here(self) -> bool:
         """Whether the node's address is this host's."""
-        return any(map(is_here, self.found))
+        return self.scheme == "unix" or any(map(is_here, self.found))
 
     def findings(self) -> Iterator[Finding]:
         steps: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
             ("name", self._resolve),
             ("TCP", self._connect),
             ("TLS", self._greet),
-            ("gRPC", self._ask),
+            (self._asks_over, self._ask),
             ("status", self._look),
         ]
+        if self.scheme == "unix":
+            del steps[:3]
         failed = ""
         for name, step in steps:
             if failed:
@@ -116,6 +121,8 @@ class Way:
             return
         try:
             with self._open(self.found[0]) as sock:
+                if self.scheme == "bulk":  # whose server says nothing before it is asked
+                    sock.settimeout(min(PROBE_S, self._step_s))
                 problem = greeted(sock, self._tls)
         except (OSError, KVStoreError) as error:
             problem = str(error)
@@ -146,20 +153,29 @@ class Way:
     def _ask(self) -> Iterator[Finding]:
         began = time.monotonic()
         try:
-            way = Negotiation(self.address, replace(self.config, wire="grpc")).open(Deadline(self.config.timeout_s))
+            way = self._opened()
         except KVStoreError as error:
-            yield fail("gRPC", str(error), remedy_of(error, _NO_ANSWER))
+            yield fail(self._asks_over, str(error), remedy_of(error, _NO_ANSWER))
             return
-        self._control, self.hello = way.control, way.hello
+        self._wire, self.hello = way.wire, way.hello
         took_ms = 1000 * (time.monotonic() - began)
-        yield ok("gRPC", f"node {way.hello.version} answers in {took_ms:.1f} ms")
+        yield ok(self._asks_over, f"node {way.hello.version} answers in {took_ms:.1f} ms")
         who = f"{way.hello.role} of {'all tenants' if way.hello.tenant == '*' else way.hello.tenant}"
         yield ok("who this is", f"{who} there" if way.hello.role else "the node asks nobody who he is")
+
+    @property
+    def _asks_over(self) -> str:
+        return "gRPC" if self.scheme == "grpc" else "frames"
+
+    def _opened(self) -> Negotiated:
+        """By the wire that an address of this kind always has."""
+        wire = {"unix": "shm"}.get(self.scheme, self.scheme)
+        return Negotiation(self.address, replace(self.config, wire=wire)).open(Deadline(self.config.timeout_s))
 
     def ask_again(self) -> None:
         """What it says at hello, as it is now; as it was, if it does not answer."""
         with suppress(KVStoreError):
-            way = Negotiation(self.address, replace(self.config, wire="grpc")).open(Deadline(self.config.timeout_s))
+            way = self._opened()
             way.close()
             self.hello = way.hello
 
@@ -168,7 +184,7 @@ class Way:
         began, asked = time.time(), time.monotonic()
         try:
             deadline = Deadline(self.config.timeout_s)
-            status = cast(pb.NodeStatusReply, self._control.call("node_status", pb.NodeStatusRequest(), deadline))
+            status = cast(pb.NodeStatusReply, self._wire.call("node_status", pb.NodeStatusRequest(), deadline))
         except Forbidden as error:
             yield skipped("status", str(error), remedy_of(error))
             return
@@ -176,7 +192,7 @@ class Way:
             yield fail("status", str(error), remedy_of(error, _NO_ANSWER))
             return
         finally:
-            self._control.close()
+            self._wire.close()
         within_s = (time.monotonic() - asked) / 2
         self.status = status
         if status.now_unix_ms:  # an older node does not say

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvstore.client import Client
+from kvstore.config import parse_address
 from kvstore.doctor.finding import Finding, fail, ok, remedy_of, skipped, warn
 from kvstore.doctor.way import Way
 from kvstore.errors import KVStoreError
@@ -44,7 +45,8 @@ class Wires:
             if config.wire == "shm":
                 return fail("shm", "the node serves none", "start it without --shm-socket none, or take another wire")
             return skipped("shm", hello.shm_refused or "the node serves none (--shm-socket none)")
-        path = socket_here(hello.shm_socket, config)
+        named = self.way.scheme == "unix"
+        path = parse_address(self.way.address).path if named else socket_here(hello.shm_socket, config)
         try:
             os.stat(path)
         except FileNotFoundError:
@@ -62,6 +64,8 @@ class Wires:
     def _bulk(self) -> Finding:
         hello = self.way.hello
         assert hello is not None
+        if self.way.scheme == "unix":
+            return skipped("bulk", "the address is that of a Unix socket")
         problem = self._try("bulk")
         if problem:
             remedy = f"open TCP port {hello.bulk_port} (--bulk-port) from here to the node; over gRPC all is slower"
@@ -69,6 +73,8 @@ class Wires:
         return ok("bulk", f"works, at port {hello.bulk_port}")
 
     def _grpc(self) -> Finding:
+        if self.way.scheme != "grpc":
+            return skipped("grpc", "the address is one of frames")
         problem = self._try("grpc")
         return fail("grpc", problem, "look at the log of kvstore-node") if problem else ok("grpc", "works")
 

@@ -3,25 +3,23 @@ caller's buffers and the socket."""
 
 import contextlib
 import itertools
-import socket
-import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.checksum import CHUNK_NBYTES, Leaves, root
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
-from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pieces import Pieces, grouped, pieces_nbytes
 from kvstore.seals import Seals, room, sealed
 from kvstore.wires.abreast import Abreast, lane_count, shares
-from kvstore.wires.connections import ConnectionPool, exchange, greeting
+from kvstore.wires.bulk_connector import BulkConnector
+from kvstore.wires.connections import ConnectionPool, common_version, exchange
+from kvstore.wires.frame_views import FrameViews
 from kvstore.wires.frames import FrameSocket
-from kvstore.wires.tls import ClientTls, client_tls
-from kvstore.wires.tls_frames import TlsFrameSocket, means_no_place
+from kvstore.wires.tls import ClientTls
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
@@ -56,19 +54,31 @@ class BulkWire:
         """`found`: the addresses of `host`, in the order in which they are tried; none: it is an address. All
         connections are to one run of the node, `instance_id` where that is known; it speaks this `version`. `tls`:
         what `config` asks for, where it was made already."""
+        self.port = port
+        self.hello = pb.HelloReply()  # to the first connection
         self._instance_id = instance_id
-        self._version = version
-        self._found = found or (host,)
-        self._port = port
         self._config = config
-        self._tls = tls or client_tls(config, host)
-        self._pool = ConnectionPool(f"{host}:{port} (bulk)", self._connect, config.connections_max)
+        self._connector = BulkConnector(host, port, config, found, tls)
+        self._connector.version = version
+        self._pool = ConnectionPool(self._connector.where, self._connect, config.connections_max)
         self._abreast = Abreast()
 
     def connect(self, deadline: Deadline) -> None:
         """Makes sure that one connection can be had. Raises Unavailable or ProtocolError."""
         with self._pool.connection(deadline):
             pass
+
+    def greet(self, deadline: Deadline) -> pb.HelloReply:
+        """Makes the first connection, of a wire of which nothing is known: it is to the run of the node that answers
+        now, in the version that both speak. Raises what the node answers, Unavailable or ProtocolError."""
+        try:
+            self.connect(deadline)
+        except ProtocolError:  # an older node may refuse even the first frame of another version than its own
+            self._connector.version = PROTOCOL_VERSION - 1
+            self.connect(deadline)
+        self._instance_id = self.hello.instance_id
+        self._connector.version = common_version(self.hello)
+        return self.hello
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         return self._pool.talk(deadline, lambda connection: exchange(connection, op, request)[0])
@@ -206,48 +216,25 @@ class BulkWire:
 
         return self._pool.talk(deadline, talk)
 
-    def _connect(self, deadline: Deadline) -> FrameSocket:
-        limit = deadline.sooner(self._config.connect_timeout_s)
-        connection = self._socket(limit)
-        with greeting(connection, self._pool.where, limit), self._meant():
-            connection.handshake()
-            hello, _ = exchange(
-                connection, "hello", pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
-            )
-            if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
-                raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
-        return connection
-
-    def _socket(self, limit: Deadline) -> FrameSocket:
-        if self._tls is None:
-            return FrameSocket(self._connected(limit), self._version)
-        context = self._tls.context()
-        return TlsFrameSocket(self._connected(limit), context, self._tls.name, self._version)
-
-    @contextlib.contextmanager
-    def _meant(self) -> Iterator[None]:
-        """Around a greeting: what fails in TLS, in plain words."""
+    def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
+        """Views from now on, for so long. `number`: of the one that is known. Raises ProtocolError for a node that
+        knows no such frame."""
+        self._pool.check_process()
         try:
-            yield
-        except ssl.SSLError as error:
-            if means_no_place(error):
-                raise Exhausted(
-                    f"{self._pool.where}: the node refuses one more connection; most likely all that it has are in "
-                    "use, or all of this host's: use fewer per client, or raise its sessions_max (its log says which)"
-                ) from error
-            raise Unavailable(self._tls.meaning(error) if self._tls else str(error)) from error
+            connection = self._connect(deadline)
+        except Exception as error:
+            self._pool.raise_named(error, deadline)
+            raise
+        return FrameViews(connection, number, seconds, deadline, self._pool.raise_named)
 
-    def _connected(self, limit: Deadline) -> socket.socket:
-        """Each address has its share of the time, so that one that swallows packets leaves some for the next."""
-        for number, address in enumerate(self._found):
-            share_s = limit.remaining() / (len(self._found) - number)
-            try:
-                return socket.create_connection((address, self._port), timeout=share_s)
-            except OSError as error:
-                failed = error
-        if isinstance(failed, TimeoutError):
-            raise Unavailable(f"no connection to {self._pool.where} in {limit.seconds:.3g} s") from failed
-        raise failed
+    def _connect(self, deadline: Deadline) -> FrameSocket:
+        connection, hello = self._connector.connect(deadline.sooner(self._config.connect_timeout_s))
+        if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
+            connection.close()
+            raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
+        if not self.hello.ByteSize():
+            self.hello = hello
+        return connection
 
     def close(self) -> None:
         """Closes idle connections; those in use close when their call ends."""

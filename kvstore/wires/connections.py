@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.errors import (
     DeadlineExceeded,
@@ -242,6 +242,11 @@ def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[N
     except BaseException:
         connection.close()
         raise
+
+
+def common_version(hello: pb.HelloReply) -> int:
+    """The version in which to speak with a node: the older of both."""
+    return min(hello.protocol_version or PROTOCOL_VERSION, PROTOCOL_VERSION)
 
 
 def exchange(connection: FrameSocket, op: str, request: Any) -> tuple[Any, int]:

@@ -250,6 +250,9 @@ class FrameSocket:
         if not left_s / 2 <= self._timeout_s <= left_s:
             self._set_timeouts(left_s)
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     @property
     def quiet(self) -> bool:
         """Whether the peer has said nothing more, and not hung up. Each lease asks: in 3 us, by an exception in 15."""

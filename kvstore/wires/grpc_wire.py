@@ -205,14 +205,11 @@ class GrpcWire:
                 hits[i] = seals.fits(request.prefix_hashes[i], target[:-1], target[-1])
         return hits, corrupt
 
-    def follow(self, number: int, seconds: float) -> "Followed":
-        """Views from now on, for so long. `number`: of the one that is known."""
+    def follow(self, number: int, seconds: float, end: Callable[[], object] = lambda: None) -> "Followed":
+        """Views from now on, for so long. `number`: of the one that is known. `end` is called when all is over."""
         check_process(self._pid)
-        try:
-            request = pb.FollowRequest(number=number)
-            return Followed(self._stub.Follow(request, timeout=seconds, metadata=self._told))
-        except ValueError as error:
-            raise _translated(error) from error
+        request, told = pb.FollowRequest(number=number), self._told
+        return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
 
     def close(self) -> None:
         """Ends its calls. In a child of a fork it does nothing: the channel is the parent's."""
@@ -227,23 +224,36 @@ class GrpcWire:
 
 
 class Followed:
-    """A stream of views, to be iterated once."""
+    """A stream of views, to be iterated once. It begins then; nobody is inside gRPC before."""
 
-    def __init__(self, views: Any) -> None:
-        self._views = views
+    in_grpc = True
+
+    def __init__(self, begin: Callable[[], Any], end: Callable[[], object]) -> None:
+        self._begin, self._at_end = begin, end
+        self._views: Any = None
+        self._cancelled = False
 
     def __iter__(self) -> Iterator[pb.View]:
         try:
+            self._views = self._begin()
+            if self._cancelled:
+                return
             yield from self._views
+        except ValueError as error:
+            raise _translated(error) from error
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # which is how it ends when all is well
                 raise _translated(error) from error
         finally:
-            self._views.cancel()
+            self.cancel()
+            self._at_end()
 
     def cancel(self) -> None:
         """Ends it, from any thread."""
-        self._views.cancel()
+        self._cancelled = True
+        views = self._views
+        if views is not None:
+            views.cancel()
 
 
 def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:

@@ -1,52 +1,111 @@
-"""Which way to a node: it is asked over gRPC what it is, then the best wire that works is taken.
+"""Which way to a node: it is asked what it is, then the best wire that works is taken.
 
-name --addresses--> gRPC: hello --> shared memory, or else bulk TCP, or else gRPC itself
+host:port           gRPC: hello   --> shared memory, or else bulk TCP, or else gRPC itself
+    known before    frames: hello --> shared memory, or else bulk TCP;  gRPC: hello, if that fails
+bulk://host:port    frames: hello --> shared memory, or else bulk TCP
+unix:/path          frames: hello --> shared memory
+
+gRPC is imported for the first node that is asked over it: a process that names none needs no gRPC.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from kvstore.config import PROTOCOL_VERSION, ClientConfig, speaks, split_address
+from kvstore.config import BULK_PORT, BULK_SCHEME, GRPC_PORT, PROTOCOL_VERSION, ClientConfig, parse_address, speaks
 from kvstore.credentials import check_stays_private, token_of
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Forbidden, ProtocolError, Unauthenticated, Unavailable
+from kvstore.errors import DeadlineExceeded, Forbidden, KVStoreError, ProtocolError, Unauthenticated, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses, grpc_target
 from kvstore.wires.bulk import BulkWire
-from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.connections import common_version
+from kvstore.wires.frame_views import Views
 from kvstore.wires.headroom import check_headroom
 from kvstore.wires.shm import ShmWire
 from kvstore.wires.tls import PROBE_S, client_tls, why_not
 from kvstore.wires.wire import Wire
+
+if TYPE_CHECKING:
+    from kvstore.wires.grpc_wire import GrpcWire
 
 log = logging.getLogger(__name__)
 Tried = TypeVar("Tried", BulkWire, ShmWire)
 
 # The wires that are tried before gRPC, the best one first, and what a warning says without them.
 BETTER = (("shm", "no shared memory"), ("bulk", "using gRPC"))
-RANK = {ShmWire.name: 0, BulkWire.name: 1, GrpcWire.name: 2}
+GRPC = "grpc"
+RANK = {ShmWire.name: 0, BulkWire.name: 1, GRPC: 2}
+# Of the time to connect, for frames at the port that is known: gRPC has the rest if nobody answers there.
+FRAMES_SHARE = 0.5
 
 
 @dataclass
 class Way:
     """An open way to one run of a node, which said `hello`. `better`: a wire that should have worked did not, so asking
-    again may find a better one."""
+    again may find a better one. `grpc` opens one more channel to it; None: it is not known where. `tells_views`: by
+    frames, as far as is known."""
 
     wire: Wire
-    control: GrpcWire
     hello: pb.HelloReply
     better: bool
+    grpc: "Callable[[Deadline], GrpcWire] | None" = None
+    tells_views: bool = True
 
     @property
     def rank(self) -> int:
         """Of its wire; 0 is the best."""
         return RANK[self.wire.name]
 
+    def follow(self, number: int, seconds: float, deadline: Deadline) -> Views:
+        """The cluster's views from now on, for so long: by frames where the node knows such a request. `number`: of
+        the one that is known."""
+        if isinstance(self.wire, (BulkWire, ShmWire)) and self.tells_views:
+            try:
+                return self.wire.follow(number, seconds, deadline)
+            except ProtocolError:
+                if self.grpc is None:
+                    raise
+                self.tells_views = False  # an older node, which tells them over gRPC only
+        if self.grpc is None:
+            raise ProtocolError("this node does not tell of views by frames; update it")
+        channel = self.grpc(deadline)
+        return channel.follow(number, seconds, channel.close)
+
     def close(self) -> None:
         self.wire.close()
-        self.control.close()
+
+
+class First(NamedTuple):
+    """The wire over which a node said hello."""
+
+    wire: Wire
+    hello: pb.HelloReply
+
+
+class Known(NamedTuple):
+    """Where the node at an address of gRPC serves frames, and by what it is known again there: the run of it, or which
+    member of which cluster it is. Another node may have its ports by now."""
+
+    bulk_port: int
+    instance_id: bytes = b""
+    member: str = ""
+
+    def is_said_by(self, hello: pb.HelloReply) -> bool:
+        same_run = bool(self.instance_id) and hello.instance_id == self.instance_id
+        return same_run or (bool(self.member) and member_name(hello.view.cluster, hello.member_id) == self.member)
+
+
+def member_name(cluster: str, member: str) -> str:
+    """Of a member, among those of all clusters; empty: of none."""
+    return f"{cluster}/{member}" if cluster and member else ""
+
+
+def import_grpc_for(addresses: Iterable[str]) -> None:
+    """Imports gRPC if one of them is to be asked over it: now, because it takes longer than some calls have."""
+    if any(parse_address(address).scheme == GRPC for address in addresses):
+        import kvstore.wires.grpc_wire  # noqa: F401
 
 
 class Negotiation:
@@ -55,56 +114,152 @@ class Negotiation:
     def __init__(self, address: str, config: ClientConfig) -> None:
         self._address = address
         self._config = config
-        self._host, self._port = split_address(address)
+        self._at = parse_address(address)
+        self._host, self._port = self._at.host, self._at.port
         self._addresses = Addresses(self._host)
         self._tls = client_tls(config, self._host)
+        self._known: Known | None = None
+
+    def expect(self, bulk_port: int, member: str) -> None:
+        """A view says where this member serves frames: a hello there comes before one over gRPC."""
+        known = self._known
+        if bulk_port and (known is None or known.bulk_port != bulk_port):
+            self._known = Known(bulk_port, member=member)
 
     def open(self, deadline: Deadline) -> Way:
         """Raises Unavailable, DeadlineExceeded, ProtocolError or what else the node answers."""
         limit = deadline.sooner(self._config.connect_timeout_s)
+        if self._at.scheme == "unix":
+            wire = self._greeted_here(limit)
+            return Way(wire, self._checked(wire, wire.hello), False)
         try:
             found = self._addresses.resolve(limit)
-            check_headroom()
-            token = token_of(self._config)
-            check_stays_private(token, self._config, found)
-            control = GrpcWire(grpc_target(found, self._port), self._address, self._tls, token)
+            check_stays_private(token_of(self._config), self._config, found)
         except DeadlineExceeded as error:
             raise Unavailable(str(error)) from error
+        if self._at.scheme == "bulk":
+            return self._best(self._greeted(self._port, found, limit), found, deadline)
+        known, silent = self._known, False
+        if known is not None and self._config.wire != GRPC:
+            first, silent = self._known_again(known, found, limit)
+            if first is not None:
+                return self._best(first, found, deadline)
+        return self._best(self._over_grpc(found, limit), found, deadline, silent)
+
+    # ---- hello ---------------------------------------------------------------------------
+
+    def _known_again(self, known: Known, found: tuple[str, ...], limit: Deadline) -> tuple[First | None, bool]:
+        """What the node that is known says by frames, so that one whose gRPC is down or flooded keeps its clients.
+        None: gRPC has to say who is there, because another node may have that port by now, or nobody: True."""
+        try:
+            first = self._greeted(known.bulk_port, found, limit.sooner(limit.remaining() * FRAMES_SHARE))
+        except KVStoreError as error:
+            log.info("%s: no hello by frames: %s", self._address, error)
+            return None, True
+        if known.is_said_by(first.hello):
+            return first, False
+        first.wire.close()
+        return None, False
+
+    def _greeted(self, port: int, found: tuple[str, ...], limit: Deadline) -> First:
+        """By frames over TCP."""
+        wire = BulkWire(self._host, port, self._config, found, tls=self._tls)
+        try:
+            return First(wire, wire.greet(limit))
+        except BaseException as error:
+            wire.close()
+            if self._tls is None and isinstance(error, (Unavailable, ProtocolError)):
+                raise self._better_said(error, port, found, limit) from error
+            raise
+
+    def _greeted_here(self, limit: Deadline) -> ShmWire:
+        wire = ShmWire(self._at.path, b"", self._config, is_here=True)
+        try:
+            wire.greet(limit)
+        except (Unauthenticated, Forbidden) as error:
+            wire.close()
+            said = type(error)(
+                f"{self._address}: {error}; name the node's address of TCP instead, {BULK_SCHEME}HOST:{BULK_PORT} "
+                f"or HOST:{GRPC_PORT}, where no memory is mapped"
+            )
+            said.answered = error.answered
+            raise said from error
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    def _over_grpc(self, found: tuple[str, ...], limit: Deadline) -> First:
+        control = self._grpc_wire(found)
         try:
             try:
-                hello = _hello(control, limit)
+                return First(control, _hello(control, limit))
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
             except Unavailable as error:
-                raise self._better_said(error, found, limit) from error
-            if not hello.limits.batch_keys_max:
-                raise ProtocolError(f"{self._address} says that it takes no keys at all")
-            wire, better = self._best(control, hello, found, deadline)
+                raise self._better_said(error, self._port, found, limit) from error
         except BaseException:
             control.close()
             raise
-        return Way(wire, control, hello, better)
 
-    def _better_said(self, error: Unavailable, found: tuple[str, ...], limit: Deadline) -> Unavailable:
-        """Where a node can not be reached because of TLS, gRPC hardly says so."""
+    def grpc(self, deadline: Deadline) -> "GrpcWire":
+        """One more channel to the node, for what it does not answer by frames."""
+        return self._grpc_wire(self._addresses.resolve(deadline.sooner(self._config.connect_timeout_s)))
+
+    def _grpc_wire(self, found: tuple[str, ...]) -> "GrpcWire":
+        from kvstore.wires.grpc_wire import GrpcWire
+
+        check_headroom()
+        return GrpcWire(grpc_target(found, self._port), self._address, self._tls, token_of(self._config))
+
+    def _better_said(self, error: KVStoreError, port: int, found: tuple[str, ...], limit: Deadline) -> KVStoreError:
+        """Where a node can not be reached because of TLS, neither gRPC nor frames say so."""
         try:
-            said = why_not(found, self._port, self._tls, min(PROBE_S, limit.remaining()))
+            said = why_not(found, port, self._tls, min(PROBE_S, limit.remaining()))
         except DeadlineExceeded:
             return error
         return Unavailable(f"{self._address}: {said}") if said else error
 
-    def _best(
-        self, control: GrpcWire, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline
-    ) -> tuple[Wire, bool]:
-        """(the best wire that works, whether one that should have did not). With a wire configured, that one or
-        Unavailable.
+    def _checked(self, wire: Wire, hello: pb.HelloReply) -> pb.HelloReply:
+        if not hello.limits.batch_keys_max:
+            wire.close()
+            raise ProtocolError(f"{self._address} says that it takes no keys at all")
+        return hello
+
+    # ---- the best wire -------------------------------------------------------------------
+
+    def _best(self, first: First, found: tuple[str, ...], deadline: Deadline, silent: bool = False) -> Way:
+        """The best wire that works. With a wire configured, that one or Unavailable. `silent`: nobody answered at the
+        port where frames were served before."""
+        hello = self._checked(first.wire, first.hello)
+        try:
+            wire, missed = self._better(first, found, deadline)
+        except BaseException:
+            first.wire.close()
+            raise
+        if wire is not first.wire:
+            first.wire.close()
+        if self._at.scheme == GRPC:
+            self._remember(wire, hello, silent)
+        return Way(wire, hello, missed, self.grpc if self._at.scheme == GRPC else None)
+
+    def _remember(self, wire: Wire, hello: pb.HelloReply, silent: bool) -> None:
+        """Where it serves frames, unless they do not come through."""
+        port = wire.port if isinstance(wire, BulkWire) else hello.bulk_port
+        if not port or wire.name == GRPC or (silent and not isinstance(wire, BulkWire)):
+            self._known = None
+        else:
+            self._known = Known(port, hello.instance_id, member_name(hello.view.cluster, hello.member_id))
+
+    def _better(self, first: First, found: tuple[str, ...], deadline: Deadline) -> tuple[Wire, bool]:
+        """(the best wire that works, whether one that should have did not).
 
         A try gets half of the time that is left, so that one that hangs leaves the call the time to go another way.
         """
-        wanted = self._config.wire
+        wanted, hello = self._config.wire, first.hello
         connect: dict[str, Callable[[Deadline], Wire | None]] = {
             "shm": lambda limit: self._shm(hello, limit),
-            "bulk": lambda limit: self._bulk(hello, found, limit),
+            "bulk": lambda limit: first.wire if first.wire.name == "bulk" else self._bulk(hello, found, limit),
         }
         missed = False
         for name, without in BETTER:
@@ -120,7 +275,7 @@ class Negotiation:
             else:
                 if wire is not None:
                     return wire, missed
-        return control, missed
+        return first.wire, missed
 
     def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
         """None where nobody expects it to work: with a node on another host."""
@@ -132,7 +287,7 @@ class Negotiation:
             if hello.shm_refused:
                 log.info("%s: no shared memory: %s", self._address, hello.shm_refused)
             return None
-        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config, _common(hello))
+        wire = ShmWire(hello.shm_socket, hello.instance_id, self._config, common_version(hello))
         try:
             return _tried(wire, deadline)
         except (Unauthenticated, Forbidden) as error:  # it asks for a token, also of who has a certificate
@@ -150,11 +305,12 @@ class Negotiation:
     def _bulk(self, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> Wire:
         if not hello.bulk_port:
             raise Unavailable(f"{self._address} serves no bulk wire")
-        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id, _common(hello), self._tls)
+        version = common_version(hello)
+        wire = BulkWire(self._host, hello.bulk_port, self._config, found, hello.instance_id, version, self._tls)
         return _tried(wire, deadline)
 
 
-def _hello(control: GrpcWire, limit: Deadline) -> pb.HelloReply:
+def _hello(control: Wire, limit: Deadline) -> pb.HelloReply:
     """An older node refuses our version, and then is asked for its own. Raises ProtocolError if that is too old."""
     try:
         return cast(pb.HelloReply, control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit))
@@ -163,11 +319,6 @@ def _hello(control: GrpcWire, limit: Deadline) -> pb.HelloReply:
         if not speaks(hello.protocol_version):
             raise
         return cast(pb.HelloReply, hello)
-
-
-def _common(hello: pb.HelloReply) -> int:
-    """The version in which to speak with a node: the older of both."""
-    return min(hello.protocol_version or PROTOCOL_VERSION, PROTOCOL_VERSION)
 
 
 def _tried(wire: Tried, deadline: Deadline) -> Tried:

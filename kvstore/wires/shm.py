@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvstore.buffers import HELD_NBYTES_MAX, copy, copying
 from kvstore.checksum import Leaves, root
-from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
+from kvstore.config import MESSAGE_NBYTES_MAX, PATH_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.credentials import token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
@@ -30,9 +30,18 @@ from kvstore.seals import Seals, room, sealed
 from kvstore.sync import Event, start_thread
 from kvstore.wires.abreast import Abreast, lane_count, shares
 from kvstore.wires.arena_map import ArenaMap
-from kvstore.wires.connections import ConnectionPool, Lease, exchange, greeting, parse_reply, request_header
+from kvstore.wires.connections import (
+    ConnectionPool,
+    Lease,
+    common_version,
+    exchange,
+    greeting,
+    parse_reply,
+    request_header,
+)
+from kvstore.wires.frame_views import FrameViews
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots, let_go, release
-from kvstore.wires.unix_sockets import PATH_NBYTES_MAX, DescriptorSocket, connected
+from kvstore.wires.unix_sockets import DescriptorSocket, connected
 
 log = logging.getLogger(__name__)
 # Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as that holds.
@@ -58,13 +67,19 @@ class ShmWire:
     name = "shm"
 
     def __init__(
-        self, node_path: str, instance_id: bytes, config: ClientConfig, version: int = PROTOCOL_VERSION
+        self,
+        node_path: str,
+        instance_id: bytes,
+        config: ClientConfig,
+        version: int = PROTOCOL_VERSION,
+        is_here: bool = False,
     ) -> None:
-        """`node_path`: the socket's path where the node is; it may be mounted elsewhere here. It speaks this
-        `version`."""
+        """`node_path`: the socket's path where the node is, which may be mounted elsewhere here; `is_here`: the path
+        here. It speaks this `version`. `instance_id`: of the run of the node; empty: the one that answers first."""
+        self.hello = pb.HelloReply()  # to the first connection
         self._version = version
         self._config = config
-        self._path = socket_here(node_path, config)
+        self._path = node_path if is_here else socket_here(node_path, config)
         self._instance_id = instance_id
         self._pool = ConnectionPool(self._path, self._connect, config.connections_max, let_go)
         self._lock = threading.Lock()
@@ -89,6 +104,26 @@ class ShmWire:
             raise Unavailable(f"the node's socket {self._path} can not be reached: {error}") from error
         with self._pool.connection(deadline):
             pass
+
+    def greet(self, deadline: Deadline) -> pb.HelloReply:
+        """As that of `BulkWire`."""
+        try:
+            self.connect(deadline)
+        except ProtocolError:
+            self._version = PROTOCOL_VERSION - 1
+            self.connect(deadline)
+        self._version = common_version(self.hello)
+        return self.hello
+
+    def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
+        """As that of `BulkWire`."""
+        self._pool.check_process()
+        try:
+            connection = self._connect(deadline)
+        except Exception as error:
+            self._pool.raise_named(error, deadline)
+            raise
+        return FrameViews(connection, number, seconds, deadline, self._pool.raise_named)
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         with self._pool.connection(deadline) as connection:
@@ -221,10 +256,12 @@ class ShmWire:
             header, _, fd = connection.recv_frame_with(MESSAGE_NBYTES_MAX)
             try:
                 reply = parse_reply("hello", header)
-                if reply.instance_id != self._instance_id:
+                if reply.instance_id != (self._instance_id or reply.instance_id):
                     self.elsewhere = True
                     raise Unavailable(f"{self._path} is another node's, or the node was restarted")
                 self._map(fd, reply.arena_nbytes)
+                if not self.hello.ByteSize():
+                    self.hello, self._instance_id = reply, reply.instance_id
             finally:
                 if fd is not None:
                     os.close(fd)

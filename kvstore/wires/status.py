@@ -1,6 +1,6 @@
-"""Errors to and from the numeric codes of gRPC, which all wires carry."""
+"""Errors to and from the numeric codes of gRPC, which all wires carry. Frames need no gRPC for them."""
 
-import grpc
+import enum
 
 from kvstore.errors import (
     DeadlineExceeded,
@@ -15,25 +15,42 @@ from kvstore.errors import (
     UnknownNamespace,
 )
 
+
+class Code(enum.IntEnum):
+    """Those of gRPC's status codes that a node answers with, by gRPC's names and numbers."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
 # The one table. ConfigError is not in it: it ends a start and never travels.
-_CODES: dict[type[KVStoreError], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownNamespace: grpc.StatusCode.NOT_FOUND,
-    LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
-    ProtocolError: grpc.StatusCode.UNIMPLEMENTED,
+_CODES: dict[type[KVStoreError], Code] = {
+    InvalidRequest: Code.INVALID_ARGUMENT,
+    UnknownNamespace: Code.NOT_FOUND,
+    LayoutMismatch: Code.FAILED_PRECONDITION,
+    Exhausted: Code.RESOURCE_EXHAUSTED,
+    Unavailable: Code.UNAVAILABLE,
+    DeadlineExceeded: Code.DEADLINE_EXCEEDED,
+    Unauthenticated: Code.UNAUTHENTICATED,
+    Forbidden: Code.PERMISSION_DENIED,
+    ProtocolError: Code.UNIMPLEMENTED,
 }
-_ERRORS: dict[int, type[KVStoreError]] = {code.value[0]: error for error, code in _CODES.items()}
-_ERRORS[grpc.StatusCode.CANCELLED.value[0]] = Unavailable
+_ERRORS: dict[int, type[KVStoreError]] = {code: error for error, code in _CODES.items()}
+_ERRORS[Code.CANCELLED] = Unavailable
 
 
-def status_code(error: KVStoreError) -> grpc.StatusCode:
+def status_code(error: KVStoreError) -> Code:
     """gRPC status of an error; INTERNAL for one outside the tree's leaves."""
-    return _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    return _CODES.get(type(error), Code.INTERNAL)
 
 
 def from_status(code: int, message: str) -> KVStoreError:

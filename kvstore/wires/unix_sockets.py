@@ -6,12 +6,10 @@ import socket
 import struct
 from typing import NamedTuple
 
-from kvstore.config import PROTOCOL_VERSION
+from kvstore.config import PATH_NBYTES_MAX, PROTOCOL_VERSION
 from kvstore.errors import ConfigError
 from kvstore.wires.frames import FrameSocket, pack_fixed, set_timeout
 
-# The kernel's sun_path has 108 bytes, one of them for the final zero.
-PATH_NBYTES_MAX = 107
 _UCRED = struct.Struct("@iII")
 _FD_NBYTES = array.array("i").itemsize
 

@@ -5,9 +5,9 @@ A call costs no thread. It begins as soon as its headers are there, waits for it
 """
 
 import asyncio
+import functools
 import urllib.parse
 from collections.abc import AsyncIterator, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from kvstore.certificates import names_end_early
@@ -17,7 +17,7 @@ from kvstore.tracing import HEADER, parsed
 from node.gateway.upstream import on_behalf_of
 from node.serve.limits import REQUEST_S_MAX, TRANSFER_NBYTES_PER_S_MIN, Places, peer_of
 
-_names_end_early = lru_cache(256)(names_end_early)  # a connection makes many calls
+_names_end_early = functools.lru_cache(256)(names_end_early)  # a connection makes many calls
 
 
 class Call:
@@ -46,17 +46,22 @@ class Call:
         self._place.close()
         self.untimed()
 
+    @functools.cached_property
+    def _headers(self) -> dict[str, Any]:
+        """Of several with one name, the first."""
+        return dict(reversed(self.context.invocation_metadata() or ()))
+
     @property
     def on_behalf(self) -> bytes:
         """Who calls, as the node is told: address, the header `authorization`, the certificate's names."""
-        values = (value for name, value in self.context.invocation_metadata() or () if name == "authorization")
-        return on_behalf_of(self.address, str(next(values, "")), certificate_names(self.context.auth_context()))
+        names = certificate_names(self.context.auth_context())
+        return on_behalf_of(self.address, str(self._headers.get("authorization", "")), names)
 
     @property
     def trace(self) -> bytes:
         """The trace of the request that this call is a part of, packed for a frame; empty: it came with none."""
-        headers = (value for name, value in self.context.invocation_metadata() or () if name == HEADER)
-        trace = parsed(str(next(headers, "")))
+        header = self._headers.get(HEADER)
+        trace = parsed(str(header)) if header else None
         return b"" if trace is None else trace.packed()
 
     # ---- time ----------------------------------------------------------------------------
@@ -138,7 +143,7 @@ class Call:
         self._place.idle()
 
 
-@lru_cache(1024)
+@functools.lru_cache(1024)
 def _address_and_peer(name: str) -> tuple[str, str]:
     """(host:port, whose share it counts to) of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'."""
     kind, _, address = urllib.parse.unquote(name).partition(":")

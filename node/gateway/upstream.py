@@ -9,6 +9,7 @@ received by threads, which need no GIL for it, while the event loop has the ones
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,12 +53,17 @@ class NodeConnection:
         self._moving: Future[Any] | None = None  # what a thread does with the socket
         self._loop = asyncio.get_running_loop()
         self._early = memoryview(b"")  # received and not handed out yet
+        self._waiting: asyncio.Future[bytes] | None = None  # for what comes next
+        self._wanted = 0  # bytes of it at most
+        self._listening = False
+        self._listen()
         self.on_behalf = b""  # the caller for whom it asked last
         self.unsent = b""  # frames that go along with the next request
         self.clean = True
 
     def close(self) -> None:
         """A thread that uses the socket ends soon, and closes it: before, its number must not be anybody else's."""
+        self._deafen()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         if self._moving is None:
@@ -68,13 +74,28 @@ class NodeConnection:
     @property
     def quiet(self) -> bool:
         """Whether the node has said nothing more, and not hung up."""
+        return self._listening and not self._early.nbytes
+
+    def _listen(self) -> None:
+        if not self._listening:
+            self._loop.add_reader(self._sock, self._readable)
+            self._listening = True
+
+    def _deafen(self) -> None:
+        if self._listening:
+            self._loop.remove_reader(self._sock)
+            self._listening = False
+
+    def _readable(self) -> None:
+        """There is something, or the node has hung up. What nobody waits for stays in the socket."""
+        if self._waiting is None or self._waiting.done():
+            return self._deafen()
         try:
-            self._sock.recv(1, socket.MSG_PEEK)
+            self._waiting.set_result(self._sock.recv(self._wanted))
         except BlockingIOError:
-            return not self._early.nbytes
-        except OSError:
             pass
-        return False
+        except OSError:
+            self._waiting.set_result(b"")
 
     async def exchange(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> memoryview:
         """Return the reply to a request, both in their wire form. Raise Refused."""
@@ -128,6 +149,7 @@ class NodeConnection:
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Use the socket, which may block, in a thread. Nothing else uses it meanwhile."""
+        self._deafen()
         self._sock.setblocking(True)
         moving = begun(self._threads, function, *arguments)
         if moving is None:
@@ -136,13 +158,22 @@ class NodeConnection:
         result: Result = await asyncio.wrap_future(moving)
         self._moving = None
         self._sock.setblocking(False)
+        self._listen()
         return result
 
     async def _send(self, data: bytes | memoryview) -> None:
         try:
-            await self._loop.sock_sendall(self._sock, data)
+            sent = self._send_now(data)
+            if sent < len(data):
+                await self._loop.sock_sendall(self._sock, memoryview(data)[sent:])
         except ConnectionError as error:
             await self._fail(error)
+
+    def _send_now(self, data: bytes | memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
 
     async def _fail(self, error: ConnectionError) -> NoReturn:
         """The node has hung up. Raise why, if it said so."""
@@ -151,10 +182,9 @@ class NodeConnection:
         raise Unavailable("the node ended this call") from error
 
     async def _receive(self, nbytes: int) -> bytes:
-        try:
-            data = await self._loop.sock_recv(self._sock, nbytes)
-        except ConnectionError as error:
-            raise Unavailable("the node ended this call") from error
+        self._listen()
+        self._waiting, self._wanted = self._loop.create_future(), nbytes
+        data = await self._waiting
         if not data:
             raise Unavailable("the node ended this call")
         return data
@@ -255,6 +285,7 @@ class Upstream:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+@functools.lru_cache(1024)
 def on_behalf_of(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:
     """Return an OnBehalfRequest in its wire form. `names`: of the certificate that was shown; None: none was."""
     made: Any = pb.OnBehalfRequest(address=address, authorization=authorization)

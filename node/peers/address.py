@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore.config import ClientConfig, check_no_url, is_loopback, split_address
+from kvstore.config import BULK_SCHEME, ClientConfig, check_no_url, is_loopback, parse_address, split_address
 from kvstore.credentials import check_stays_private, token_of
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.addresses import Addresses, grpc_target
+from kvstore.wires.bulk_connector import BulkConnector
+from kvstore.wires.connections import Refused
 from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.tls import PROBE_S, client_tls, why_not
 
@@ -22,22 +24,25 @@ TRIED_S = 5.0
 PAUSE_S = 0.2
 
 
-def advertised(told: str, host: str, port: int, towards: Sequence[str]) -> str:
+def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
     """`told` as it is, with this node's port if it names none; else where it listens; else the address with which this
-    host reaches others, `towards` one of which it must."""
+    host reaches others, `towards` one of which it must. `scheme`: that of `port`, empty for gRPC's."""
     if told:
-        return with_port(told, port)
+        return with_port(told, port, scheme)
     if host in WILDCARDS:
         host = _own_address(towards)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return scheme + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def with_port(told: str, port: int) -> str:
-    """This one, if none is told. Raises ConfigError."""
+def with_port(told: str, port: int, scheme: str = "") -> str:
+    """This one, with its `scheme`, if none is told. Raises ConfigError."""
+    if told.startswith(BULK_SCHEME):
+        split_address(told)
+        return told
     check_no_url("advertise", told)
     named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
     bare = told.count(":") > 1 and not told.startswith("[")  # an IPv6 address, as a pod is told its own
-    address = told if named else f"[{told}]:{port}" if bare else f"{told}:{port}"
+    address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
     try:
         split_address(address)
     except ConfigError as error:
@@ -100,11 +105,13 @@ def instance_at(address: str, known_by: Mapping[str, Any]) -> bytes:
 
 
 def _instance_at(config: ClientConfig) -> bytes:
-    host, port = split_address(config.address)
+    scheme, host, port, _ = parse_address(config.address)
     limit = Deadline(TRY_S)
     tls, found = client_tls(config, host), Addresses(host).resolve(limit)
     token = token_of(config)
     check_stays_private(token, config, found)
+    if scheme == "bulk":
+        return _instance_by_frames(BulkConnector(host, port, config, found, tls), limit)
     wire = GrpcWire(grpc_target(found, port), config.address, tls, token)
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
@@ -114,3 +121,14 @@ def _instance_at(config: ClientConfig) -> bytes:
         raise
     finally:
         wire.close()
+
+
+def _instance_by_frames(connector: BulkConnector, limit: Deadline) -> bytes:
+    try:
+        connection, hello = connector.connect(limit, only_asks=True)
+    except Refused as error:
+        raise error.error from None
+    except OSError as error:
+        raise Unavailable(f"connection to {connector.where} failed: {error}") from error
+    connection.close()
+    return bytes(hello.instance_id)

@@ -8,6 +8,7 @@ from kvstore.config import ClientConfig
 from kvstore.credentials import token_of
 from kvstore.errors import Unavailable
 from kvstore.link import NodeLink
+from kvstore.wires.negotiation import member_name
 from node.config import NodeConfig
 from node.peers.membership import Membership
 
@@ -38,8 +39,10 @@ class PeerLinks:
         self._known_by = known_by(config) if config is not None else {}
         self._lock = threading.Lock()  # held for moments
         self._addresses: dict[str, str] = {}  # of the others, by id
+        self._ports: dict[str, int] = {}  # where they serve frames, as far as the view says it
         self._links: dict[str, NodeLink] = {}
         self._closed = False
+        self._cluster = ""
         membership.on_view(self._follow)
 
     def link(self, member: str) -> NodeLink:
@@ -61,6 +64,7 @@ class PeerLinks:
                     **self._known_by,
                 )
                 link = self._links[member] = NodeLink(address, config)
+                link.expect(self._ports[member], member_name(self._cluster, member))
             return link
 
     def failing(self) -> dict[str, bool]:
@@ -74,7 +78,10 @@ class PeerLinks:
         with self._lock:
             left = [name for name, link in self._links.items() if addresses.get(name) != link.address]
             links = [self._links.pop(name) for name in left]
-            self._addresses = addresses
+            self._addresses, self._cluster = addresses, view.cluster
+            self._ports = {member.id: member.bulk_port for member in view.members}
+            for name, link in self._links.items():
+                link.expect(self._ports[name], member_name(view.cluster, name))
         for link in links:
             link.close()
 

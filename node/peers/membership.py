@@ -46,6 +46,13 @@ class Membership:
             for listener in self._listeners:
                 listener(view)
 
+    def serve_frames(self, bulk_port: int) -> None:
+        """This node serves frames there: those who are told of a fixed list hear of it."""
+        view = self.view
+        if view is not None:
+            own = replace(view.by_id[self.member], bulk_port=bulk_port)
+            self.become(replace(view, members=tuple(own if some.id == own.id else some for some in view.members)))
+
     def on_view(self, listener: Listener) -> None:
         """Is told of the view, if there is one, and of every later one; it must not wait for anything."""
         with self._lock:

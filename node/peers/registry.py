@@ -50,18 +50,18 @@ class Terms:
 
 @dataclass(frozen=True)
 class Registering:
-    """What a node tells of itself. `instance_id`: new at each start."""
+    """What a node tells of itself. `instance_id`: new at each start. `bulk_port`: of its frames, where `address` is."""
 
     address: str
     instance_id: bytes
     weight: float
     zone: str
     state: State
+    bulk_port: int = 0
 
 
 class Registry:
-    """`connect`, then `join`, then `close`. The first two raise ConfigError for what can not be, and whatever `pulse`
-    raises, which is called now and then while they wait."""
+    """`connect`, then `join`, then `close`. The first two raise ConfigError, and whatever `pulse` raises meanwhile."""
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class Registry:
 
     def join(self, about: Registering, pulse: Callable[[], None]) -> None:
         """Registers this node, and returns when it is of the view."""
-        member = Member(self._identity.member, about.address, about.weight, about.zone, about.state)
+        name = self._identity.member
+        member = Member(name, about.address, about.weight, about.zone, about.state, about.bulk_port)
         self._self = Registered(member, PROTOCOL_VERSION, self._identity.token, about.instance_id.hex())
         began = say = time.monotonic()
         end, patience = began + self._terms.wait_s, began + 2 * self._terms.lease_s + 1
@@ -204,8 +205,7 @@ class Registry:
         self._wake.set()
 
     def record_removal(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
-        """This node has forgotten a namespace. `removal`: the name of that, empty: it has none. `erasure`: that of a
-        tenant's."""
+        """This node has forgotten a namespace. `removal`: the name of that, or empty. `erasure`: that of a tenant's."""
         self._removals.record(digest, removal, erasure)
 
     def begin_erasure(self, erasure: bytes) -> None:

@@ -1,7 +1,7 @@
 """What is in etcd of a cluster, and the view that it makes. Pure: fed with what was read and what changed.
 
 /kvstore/NAME/config            {"replicas": 2, "base": 0}
-/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "state": "SERVING", "protocol": 4, "token": ..., ...}
+/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441, "state": "SERVING", "protocol": 4, ...}
 /kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1", "erasure": "03.."}
 """
 
@@ -34,6 +34,7 @@ class Registered:
         return json.dumps(
             {
                 "address": member.address,
+                "bulk_port": member.bulk_port,
                 "weight": member.weight,
                 "zone": member.zone,
                 "state": member.state.name,
@@ -160,10 +161,11 @@ def parse_member(name: str, value: bytes) -> Registered:
     fields = _fields(value)
     try:
         about = str(fields["address"]), float(fields["weight"]), str(fields["zone"]), State[fields["state"]]
+        bulk_port = int(fields.get("bulk_port", 0))  # an older node does not write it
         protocol, token, instance = int(fields["protocol"]), str(fields["token"]), str(fields["instance"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"what is written of it is not understood ({error!r}): {value[:200]!r}") from error
-    return Registered(Member(name, *about), protocol, token, instance)
+    return Registered(Member(name, *about, bulk_port), protocol, token, instance)
 
 
 @functools.lru_cache(2 * MEMBERS_MAX)

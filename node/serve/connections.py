@@ -186,7 +186,11 @@ class Connection(abc.ABC):
             if request is not None:
                 if not server.begin(self):
                     return
-                self.serve_request(session, *request)
+                if request[0] == "follow":
+                    if not self._serve_follow(server, session, request[1]):
+                        return
+                else:
+                    self.serve_request(session, *request)
                 request = None
                 if not self.unfinished(session) and not server.done(self):
                     return
@@ -230,6 +234,28 @@ class Connection(abc.ABC):
         except BaseException as error:
             self._edge.failed(op, error)
             raise
+
+    def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
+        """While it waits for a view this connection is idle: it may have to leave, and a stop does not wait for it.
+        False: that is so."""
+        try:
+            self.service.gate.admit("follow", request, self.caller)
+            followers = self.service.followers
+            view = followers.view(request.number)
+            if view is None and request.wait_ms and not self.unfinished(session):
+                if not server.done(self):
+                    return False
+                try:
+                    view = followers.wait(self.peer, request.number, request.wait_ms / 1000, self.socket)
+                finally:
+                    stays = server.begin(self)
+                if not stays:
+                    return False
+            self.send("follow", view or pb.View())
+        except KVStoreError as error:
+            self._edge.failed("follow", error)
+            self.send_error(error)
+        return True
 
     def _answer(self, op: str, request: Any) -> Any:
         if op in LONG_CALLS or (op == "lookup" and request.near):  # few, and they may wait, for the disk or for nodes
@@ -300,4 +326,4 @@ def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
 
 def message_of(error: KVStoreError, last: bool = False) -> pb.Error:
     """`last`: the connection ends with it."""
-    return pb.Error(code=status_code(error).value[0], message=str(error), last=last)
+    return pb.Error(code=status_code(error), message=str(error), last=last)

@@ -33,6 +33,7 @@ from node.serve.cluster_calls import ClusterCalls
 from node.serve.content import Content, offsets_of, ttls_ms
 from node.serve.disk_calls import DiskCalls
 from node.serve.erasure import Erasure
+from node.serve.followers import Followers
 from node.serve.heat import Heat
 from node.serve.limits import (
     DESCRIPTION_NBYTES_MAX,
@@ -100,6 +101,7 @@ class Service:
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")
         )
+        self.followers = Followers(peers.membership)
         self.turns = Turns()
         self.forms = Requests(config, self.requests, self.turns)
         self._long_calls = {
@@ -145,6 +147,7 @@ class Service:
 
     def close(self) -> None:
         self._status.memory.close()
+        self.followers.close()
 
     # ---- transfers -----------------------------------------------------------------------
 

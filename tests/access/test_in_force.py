@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cli_runner import CliRunner
 from fleets import SMALL
 from people import People, client, namespace
-from typer.testing import CliRunner
 from waiting import wait_until
 
 from kvstore import Unauthenticated, Unavailable

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runner import CliRunner
 from fake_etcd import FakeEtcd
 from fleets import SMALL, Start, members, peers
 from fleets import etcd as etcd
 from fleets import fleet as fleet
 from people import PAGE_NBYTES, People, namespace, taken_up
-from typer.testing import CliRunner
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, ConfigError, Keep, PutOutcome, Unauthenticated, Unavailable

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from cli_runner import CliRunner
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout, prefix_hashes
 from kvstore.cli.commands import app
@@ -41,7 +41,6 @@ Kvstore = Callable[..., Ran]
 
 
 def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
-    gc.collect()  # what a node of an earlier test left says something on stderr when it goes
     ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
     # Whatever happens, a command ends by itself: an exception here would be a traceback for its user.
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
@@ -51,6 +50,8 @@ def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
 @pytest.fixture
 def kvstore(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Kvstore:
     """Runs a command whose address is that of the shared node unless it names another."""
+    gc.collect()  # what a node of an earlier test left says something on stderr when it goes
+    gc.freeze()  # the next collection need not look at what this one kept
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
     return run_kvstore

@@ -236,11 +236,20 @@ def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
         assert (ran.returncode, ran.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+# Unbuffered, each command fails where it prints; buffered, all of them at the same flush at their end.
 @pytest.mark.parametrize(
-    "arguments",
-    [["status"], ["ls", "--json"], ["top", "--once", "-i", "0.05"], ["--help"], ["--version"], ["tokens", "add"]],
-    ids=" ".join,
+    ("arguments", "unbuffered"),
+    [
+        (["status"], ""),
+        (["status"], "1"),
+        (["ls", "--json"], "1"),
+        (["top", "--once", "-i", "0.05"], "1"),
+        (["--help"], "1"),
+        (["--version"], "1"),
+        (["tokens", "add"], ""),
+        (["tokens", "add"], "1"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
 def test_an_output_that_can_not_be_written_is_an_error_and_no_traceback(
     kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, arguments: list[str], unbuffered: str, tmp_path: Path

@@ -195,7 +195,11 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
     assert narrow.remove(namespace, keys) == [True] * 40
 
 
-@pytest.mark.parametrize("ask", ["lookup", "pin"])
+@pytest.mark.parametrize(
+    ("narrow", "ask"),
+    [("shm", "lookup"), ("bulk", "lookup"), ("grpc", "lookup"), ("bulk", "pin")],  # all by the same loop
+    indirect=["narrow"],
+)
 def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
     narrow: Client, namespace: Namespace, ask: str
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvstore import ClientConfig, ConfigError, client_config
-from kvstore.config import load, parse_nbytes, split_address
+from kvstore.config import Address, load, parse_address, parse_nbytes, split_address
 
 
 def test_explicit_values_win_over_the_environment_and_that_over_defaults() -> None:
@@ -81,6 +81,57 @@ def test_addresses(address: str, expected: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("host", Address("grpc", "host", 7440)),
+        ("bulk://host:7441", Address("bulk", "host", 7441)),
+        ("bulk://[fe80::1]:1", Address("bulk", "fe80::1", 1)),
+        ("unix:/run/kvstore/7440.sock", Address("unix", path="/run/kvstore/7440.sock")),
+        ("unix:///run/kvstore/7440.sock", Address("unix", path="/run/kvstore/7440.sock")),
+    ],
+)
+def test_addresses_of_frames(address: str, expected: Address) -> None:
+    assert parse_address(address) == expected
+    assert ClientConfig(f"n0:1, {address}").addresses == ("n0:1", address)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("bulk://host", "names no port; write bulk://HOST:7441"),
+        ("bulk://::1", "names no port"),
+        ("bulk://:7441", "is not bulk://host:port"),
+        ("bulk://host:0", "with a port in 1..65535"),
+        ("bulk://a/b:1", "is not bulk://host:port"),
+        ("unix:run/x.sock", "is no absolute path; write unix:/PATH"),
+        ("unix://run/x.sock", "is no absolute path"),
+        ("unix:", "is no absolute path"),
+        ("unix:/" + "x" * 107, "at most 107 bytes"),
+        ("unix:/run/\0", "is no path of a Unix socket"),
+        ("unix:/run/\ud800", "is no path of a Unix socket"),
+    ],
+)
+def test_a_bad_address_of_frames_is_refused_with_what_to_write(address: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_address(address)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ClientConfig(f"n0:1,{address}")
+
+
+@pytest.mark.parametrize(
+    ("address", "wire", "said"),
+    [
+        ("bulk://host:1", "grpc", "wire=grpc is not to be had at address=bulk://host:1; write host:7440"),
+        ("unix:/x", "grpc", "write host:7440"),
+        ("unix:/x", "bulk", "write bulk://host:7441"),
+    ],
+)
+def test_a_wire_that_an_address_does_not_lead_to(address: str, wire: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ClientConfig(address, wire=wire)
+
+
+@pytest.mark.parametrize(
     ("address", "remedy"),
     [
         ("http://host:7440", "write host:7440, without http://"),
@@ -108,9 +159,9 @@ def test_a_url_with_a_password_is_refused_without_saying_it() -> None:
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("address", ["host/path:80", "user@host:80", "ho st:80", "[http://host]:80", "unix:/run/x"])
+@pytest.mark.parametrize("address", ["host/path:80", "user@host:80", "ho st:80", "[http://host]:80", "bulk://host/x:1"])
 def test_what_is_in_no_hosts_name_is_no_address(address: str) -> None:
-    with pytest.raises(ConfigError, match="is not host:port"):
+    with pytest.raises(ConfigError, match=r"is not (bulk://)?host:port"):
         split_address(address)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.errors import ConfigError, KVStoreError, Unavailable
-from kvstore.wires.status import from_status, status_code
+from kvstore.wires.status import Code, from_status, status_code
 
 LEAVES = KVStoreError.__subclasses__()
 
@@ -20,13 +20,19 @@ def test_the_tree_has_at_most_ten_leaves_all_drawn() -> None:
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf is not ConfigError])
 def test_an_error_survives_the_wire(leaf: type[KVStoreError]) -> None:
     code = status_code(leaf("why"))
-    again = from_status(code.value[0], "why")
+    again = from_status(code, "why")
     assert (type(again), str(again)) == (leaf, "why")
 
 
 def test_codes_are_distinct() -> None:
     codes = [status_code(leaf("")) for leaf in LEAVES]
     assert len(set(codes)) == len(LEAVES)
+
+
+def test_the_codes_are_those_of_grpc() -> None:
+    assert {code.name: code.value for code in Code} == {
+        code.name: code.value[0] for code in grpc.StatusCode if code.name in Code.__members__
+    }
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS])

@@ -42,7 +42,8 @@ class Scattered:
         return [b"".join(pieces) for pieces in self.pieces]
 
     def check(self) -> None:
-        wrong = [at for at, gap in enumerate(self._gaps) if gap and self._memory[at] != POISON]
+        beside = itertools.compress(range(len(self._gaps)), self._gaps)
+        wrong = [at for at in beside if self._memory[at] != POISON]
         assert not wrong, f"bytes beside the pages were written: {wrong[:9]}"
 
 

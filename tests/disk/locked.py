@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from memory_search import found
+
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
 
@@ -25,7 +27,7 @@ def files(directory: Path) -> Iterable[Path]:
 def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str]]:
     """Which of them lie somewhere in its files, and in which."""
     wanted = list(needles)
-    return [(needle, path.name) for path in files(directory) for needle in wanted if needle in path.read_bytes()]
+    return [(needle, path.name) for path in files(directory) for needle in found(path.read_bytes(), wanted)]
 
 
 def flip(path: Path, offset: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from locked import found_in, key_file, pieces
+from memory_search import found
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
@@ -35,8 +36,7 @@ def of(make_pages: Any, tenant: str, nbytes: int = 8192) -> Any:
 
 
 def in_ram(node: Node, needles: Iterable[bytes]) -> list[bytes]:
-    memory = bytes(node.arena.view(0, node.arena.nbytes))
-    return [needle for needle in needles if needle in memory]
+    return found(bytes(node.arena.view(0, node.arena.nbytes)), needles)
 
 
 @pytest.mark.parametrize("nbytes", [4096, 8192 + 5, 300_000])

@@ -12,15 +12,16 @@ from kvstore.deadline import Deadline
 from kvstore.messages import lookup_reply
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.bulk import BulkWire
+from kvstore.wires.bulk_connector import BulkConnector
 from kvstore.wires.frames import pack_fixed
 
 FILL = 7
 PAGE = bytes([FILL]) * PAGE_NBYTES
 ASKED = KEYS[:2]
-OPS = ["get", "put", *unary()]
+OPS = ["get", "put", *unary(), "follow", "greet"]
 
 
-class Deaf(BulkWire):
+class Deaf(BulkConnector):
     """Connects to a script."""
 
     script = b""
@@ -38,8 +39,9 @@ def answers() -> Target:
 
     def once(data: bytes) -> None:
         op = OPS[(data[0] if data else 0) % len(OPS)]
-        wire = Deaf("127.0.0.1", 1, config)
-        wire.script = stream(data[1:])
+        wire = BulkWire("127.0.0.1", 1, config)
+        wire._connector = deaf = Deaf("127.0.0.1", 1, config)
+        deaf.script = stream(data[1:])
         buffers = [bytearray(PAGE_NBYTES) for _ in ASKED]
         try:
             if op == "get":
@@ -49,6 +51,11 @@ def answers() -> Target:
                 )
             elif op == "put":
                 wire.put(put(ASKED), [(memoryview(PAGE),)] * 2, Deadline(5.0))
+            elif op == "follow":
+                for view in wire.follow(1, 5.0, Deadline(5.0)):
+                    assert view.members or view.number
+            elif op == "greet":
+                wire.greet(Deadline(5.0))
             else:
                 wire.call(op, unary()[op], Deadline(5.0))
         finally:
@@ -70,6 +77,8 @@ def _scripts() -> list[bytes]:
         "lookup": reply(lookup=lookup_reply([True, False])),
         "list": reply(list=pb.ListReply(pages=[pb.PageStat(prefix_hash=KEYS[0])], next_page_token=b"t")),
         "stat": reply(error=pb.Error(code=8, message="full")),
+        "follow": reply(follow=pb.View()) + reply(follow=pb.View(cluster="c", number=2)),
+        "greet": b"",
         "node_status": reply(node_status=pb.NodeStatusReply(disk=pb.DiskStatus(state="SERVING"))),
     }
     return [bytes((OPS.index("get"),)) + whole, *(bytes((OPS.index(op),)) + hello + talk for op, talk in talks.items())]

@@ -9,7 +9,7 @@ from scripted import Bites, ScriptedSocket, scratch
 from watched import Target
 
 from kvstore.cli.selection import parse_duration, parse_tokens
-from kvstore.config import ClientConfig, load, parse_nbytes, split_address
+from kvstore.config import ClientConfig, load, parse_address, parse_nbytes, split_address
 from kvstore.measure.trace import conversations, read_trace
 from node.config import NodeConfig
 from node.peers.address import advertised
@@ -46,8 +46,9 @@ def _text(field: Any) -> str:
 PARSERS: list[tuple[Callable[[str], object], list[bytes]]] = [
     (parse_nbytes, [b"4GiB", b"512MiB", b" 64k", b"1e3", b"1_0", b"1e308t", b"-5b"]),
     (split_address, [b"host:7440", b"host", b"[::1]:7440", b"::1", b":1", b"a:65536"]),
+    (parse_address, [b"bulk://host:7441", b"bulk://[::1]:1", b"unix:/run/x.sock", b"unix:///x", b"unix:x", b"a:1"]),
     (endpoints_and_name, [b"etcd://a:2379,b/fleet", b"etcd://[::1]:2379/f", b"etcd://::1/f"]),
-    (lambda text: advertised(text, "127.0.0.1", 7440, []), [b"host:1", b"host", b"[fd00::1]", b"::1"]),
+    (lambda text: advertised(text, "127.0.0.1", 7440, []), [b"host:1", b"host", b"[fd00::1]", b"::1", b"bulk://a:1"]),
     (lambda text: parse_tokens(text, "--tokens"), [b"1, 2 3", b"[1, 2]", b"[[1]]", b"[true]"]),
     (parse_duration, [b"90s", b"1.5h", b"500ms", b"7d"]),
 ]

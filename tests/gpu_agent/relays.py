@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
-from kvstore.wires.bulk import BulkWire
+from kvstore.wires.bulk_connector import BulkConnector
 
 STEP_NBYTES = 64 << 10
 WAIT_S = 20.0
@@ -97,12 +97,12 @@ def relayed(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """A client whose page bytes come through a relay."""
     relays: list[Relay] = []
 
-    def connected(wire: BulkWire, limit: Any) -> socket.socket:
+    def connected(wire: BulkConnector, limit: Any) -> socket.socket:
         if not relays:
             relays.append(Relay(("127.0.0.1", wire._port)))
         return socket.create_connection(relays[0].address)
 
-    monkeypatch.setattr(BulkWire, "_connected", connected)
+    monkeypatch.setattr(BulkConnector, "_connected", connected)
     with Client(ClientConfig(address=shared_node.address, wire="bulk", backoff_s_max=0.1)) as client:
         client.namespaces()
         yield client, relays[0]

@@ -133,11 +133,13 @@ def test_a_backup_from_before_a_removal_of_another_members_directory_brings_noth
     three = fleet("n3", data_dir=str(copy), **DISK)
     assert there(three, gone) == 0
     assert there(three, kept) > 0
-    wait_until(lambda: members(one) == ["n1", "n2", "n3"])
+    wait_until(lambda: members(one) == members(two) == members(three) == ["n1", "n2", "n3"])
     calm([one, two, three])
     assert there(one, gone) == there(two, gone) == there(three, gone) == 0
-    for node in (one, two, three):
-        assert kept.get(connect(node, timeout_s=20.0), kept.keys(*NUMBERS)) == [True] * len(NUMBERS)
+    for node in (one, two, three):  # as soon as each page is at its owner of now
+        client = connect(node, timeout_s=20.0)
+        wait_until(lambda client=client: all(kept.get(client, kept.keys(*NUMBERS))))
+    assert there(one, gone) == there(two, gone) == there(three, gone) == 0
 
 
 def test_a_copy_of_a_directory_that_is_in_use_is_refused(fleet: Start, tmp_path: Path) -> None:
@@ -162,9 +164,13 @@ def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
     assert twin.peers.status().registry == "etcd"
     stop(twin)
     wait_until(lambda: one.peers.status().registry == "etcd")
-    view = one.membership.view
-    assert view is not None
-    wait_until(lambda: one.membership.view.by_id["n1"].address == f"127.0.0.1:{one.grpc.port}")  # type: ignore[union-attr]
+
+    def address() -> str | None:  # none, until it has registered again
+        view = one.membership.view
+        member = view.by_id.get("n1") if view is not None else None
+        return member.address if member is not None else None
+
+    wait_until(lambda: address() == f"127.0.0.1:{one.grpc.port}")
 
 
 @pytest.mark.parametrize("what", ["all", "extents", "rows", "member.json"])

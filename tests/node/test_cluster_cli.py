@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cli_runner import CliRunner
 from fleet import calm, tell, view_of
-from typer.testing import CliRunner
 from waiting import wait_until
 
 from kvstore.cli.cluster_top import cluster_samples

@@ -7,6 +7,7 @@ import pytest
 from fake_etcd import FakeEtcd
 from fleet import calm, present, tell, view_of
 from fleets import Start, stop
+from memory_search import found
 from waiting import wait_until
 
 from kvstore.cluster.spread import Away
@@ -17,15 +18,18 @@ NUMBERS = range(30)
 DISK = {"disk_nbytes": 16 << 20, "disk_extent_nbytes": 1 << 20, "scrub_nbytes_per_s": 0}
 
 
+def beginnings(pages: Any) -> list[bytes]:
+    return [pages.content(key)[:64] for key in pages.keys(*NUMBERS)]
+
+
 def in_ram(node: Node, pages: Any) -> int:
     """How many of its pages begin somewhere in the node's memory."""
-    memory = bytes(node.arena.view(0, node.arena.nbytes))
-    return sum(pages.content(key)[:64] in memory for key in pages.keys(*NUMBERS))
+    return len(found(bytes(node.arena.view(0, node.arena.nbytes)), beginnings(pages)))
 
 
 def in_files(directory: Path, pages: Any) -> int:
     files = [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
-    return sum(any(pages.content(key)[:64] in file for file in files) for key in pages.keys(*NUMBERS))
+    return len({piece for file in files for piece in found(file, beginnings(pages))})
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -3,10 +3,8 @@
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from http2 import GREETING, bomb
 
 from kvstore import Client, ClientConfig
 from kvstore.deadline import Deadline
@@ -29,27 +28,6 @@ from node.peers.etcd import Access, Etcd
 ROOT = Path(__file__).parent.parent.parent
 BOMB_MIB = 60  # in 59 KiB, which a stream takes before it has to be given more window
 GROWTH_MIB_MAX = 40  # less than one bomb; eight are sent
-
-
-def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
-    return struct.pack(">I", len(body))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + body
-
-
-def text(value: str) -> bytes:
-    return bytes((len(value),)) + value.encode()
-
-
-def bomb(encoding: str, path: str) -> bytes:
-    """A call whose message is BOMB_MIB of zeros."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, {"gzip": 31, "deflate": 15}[encoding])
-    packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(BOMB_MIB)) + packer.flush()
-    message = b"\1" + struct.pack(">I", len(packed)) + packed
-    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "node", "te": "trailers"}
-    fields |= {"content-type": "application/grpc", "grpc-encoding": encoding}
-    head = b"".join(b"\0" + text(name) + text(value) for name, value in fields.items())
-    frames = [frame(0, 0, 1, message[at : at + 16384]) for at in range(0, len(message), 16384)]
-    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
-    return greeting + frame(1, 4, 1, head) + b"".join(frames) + frame(0, 1, 1)
 
 
 def answer(port: int, sent: bytes) -> bytes:
@@ -81,7 +59,7 @@ def test_a_compressed_bomb_is_refused_and_takes_no_memory() -> None:
                 "/grpc.health.v1.Health/Check",
                 "/any/thing",
             ):
-                said = answer(port, bomb(encoding, path))
+                said = answer(port, GREETING + bomb(path, encoding, BOMB_MIB))
                 assert f"Compression algorithm '{encoding}' is disabled".encode() in said
         assert peak_mib(process.pid) - before < GROWTH_MIB_MAX
         with Client(ClientConfig(address=process.address, wire="grpc", timeout_s=20.0)) as client:

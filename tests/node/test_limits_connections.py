@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from http2 import GREETING
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
@@ -22,8 +23,6 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PAGE = 1 << 20
 GRPC_VERSION = tuple(map(int, grpc.__version__.split(".")[:2]))
 GRPC_COUNTS = (1, 63)  # from this version on
-# With the answer to the node's own settings: without it the node would hang up after a time in any case.
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 0, 0, 0, 0])
 
 
 @pytest.fixture
@@ -212,7 +211,7 @@ def test_grpc_itself_takes_only_so_many_connections_at_once(
 ) -> None:
     monkeypatch.setattr("node.gateway.supervisor.CONNECTIONS_MAX", 3)
     node = start_node(sessions_max=1)
-    many = [dial(node.grpc.port, HTTP2_GREETING) for _ in range(10)]
+    many = [dial(node.grpc.port, GREETING) for _ in range(10)]
     deadline = time.monotonic() + 15.0
     while sum(there := [not is_closed(sock, 0.1) for sock in many]) > 3:
         assert time.monotonic() < deadline

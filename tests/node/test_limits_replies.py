@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import http2
 import pytest
 from gateways import servicer_of
+from http2 import ACK, DATA, END_HEADERS, FRAME_NBYTES, HEADERS, INITIAL_WINDOW, PING, SETTINGS
 from waiting import wait_until
 
 from kvstore.config import MESSAGE_NBYTES_MAX
@@ -16,8 +18,6 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.gateway.options import STREAM_NBYTES_MAX
 from node.server import Node
 
-SETTINGS, HEADERS, DATA, PING, ACK = 4, 1, 0, 6, 1
-WINDOW, FRAME = 4, 5  # the settings' numbers
 CALLS = 12
 
 
@@ -26,19 +26,16 @@ class Deaf:
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
-        self._send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        self._send(_frame(SETTINGS, 0, 0, struct.pack(">HI", WINDOW, 0)) + _frame(SETTINGS, 1, 0, b""))
+        self._send(http2.PREFACE + http2.settings({INITIAL_WINDOW: 0}) + http2.ACKNOWLEDGED)
         self._stream = 1
 
     def _send(self, data: bytes) -> None:
         self._socket.sendall(data)
 
     def call(self, path: str, message: bytes, end: bool = True) -> None:
-        fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "node"}
-        fields |= {"content-type": "application/grpc", "te": "trailers"}
-        block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
-        body = b"\0" + struct.pack(">I", len(message)) + message
-        self._send(_frame(HEADERS, 4, self._stream, block) + _frame(DATA, int(end), self._stream, body))
+        block = http2.block(http2.call_fields(path))
+        self._send(http2.frame(HEADERS, END_HEADERS, self._stream, block))
+        self._send(http2.frame(DATA, int(end), self._stream, http2.message(message)))
         self._stream += 2
 
     def frames(self, last: int) -> Iterator[tuple[int, int, bytes]]:
@@ -53,14 +50,6 @@ class Deaf:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _text(text: str) -> bytes:
-    return bytes([len(text)]) + text.encode()
-
-
-def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    return struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
 
 
 @pytest.fixture
@@ -121,12 +110,12 @@ def test_a_stream_over_grpc_has_a_window_that_does_not_grow(deaf: Callable[[], D
     connection = deaf()
     connection.call("/kvstore.KVStore/Stat", bytes(60_000))
     frames = list(connection.frames(last=HEADERS))
-    assert told(frames, WINDOW)
-    assert max(told(frames, WINDOW)) <= STREAM_NBYTES_MAX
+    assert told(frames, INITIAL_WINDOW)
+    assert max(told(frames, INITIAL_WINDOW)) <= STREAM_NBYTES_MAX
     assert PING not in [kind for kind, _, _ in frames]
 
 
 def test_a_message_over_grpc_may_come_in_one_frame(deaf: Callable[[], Deaf]) -> None:
     connection = deaf()
     connection.call("/kvstore.KVStore/Hello", b"")
-    assert told(list(connection.frames(last=HEADERS)), FRAME) == [MESSAGE_NBYTES_MAX]
+    assert told(list(connection.frames(last=HEADERS)), FRAME_NBYTES) == [MESSAGE_NBYTES_MAX]

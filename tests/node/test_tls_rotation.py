@@ -17,6 +17,7 @@ from kvstore.wires.tls import ClientTls
 from node.server import Node
 
 WIRES = ("bulk", "grpc")
+PAUSE_S = 0.02  # about as long as a round: somebody is connecting at half of all moments
 
 
 class Files:
@@ -75,7 +76,7 @@ class Load:
     def _run(self, fresh: bool) -> None:
         try:
             with Client(self._config) as kept:
-                while not self._stop.wait(0.005):
+                while not self._stop.wait(PAUSE_S):
                     client = Client(self._config) if fresh else kept
                     keys = self._pages.keys(
                         fresh, 2 + 100 * fresh + self.rounds[fresh] % 100

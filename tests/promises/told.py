@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from cli_runner import CliRunner
 
 from kvstore import Client, Namespace, client_config, opaque_layout
 from kvstore.cli.commands import app

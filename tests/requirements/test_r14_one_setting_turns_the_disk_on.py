@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
+from cli_runner import CliRunner
 
 from kvstore.cli.commands import app
 from node.server import Node

@@ -1,6 +1,7 @@
 """`lmcache server` end to end without a GPU: its CPU bench stores, its L1 is cleared, and the same requests come
 back from the node with the checksums that they had."""
 
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +26,13 @@ REQUESTS = 2
 ONE_GROUP = ("--kvcache-shape-spec", "(2,256,16,8,128):float16:8")
 TWO_RANKS = ("--tp-size", "2", "--kvcache-shape-spec", "(2,256,16,8,128):float16:4;(2,256,16,4,64):uint8:4")
 CHUNKS = 4
+# From 0.5.7 on, the bench frees a request's blocks when the request ends. In sequential order all
+# requests would then use the same blocks, and store the same bytes under different keys.
+RANDOM_BLOCKS = (
+    ("--block-allocation", "random")
+    if importlib.util.find_spec("lmcache.cli.commands.bench.server_bench.allocator")
+    else ()
+)
 
 
 class Server:
@@ -65,7 +73,8 @@ class Server:
     def bench(self, *shape: str) -> str:
         command = [self._program, "bench", "server", "--rpc-url", f"tcp://localhost:{self.port}"]
         command += ["--url", f"http://localhost:{self.http_port}", "--mode", "cpu", "--transfer-mode", "lmcache_driven"]
-        command += ["--num-tokens", "1024", "--num-blocks", "256", "--start", "0", "--end", str(REQUESTS), *shape]
+        command += ["--num-tokens", "1024", "--num-blocks", "256", *RANDOM_BLOCKS]
+        command += ["--start", "0", "--end", str(REQUESTS), *shape]
         done = subprocess.run(
             command, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=240, check=False
         )

@@ -1,0 +1,93 @@
+"""Views of the cluster for connections that follow them by frames: each request waits for the next one.
+
+    connection thread   poll(its socket, the signal) ... a view, or the client hung up, or its time is over
+    a new view          the signal is set: all that wait for it look at the view; who waits next waits for another
+
+Nobody is woken for nothing: a wait ends when something happens.
+"""
+
+import os
+import select
+import threading
+import time
+
+from kvstore.cluster.view import View
+from kvstore.errors import InvalidRequest
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FrameSocket
+from node.peers.membership import Membership
+from node.serve.limits import FOLLOW_S_MAX, FOLLOWERS_MAX, Budget, cap
+
+
+class Followers:
+    """Thread-safe."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._budget = Budget(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
+        self._lock = threading.Lock()  # of the signal
+        self._signal: _Signal | None = None  # that somebody may wait for; None: nobody has since the last view
+        membership.on_view(self._heard)
+
+    @property
+    def count(self) -> int:
+        """Of those that wait."""
+        return self._budget.used
+
+    def _heard(self, view: View) -> None:
+        with self._lock:
+            signal, self._signal = self._signal, None
+        if signal is not None:
+            signal.set()
+
+    def view(self, known: int) -> pb.View | None:
+        """The view now; None: there is none, or it is the one that is known. Raises InvalidRequest at a node that is
+        in no cluster."""
+        view = self._membership.view
+        if view is None and not self._membership.joining:
+            raise InvalidRequest("this node is in no cluster: it has no view")
+        return None if view is None or view.number == known else view.message
+
+    def wait(self, peer: str, known: int, seconds: float, sock: FrameSocket) -> pb.View | None:
+        """The view as soon as its number is another than `known`. None: there was none in that time, at most
+        FOLLOW_S_MAX, or the client said something meanwhile, or hung up. Raises Exhausted if too many wait already."""
+        end = time.monotonic() + min(seconds, FOLLOW_S_MAX)
+        with self._budget.lent(peer):
+            while True:
+                signal = self._next_signal()  # before the look, so that none comes in between
+                view = self.view(known)
+                left_s = end - time.monotonic()
+                if view is not None or left_s <= 0 or not signal.wait(sock, left_s):
+                    return view
+
+    def _next_signal(self) -> "_Signal":
+        with self._lock:
+            if self._signal is None:
+                self._signal = _Signal()
+            return self._signal
+
+    def close(self) -> None:
+        self._membership.forget(self._heard)
+
+
+class _Signal:
+    """Set once, for all that wait for it. Its descriptor goes with the last of them."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def wait(self, sock: FrameSocket, seconds: float) -> bool:
+        """Until it is set: True. False: something happens at the socket, or the time is over."""
+        if not sock.quiet:
+            return False
+        news = select.poll()
+        news.register(self._fd, select.POLLIN)
+        news.register(sock.fileno(), select.POLLIN | select.POLLRDHUP)
+        happened = news.poll(1000 * seconds)
+        return any(fd == self._fd for fd, _ in happened)
+
+    def __del__(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,111 @@
+"""The hello by frames of a client that has asked nobody else: versions, and what nobody expects."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
+from kvstore.config import PROTOCOL_VERSION
+from kvstore.deadline import Deadline
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.bulk import BulkWire
+from kvstore.wires.frames import FrameSocket
+from kvstore.wires.status import Code
+
+SPACE = Namespace("m", opaque_layout(4096))
+LIMITS = pb.Limits(batch_keys_max=16, batch_nbytes_max=1 << 20, page_nbytes_max=1 << 20)
+KEY = b"k" * 32
+
+
+def node_of(version: int, seen: list[int], limits: pb.Limits = LIMITS) -> Callable[[FrameSocket], None]:
+    """Refuses every version but its own, even in a frame, and hangs up."""
+
+    def talk(connection: FrameSocket) -> None:
+        while True:
+            request = pb.BulkRequest.FromString(connection.recv_frame(1 << 20)[0])
+            seen.append(connection.version)
+            refused = connection.version != version
+            connection.version = version
+            if refused:
+                error = pb.Error(code=Code.UNIMPLEMENTED, message=f"this side speaks {version}")
+                connection.send_frame(pb.BulkReply(error=error).SerializeToString())
+                return connection.shutdown()
+            hello = pb.HelloReply(protocol_version=version, instance_id=b"an older", limits=limits)
+            known = {
+                "hello": pb.BulkReply(hello=hello),
+                "open_namespace": pb.BulkReply(open_namespace=pb.OpenNamespaceReply(page_nbytes=4096)),
+                "lookup": pb.BulkReply(lookup=pb.LookupReply(prefix_pages=1, present=[True])),
+            }
+            connection.send_frame(known[str(request.WhichOneof("op"))].SerializeToString())
+
+    return talk
+
+
+def unless_it_speaks_tls(talk: Callable[[FrameSocket], None]) -> Callable[[FrameSocket], None]:
+    """A client that does not understand what it hears tries whether TLS is spoken here."""
+
+    def patient(connection: FrameSocket) -> None:
+        with contextlib.suppress(ProtocolError):
+            talk(connection)
+        connection.shutdown()
+
+    return patient
+
+
+def client(port: int) -> Client:
+    return Client(ClientConfig(f"bulk://127.0.0.1:{port}", timeout_s=20.0, connect_timeout_s=10.0))
+
+
+def test_an_older_node_is_spoken_to_in_its_own_version(bulk_port: Any) -> None:
+    seen: list[int] = []
+    port = bulk_port(node_of(PROTOCOL_VERSION - 1, seen)).port
+    with client(port) as older:
+        assert older.lookup(SPACE, [KEY]).present == (True,)
+    assert seen == [PROTOCOL_VERSION, *[PROTOCOL_VERSION - 1] * 3]
+
+
+def test_a_node_two_versions_away_is_no_node_of_ours(bulk_port: Any) -> None:
+    port = bulk_port(unless_it_speaks_tls(node_of(PROTOCOL_VERSION - 2, []))).port
+    with client(port) as far, pytest.raises(ProtocolError, match="the peer speaks protocol 2"):
+        far.lookup(SPACE, [KEY])
+
+
+def test_a_node_that_takes_no_keys_is_not_used(bulk_port: Any) -> None:
+    port = bulk_port(node_of(PROTOCOL_VERSION, [], pb.Limits()))
+    with client(port.port) as odd, pytest.raises(ProtocolError, match="takes no keys at all"):
+        odd.lookup(SPACE, [KEY])
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x50" * 4])
+def test_what_is_no_node_is_an_error_of_ours(bulk_port: Any, answer: bytes) -> None:
+    def talk(connection: FrameSocket) -> None:
+        connection.recv_frame(1 << 20)
+        connection.send(answer)
+
+    with (
+        client(bulk_port(unless_it_speaks_tls(talk)).port) as lost,
+        pytest.raises(ProtocolError, match="not a kvstore bulk frame"),
+    ):
+        lost.lookup(SPACE, [KEY])
+
+
+def test_a_node_that_does_not_wait_is_not_asked_all_the_time(bulk_port: Any) -> None:
+    """It says at once that there is no view: the next member is asked, after a pause."""
+    asked: list[int] = []
+
+    def talk(connection: FrameSocket) -> None:
+        connection.recv_frame(1 << 20)
+        connection.send_frame(pb.BulkReply(hello=pb.HelloReply(instance_id=b"hurried!")).SerializeToString())
+        while True:
+            connection.recv_frame(1 << 20)
+            asked.append(1)
+            connection.send_frame(pb.BulkReply(follow=pb.View()).SerializeToString())
+
+    wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig(connect_timeout_s=5.0))
+    views = wire.follow(1, 30.0, Deadline(20.0))
+    with pytest.raises(ProtocolError, match="did not wait"):
+        next(iter(views))
+    assert len(asked) == 2
+    wire.close()

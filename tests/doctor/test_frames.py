@@ -1,0 +1,50 @@
+"""The doctor at addresses of frames: which steps there are, and what is wrong with them."""
+
+from typing import Any
+
+from authorities import of_client, of_node, pair
+
+from kvstore.cli.authority import Authority
+from kvstore.doctor.finding import State
+from node.server import Node
+
+
+def at_bulk(node: Node) -> dict[str, str]:
+    return {"address": f"bulk://127.0.0.1:{node.bulk.port}"}
+
+
+def test_the_way_by_frames(node: Node, doctor: Any) -> None:
+    found = doctor(**at_bulk(node))
+    assert not found.failed
+    assert "answers in" in found.of("frames").found
+    assert "gRPC" not in {finding.name for _, finding in found.found}
+    assert found.of("grpc", group="wires").state is State.SKIPPED
+    assert {found.of(name, group="wires").state for name in ("shm", "bulk")} == {State.OK}
+
+
+def test_the_way_through_a_socket(node: Node, doctor: Any) -> None:
+    assert node.shm is not None
+    found = doctor(address=f"unix:{node.shm.path}")
+    assert not found.failed
+    assert found.of("frames").state is found.of("shm", group="wires").state is State.OK
+    assert {found.of(name, group="wires").state for name in ("bulk", "grpc")} == {State.SKIPPED}
+    assert not {"name", "TCP", "TLS"} & {finding.name for _, finding in found.found}
+
+
+def test_a_socket_that_is_not_there(doctor: Any) -> None:
+    found = doctor(address="unix:/tmp/no-kvstore-is-here.sock")
+    assert "frames" in found.failed
+    assert "does not exist here" in found.of("frames").found
+
+
+def test_tls_by_frames(start_node: Any, doctor: Any, ours: Authority) -> None:
+    secured = start_node(**of_node(ours))
+    found = doctor(**at_bulk(secured), **of_client(ours))
+    assert not found.failed
+    assert "is believed" in found.of("TLS").found
+    plain = doctor(**at_bulk(secured))
+    assert "speaks TLS" in plain.of("TLS").found
+    asked_for = doctor(**at_bulk(secured), tls_ca=str(ours.path))
+    assert "client certificate" in asked_for.of("TLS").found
+    nobody_asked = doctor(**at_bulk(start_node(**pair(ours, "node"))), tls_ca=str(ours.path))
+    assert not nobody_asked.failed

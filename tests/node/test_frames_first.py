@@ -1,0 +1,361 @@
+"""Clients that begin by frames: at bulk:// and unix: addresses, and where a node is known from before."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from authorities import of_client, of_node, pair
+from fleet import calm, tell, view_of
+from waiting import wait_until
+
+from kvstore import ClientConfig, ConfigError, KVStoreError, Unavailable
+from kvstore.cli.authority import Authority
+from kvstore.cluster.view import Member, View, static_view
+from kvstore.deadline import Deadline
+from kvstore.link import NodeLink
+from kvstore.measure.ports import free_ports
+from kvstore.wires.grpc_wire import GrpcWire
+from kvstore.wires.negotiation import member_name
+from node.server import Node
+
+PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
+
+
+def by_frames(node: Node) -> str:
+    return f"bulk://127.0.0.1:{node.bulk.port}"
+
+
+def by_socket(node: Node) -> str:
+    assert node.shm is not None
+    return f"unix://{node.shm.path}"
+
+
+@pytest.fixture
+def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said over gRPC."""
+
+    def call(*_: Any) -> Any:
+        raise AssertionError("this client called over gRPC")
+
+    monkeypatch.setattr(GrpcWire, "__init__", call)
+
+
+@pytest.mark.usefixtures("no_grpc")
+@pytest.mark.parametrize(
+    ("address", "wire", "taken"),
+    [
+        (by_frames, "auto", "shm"),
+        (by_frames, "bulk", "bulk"),
+        (by_frames, "shm", "shm"),
+        (by_socket, "auto", "shm"),
+        (by_socket, "shm", "shm"),
+    ],
+)
+def test_an_address_of_frames_leads_to_the_best_wire(
+    node: Node, connect: Any, pages: Any, address: Any, wire: str, taken: str
+) -> None:
+    client, keys = connect(node, wire, address=address(node)), pages.keys(*range(4))
+    pages.put(client, keys)
+    assert pages.get(client, keys) == [True] * 4
+    assert client.wire_name == taken
+    assert client.node_status().instance_id == node.service.instance_id
+    assert client.stats.connects == 1
+
+
+def test_without_shared_memory_frames_go_on_over_tcp(
+    start_node: Any, connect: Any, pages: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = start_node(shm_socket="none")
+    client = connect(node, "auto", address=by_frames(node))
+    pages.put(client, pages.keys(1))
+    assert client.wire_name == "bulk"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "nothing should have worked"
+
+
+def test_a_restart_is_noticed_at_an_address_of_frames(start_node: Any, connect: Any, pages: Any) -> None:
+    first = start_node()
+    client = connect(first, "bulk", address=by_frames(first), backoff_s_max=0.05)
+    pages.put(client, pages.keys(1))
+    port = first.bulk.port
+    first.bulk.stop(0.0)
+    first.bulk.stop = lambda drain_s: None
+    second = start_node(bulk_port=port)
+    assert pages.get(client, pages.keys(1)) == [False], "the next call reaches the new one, which has nothing"
+    assert client.node_status().instance_id == second.service.instance_id
+
+
+@pytest.mark.usefixtures("no_grpc")
+def test_tls_at_an_address_of_frames(start_node: Any, connect: Any, pages: Any, ours: Authority) -> None:
+    node = start_node(**of_node(ours))
+    client = connect(node, "bulk", address=by_frames(node), **of_client(ours))
+    pages.put(client, pages.keys(1))
+    assert pages.get(client, pages.keys(1)) == [True]
+    with pytest.raises(Unavailable, match="the node asks for a client certificate"):
+        connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
+
+
+def test_what_is_wrong_with_tls_is_said_at_an_address_of_frames(
+    start_node: Any, connect: Any, node: Node, ours: Authority
+) -> None:
+    secured = start_node(**pair(ours, "node"))
+    with pytest.raises(Unavailable, match="the node speaks TLS; name the authority"):
+        connect(secured, "bulk", address=by_frames(secured)).node_status()
+    with pytest.raises(Unavailable, match="the other side speaks no TLS"):
+        connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
+
+
+def test_a_socket_that_is_not_there_is_said(node: Node, connect: Any) -> None:
+    with pytest.raises(Unavailable, match=r"socket /tmp/nobody\.sock does not exist here"):
+        connect(node, "auto", address="unix:/tmp/nobody.sock").node_status()
+
+
+def test_what_serves_no_frames_is_said(node: Node, connect: Any) -> None:
+    with pytest.raises(KVStoreError):
+        connect(node, "bulk", address=f"bulk://127.0.0.1:{node.metrics.port}", timeout_s=3.0).node_status()
+
+
+# ---- known from before -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def grpc_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every call over gRPC fails, as at a gateway that is flooded."""
+    tried: list[str] = []
+
+    def call(self: Any, op: str, *_: Any) -> Any:
+        tried.append(op)
+        raise Unavailable("the gateway is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrpcWire, "call", call)
+        yield tried
+
+
+@pytest.mark.parametrize("wire", ["bulk", "shm", "auto"])
+def test_who_knows_the_node_connects_again_though_grpc_is_down(
+    node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    client = connect(node, wire)
+    pages.put(client, pages.keys(1))
+    link = client._fan_out.nodes.only
+    with grpc_down(monkeypatch) as tried:
+        link._drop(link._link)
+        assert pages.get(client, pages.keys(1)) == [True]
+        assert client.stats.connects == 2
+        assert tried == []
+
+
+def test_who_does_not_know_it_yet_is_kept_out(node: Node, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
+        connect(node).node_status()
+
+
+def test_grpc_says_who_is_there_when_another_node_has_the_port(
+    start_node: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's ports may be another's by the time of the next connection."""
+    node, stranger = start_node(), start_node()
+    client = connect(node)
+    pages.put(client, pages.keys(1))
+    link = client._fan_out.nodes.only
+    link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
+    link._drop(link._link)
+    assert client.node_status().instance_id == node.service.instance_id
+    assert link._negotiation._known.bulk_port == node.bulk.port, "it is known again"
+    link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
+    link._drop(link._link)
+    with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
+        client.node_status()
+
+
+def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
+    node: Node, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(node, "shm", connect_timeout_s=4.0)
+    assert client.node_status().instance_id
+    link = client._fan_out.nodes.only
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        known = link._negotiation._known
+        link._negotiation._known = known._replace(bulk_port=silent.getsockname()[1])
+        link._drop(link._link)
+        assert client.node_status().instance_id == node.service.instance_id
+        assert link._negotiation._known is None, "it is not waited for at the next connection"
+
+
+def test_a_client_of_grpc_says_hello_over_grpc(node: Node, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = connect(node, "grpc")
+    client.node_status()
+    link = client._fan_out.nodes.only
+    link.expect(node.bulk.port, "")
+    link._drop(link._link)
+    monkeypatch.setattr("kvstore.wires.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames"))
+    assert client.node_status().instance_id
+
+
+# ---- members -----------------------------------------------------------------------------
+
+
+def listed(numbers: range, ports: list[int]) -> str:
+    return "static:fleet/" + ",".join(f"n{i}=bulk://127.0.0.1:{ports[i]}@z{i}*{i + 1}" for i in numbers)
+
+
+def test_a_static_list_of_addresses_of_frames() -> None:
+    view = static_view(listed(range(2), [1, 2]))
+    assert view.members == (
+        Member("n0", "bulk://127.0.0.1:1", 1.0, "z0"),
+        Member("n1", "bulk://127.0.0.1:2", 2.0, "z1"),
+    )
+    with pytest.raises(ConfigError, match="Unix socket"):
+        static_view("static:fleet/a=unix:/run/x.sock")
+
+
+@pytest.mark.usefixtures("no_grpc")
+def test_a_cluster_whose_members_are_reached_by_frames_only(start_node: Any, connect: Any, pages: Any) -> None:
+    ports = free_ports(2)
+    cluster = listed(range(2), ports)
+    nodes = [start_node(cluster=cluster, member=f"n{i}", bulk_port=ports[i], replicas=2) for i in range(2)]
+    client = connect(nodes[0], "bulk", address=f"bulk://127.0.0.1:{ports[1]},{by_frames(nodes[0])}", near="none")
+    keys = pages.keys(*range(12))
+    pages.put(client, keys)
+    calm(nodes)
+    assert pages.get(client, keys) == [True] * 12
+    for node in nodes:
+        alone = connect(node, "bulk", address=by_frames(node), direct=True)
+        assert pages.get(alone, keys) == [True] * 12, "replicas came by frames"
+
+
+def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(start_node: Any, connect: Any) -> None:
+    ports = free_ports(2)
+    cluster = "static:fleet/" + ",".join(f"n{i}=127.0.0.1:{port}" for i, port in enumerate(ports))
+    nodes = [start_node(cluster=cluster, member=f"n{i}", port=ports[i]) for i in range(2)]
+    client = connect(nodes[0])
+    told = {member.id: member.bulk_port for member in client.view().members}
+    assert told == {"n0": nodes[0].bulk.port, "n1": 0}
+    for link in client._fan_out.nodes.all().values():
+        link.run(lambda link, limit: None, None, Deadline(30.0))
+    both = {member.id: member.bulk_port for member in client._fan_out.nodes.view.members}
+    assert both == {"n0": nodes[0].bulk.port, "n1": nodes[1].bulk.port}, "what each knows is put together"
+    again = client._fan_out.nodes.view
+    client._fan_out.nodes._take(nodes[0].membership.view.message)
+    assert client._fan_out.nodes.view is again, "it is no other view"
+
+
+def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
+    start_node: Any, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [start_node() for _ in range(2)]
+    view = view_of(nodes)
+    ports = [node.bulk.port for node in nodes]
+    members = tuple(Member(m.id, m.address, bulk_port=port) for m, port in zip(view.members, ports, strict=True))
+    tell(nodes, View(view.cluster, 1, members))
+    client = connect(nodes[0], "bulk", near="none")
+    assert client.view() is not None
+    keys = pages.keys(*range(40))
+    with grpc_down(monkeypatch) as tried:
+        pages.put(client, keys)
+        assert pages.get(client, keys) == [True] * 40
+        assert client.stats.connects == 2
+        assert tried == []
+        link = nodes[0].peers.links.link("n1")
+        link.run(lambda link, limit: None, None, Deadline(30.0))
+        assert tried == [], "members, too"
+
+
+def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: Any) -> None:
+    nodes = [start_node() for _ in range(2)]
+    tell(nodes, view_of(nodes))
+    link = NodeLink(f"127.0.0.1:{nodes[0].grpc.port}", ClientConfig(wire="bulk", **PATIENT))
+    link.expect(nodes[1].bulk.port, member_name("fleet", "n0"))
+    hello = link.run(lambda link, limit: link.way.hello, None, Deadline(30.0))
+    assert hello.member_id == "n0"
+    link.close()
+
+
+def test_registered_members_tell_their_bulk_ports(fleet: Any, connect: Any) -> None:
+    nodes = [fleet(f"n{i}") for i in range(2)]
+    wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))
+    client = connect(nodes[0])
+    assert {m.id: m.bulk_port for m in client.view().members} == {
+        node.membership.member: node.bulk.port for node in nodes
+    }
+
+
+@pytest.mark.usefixtures("no_grpc")
+def test_a_member_registers_an_address_of_frames(fleet: Any, connect: Any, pages: Any) -> None:
+    (port,) = free_ports(1)
+    node = fleet("n0", bulk_port=port, advertise=f"bulk://127.0.0.1:{port}")
+    assert node.membership.view.by_id["n0"].address == f"bulk://127.0.0.1:{port}"
+    client = connect(node, "bulk", address=by_frames(node), near="none")
+    pages.put(client, pages.keys(1))
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
+@pytest.mark.parametrize("told", ["", "127.0.0.1"])
+def test_a_member_whose_grpc_is_elsewhere_is_reached_by_frames(fleet: Any, connect: Any, pages: Any, told: str) -> None:
+    """Its gRPC is for administrators, or there is none: others find it by its bulk port."""
+    node = fleet("n0", grpc_host="none", advertise=told)
+    assert node.membership.view.by_id["n0"].address == by_frames(node)
+    client = connect(node, "bulk", address=by_frames(node), near="none")
+    pages.put(client, pages.keys(1))
+    assert pages.get(client, pages.keys(1)) == [True]
+
+
+# ---- a process that has no gRPC ----------------------------------------------------------
+
+WITHOUT = """
+import sys, time
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "grpc":
+            raise ImportError("this process has no grpc")
+
+sys.meta_path.insert(0, Refusing())
+from kvstore import Client, ClientConfig, Namespace, opaque_layout
+
+space = Namespace("without grpc", opaque_layout(4096))
+keys = [bytes([number]) * 32 for number in range(6)]
+with Client(ClientConfig(address=sys.argv[1], wire=sys.argv[2], timeout_s=30.0, connect_timeout_s=20.0)) as client:
+    client.put(space, keys, [bytes([number]) * 4096 for number in range(6)])
+    buffers = [bytearray(4096) for _ in keys]
+    assert client.get(space, keys, buffers) == [True] * 6
+    assert buffers == [bytes([number]) * 4096 for number in range(6)]
+    assert client.lookup(space, keys).prefix_pages == 6
+    assert client.pin(space, keys[:1], 5.0) == [True]
+    assert client.remove(space, keys[1:2]) == [True]
+    assert [page.prefix_hash for page in client.list_pages(space)] == [keys[0], *keys[2:]]
+    assert client.wire_name == sys.argv[3]
+    while client.view().number == 2:
+        time.sleep(0.01)
+    assert client.stats.failures == 0
+assert "grpc" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "wire", "taken"),
+    [(by_frames, "bulk", "bulk"), (by_frames, "auto", "shm"), (by_socket, "auto", "shm")],
+)
+def test_a_client_of_frames_does_its_whole_job_without_grpc(
+    start_node: Any, address: Any, wire: str, taken: str
+) -> None:
+    """In a cluster, too: its view is followed by frames."""
+    one = start_node()
+    tell([one], view_of([one]))
+    members = tuple(Member(m.id, m.address, bulk_port=one.bulk.port) for m in view_of([one]).members)
+    tell([one], View("fleet", 2, members))
+    newer = View("fleet", 3, members)
+    command = [sys.executable, "-c", WITHOUT, address(one), wire, taken]
+    threading.Thread(target=lambda: (wait_until(lambda: one.service.followers.count), tell([one], newer))).start()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_importing_kvstore_imports_no_grpc() -> None:
+    code = "import sys, kvstore; assert 'grpc' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60.0, check=False).returncode == 0
