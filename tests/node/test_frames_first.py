@@ -138,7 +138,7 @@ def grpc_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_a_bulk_port_where_a_port_of_grpc_is_meant_is_said(node: Node, connect: Any) -> None:
     with pytest.raises(Unavailable, match=f"bulk://127.0.0.1:{node.bulk.port}"):
-        connect(node, address=f"127.0.0.1:{node.bulk.port}").status()
+        connect(node, address=f"127.0.0.1:{node.bulk.port}").node_status()
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "auto"])
