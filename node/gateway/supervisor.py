@@ -359,7 +359,8 @@ class _Gateway:
             for message in messages:
                 heard_s = now
                 self._hear(message)
-            if now - heard_s > (SILENT_S_MAX if self.ready.is_set() else READY_S_MAX):
+            silent_s_max = SILENT_S_MAX if self.ready.is_set() else READY_S_MAX
+            if now - heard_s > silent_s_max and not self._house.embedded:  # nobody can end a thread
                 runner.kill()
                 runner.wait(LEAVE_S)
                 return HUNG

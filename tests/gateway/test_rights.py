@@ -221,13 +221,14 @@ def names(node: Node, tenant: str) -> set[str]:
     return {who.name for who in node.access.identities.tokens.values() if who.tenant == tenant}
 
 
-def test_a_large_request_of_a_stranger_is_refused_and_written_down(node: Node) -> None:
+def test_a_large_request_of_a_stranger_is_refused_and_written_down(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the node has received it."""
-    refused = node.audit.refused_count
+    refused, taken, take = node.audit.refused_count, [], node.service.forms.take
+    monkeypatch.setattr(node.service.forms, "take", lambda *some: (taken.append(some), take(*some))[1])
     large = pb.LookupRequest(namespace=bytes(16), prefix_hashes=[bytes(64)] * (2 * REQUEST_NBYTES_FREE // 64))
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             KVStoreStub(channel).Lookup(large, timeout=20.0)
         assert caught.value.code() is UNAUTHENTICATED
     assert node.audit.refused_count == refused + 1
-    assert not node.service.requests.used
+    assert taken == []
