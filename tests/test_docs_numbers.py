@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.doctor.member import STREAK_MIN
 from kvstore.keys import short
 from kvstore.plan import pages, plan, survey
 from node.config import NodeConfig
 from node.console import history, members, server, snapshot
 from node.console import pages as looked_up
-from node.serve import health, heat, recorder, slow, tenants
+from node.gateway import health, supervisor
+from node.serve import heat, recorder, slow, tenants
 from node.serve.traffic import BOUNDS_S
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -38,7 +40,13 @@ TOLD = {
         f"A chain that is longer than `--batch-keys-max` ({BATCH_KEYS:,}) pages",
         f"is at most {recorder.WAITING_PAGES_MAX:,} pages",
     ],
-    "kubernetes.md": [f"when its event loop has stood still for {health.LATE_S:g} s"],
+    "operations.md": [
+        f"| one says nothing for {supervisor.SILENT_S_MAX:g} s | the node kills it",
+        f"starts after {supervisor.PAUSE_S:g} s, after at most {supervisor.PAUSE_S_MAX:g} s where several end within a "
+        "minute",
+        f"the node hangs for {health.SILENT_S_MAX:g} s | gateways answer",
+        f"| {NodeConfig().grpc_memory_nbytes >> 20} MiB for each gateway | gRPC.",
+    ],
 }
 
 
@@ -53,6 +61,8 @@ def test_numbers_that_are_told_in_words_are_those_in_use() -> None:
     assert looked_up.DIGITS_MIN == 4, "its first digits, four at least"
     assert snapshot.COST_FACTOR == 50, "a fiftieth of a core at most"
     assert server.THREADS == 2, "two for look-ups"
+    assert supervisor.STREAK_S == 60, "several end within a minute"
+    assert STREAK_MIN == 3, "three ends within a minute"
     assert recorder.ABANDONED_S == 60, "one that nobody fetches for a minute ends"
     assert survey.GROUPS == 8, "eight groups that stand for the whole"
 

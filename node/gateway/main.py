@@ -23,7 +23,8 @@ from node.log_lines import formatter
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
-OOM_SCORE = "800"  # where memory ends for all, the kernel ends a gateway before a node
+# Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole arena.
+OOM_SCORE = "1000"
 
 
 def _watch_memory(nbytes_max: int) -> None:
