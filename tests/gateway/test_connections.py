@@ -26,9 +26,8 @@ def test_a_gateway_has_so_many_connections_to_its_node(
             try:
                 next(talk)
             except grpc.RpcError as error:
-                assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                refused = error.details()
+                refused = f"{error.code().name}: {error.details()}"
                 break
-    assert "this gateway has 1 connections, and may have no more" in refused
+    assert refused.startswith("RESOURCE_EXHAUSTED: this gateway has 1 connections, and may have no more")
     monkeypatch.undo()
     store.serves()
