@@ -197,6 +197,9 @@ class Negotiation:
             except DeadlineExceeded as error:
                 raise Unavailable(f"{self._address} did not answer within {limit.seconds:.3g} s") from error
             except Unavailable as error:
+                if "SETTINGS frame" in str(error):  # whoever answers there speaks no HTTP/2
+                    said = f"{self._address} answers, but not over gRPC; if this is the node's bulk port"
+                    raise Unavailable(f"{said}, write {BULK_SCHEME}{self._address}") from error
                 raise self._better_said(error, self._port, found, limit) from error
         except BaseException:
             control.close()

@@ -1,6 +1,7 @@
 """Search large memories and files for pieces of pages."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 BLOCK_NBYTES = 4096
 
@@ -26,3 +27,13 @@ def found(memory: bytes, needles: Iterable[bytes]) -> list[bytes]:
     wanted, rest = list(needles), without_zeros(memory)
     assert all(len(needle) <= BLOCK_NBYTES for needle in wanted)
     return [needle for needle in wanted if needle in rest]
+
+
+def files(directory: Path) -> Iterable[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str]]:
+    """Which of them lie somewhere in its files, and in which."""
+    wanted = list(needles)
+    return [(needle, path.name) for path in files(directory) for needle in found(path.read_bytes(), wanted)]

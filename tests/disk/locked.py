@@ -1,12 +1,9 @@
-"""A node whose disk is encrypted, and what lies in its directory in plain text."""
+"""Keys of a node whose disk is encrypted, and pieces of its pages in plain text."""
 
 import base64
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from memory_search import found
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
@@ -18,16 +15,6 @@ def key_file(path: Path, key: bytes = KEY, mode: int = 0o400, form: str = "hex")
     path.write_text(key.hex() if form == "hex" else base64.b64encode(key).decode() + "\n")
     path.chmod(mode)
     return str(path)
-
-
-def files(directory: Path) -> Iterable[Path]:
-    return (path for path in sorted(directory.rglob("*")) if path.is_file())
-
-
-def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str]]:
-    """Which of them lie somewhere in its files, and in which."""
-    wanted = list(needles)
-    return [(needle, path.name) for path in files(directory) for needle in found(path.read_bytes(), wanted)]
 
 
 def flip(path: Path, offset: int) -> None:

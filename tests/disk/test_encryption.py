@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from locked import KEY, files, flip, found_in, key_file, pieces
+from locked import KEY, flip, key_file, pieces
+from memory_search import files, found_in
 from planted import PORTS, SMALL, keeper_of
 from ranged import ask
 from waiting import wait_until

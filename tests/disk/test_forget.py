@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from locked import found_in, key_file, pieces
-from memory_search import found
+from locked import key_file, pieces
+from memory_search import found, found_in
 
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb

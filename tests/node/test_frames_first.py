@@ -136,6 +136,11 @@ def grpc_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield tried
 
 
+def test_a_bulk_port_where_a_port_of_grpc_is_meant_is_said(node: Node, connect: Any) -> None:
+    with pytest.raises(Unavailable, match=f"bulk://127.0.0.1:{node.bulk.port}"):
+        connect(node, address=f"127.0.0.1:{node.bulk.port}").node_status()
+
+
 @pytest.mark.parametrize("wire", ["bulk", "shm", "auto"])
 def test_who_knows_the_node_connects_again_though_grpc_is_down(
     node: Node, connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch, wire: str

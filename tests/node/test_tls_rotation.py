@@ -17,7 +17,7 @@ from kvstore.wires.tls import ClientTls
 from node.server import Node
 
 WIRES = ("bulk", "grpc")
-PAUSE_S = 0.02  # about as long as a round: somebody is connecting at half of all moments
+PAUSE_S = 0.005
 
 
 class Files:
