@@ -32,6 +32,10 @@ TOLD = {
         f"a status is made each {server.EVERY_S:g} s",
         f"who does not take an event in {server.STALL_S:g} s is hung up",
     ],
+    "ARCHITECTURE.md": [
+        f"silent for {supervisor.SILENT_S_MAX:g} s is killed; it answers `NOT_SERVING` itself when the node is silent "
+        f"for {health.SILENT_S_MAX:g} s",
+    ],
     "metrics.md": [f"Of the {tenants.TOLD_MAX} tenants"],
     "planning.md": [
         f"| {pages.TOKEN_NBYTES >> 10} KiB a token, and it says so |",
