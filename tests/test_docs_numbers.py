@@ -10,7 +10,7 @@ from kvstore.plan import pages, plan, survey
 from node.config import NodeConfig
 from node.console import history, members, server, snapshot
 from node.console import pages as looked_up
-from node.serve import health, heat, recorder, slow, tenants
+from node.serve import heat, recorder, slow, tenants
 from node.serve.traffic import BOUNDS_S
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -38,7 +38,6 @@ TOLD = {
         f"A chain that is longer than `--batch-keys-max` ({BATCH_KEYS:,}) pages",
         f"is at most {recorder.WAITING_PAGES_MAX:,} pages",
     ],
-    "kubernetes.md": [f"when its event loop has stood still for {health.LATE_S:g} s"],
 }
 
 

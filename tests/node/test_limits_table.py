@@ -2,18 +2,22 @@
 
 import pathlib
 import re
+import socket
 from typing import Any
 
+from gateways import servicer_of
+
 from kvstore.checksum import CHUNK_NBYTES
-from kvstore.config import GET_PIECES_MAX
+from kvstore.config import GET_PIECES_MAX, GET_RANGES_MAX
 from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
 from node.console.pages import BYTES_MAX
 from node.console.server import EVERY_S, THREADS
+from node.gateway import options, supervisor
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
-from node.serve import bans, grpc_options, knocks, limits, metrics_server, recorder
+from node.serve import gateway, limits, metrics_server, recorder
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
-from node.serve.requests import RANGE_NBYTES
+from node.serve.gateway import GatewayDoor
 from node.server import Node
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -29,7 +33,7 @@ def rows() -> list[list[str]]:
 def test_every_row_of_the_table_names_tests_that_exist() -> None:
     there = {
         name
-        for folder in ("node", "disk", "access")
+        for folder in ("node", "disk", "access", "gateway")
         for path in (ROOT / "tests" / folder).glob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }
@@ -43,17 +47,17 @@ def test_every_row_of_the_table_names_tests_that_exist() -> None:
 def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     """Caps are made by one function; those of a node that starts are all of them."""
     assert node.shm is not None
-    servicer = node.grpc._servicer
-    budgets = [node.service.requests, node.sessions.reserved, node.sessions.held, servicer._transfers]
+    calls, servicer = node.grpc.calls, servicer_of(node)
+    budgets = [node.service.requests, node.sessions.reserved, node.sessions.held]
     budgets += node.service._long_calls.values()
-    budgets += [servicer._durable, servicer._loads, servicer._large]
-    places = [node.bulk._places, node.shm._places, servicer._calls, servicer._health_calls, servicer._reflections]
-    places += [servicer._followers]
-    places += [node.metrics._places]
+    budgets += [node.service.followers._budget, calls.calls, calls.transfers, calls.durable, calls.loads]
+    places = [node.bulk._places, node.shm._places, *servicer.places, node.metrics._places]
     assert node.console is not None
     budgets += [node.console.server._watchers, node.console.server._calls, node.console.server._reads]
     places += [node.console.server._places]
-    caps = [one.cap for one in (*budgets, *places)] + [node.grpc._connections._cap]
+    caps = [one.cap for one in (*budgets, *places)]
+    with socket.socket() as door:
+        caps.append(GatewayDoor("gateway", door, node.service, calls, 1.0)._places.cap)
     told = {name.strip() for row in rows() for name in row[0].split(",")}
     assert {cap.what for cap in caps} <= told
     assert all(0 < cap.per_peer <= cap.total for cap in caps)
@@ -65,32 +69,26 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
 # A part of the row -> what it says, made from the numbers in use.
 SAID = {
     "bulk connections": f"`--sessions-max` ({NodeConfig().sessions_max})",
-    "gRPC connections": f"{grpc_options.CONNECTIONS_MAX:,} at once",
+    "gRPC connections": f"{supervisor.CONNECTIONS_MAX:,} at once of each gateway",
+    "memory of a gateway": f"({NodeConfig().grpc_memory_nbytes >> 20} MiB)",
+    "connections of a gateway": f"{gateway.CONNECTIONS_MAX:,} to its node",
     "time for a first request": f"{limits.REQUEST_S_MAX:g} s, all of it",
-    "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {grpc_options.STREAMS_OF_CONNECTION_MAX} of a connection",
+    "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {options.STREAMS_OF_CONNECTION_MAX} of a connection",
     "gRPC transfers": f"({NodeConfig().grpc_threads * 3 // 4})",
     "gRPC durable puts": f"({NodeConfig().grpc_threads * 3 // 8})",
     "gRPC gets from disk": f"({NodeConfig().grpc_threads * 9 // 16})",
-    "gRPC calls over 1 KiB": f"({2 * NodeConfig().grpc_threads})",
     "health calls": f"{limits.HEALTH_CALLS_MAX}, a watch for an hour",
     "reflection streams": f"{limits.REFLECTION_STREAMS_MAX}, each {limits.REFLECTION_S_MAX:g} s",
-    "bytes on a gRPC stream that nobody has read": f"{grpc_options.STREAM_NBYTES_MAX >> 20} MiB",
-    "gRPC calls of who is not known": (
-        f"of one address {knocks.KNOCKS_AT_ONCE:g} at once, {knocks.KNOCKS_PER_S:g} a second after that"
-    ),
-    "new gRPC connections, and calls of who is not known": (
-        f"of one address {knocks.BORNE_AT_ONCE:g} at once, {knocks.BORNE_PER_S:g} a second after that | "
-        f"the kernel takes no more of the address for {bans.BAN_S:g} s"
-    ),
-    "gRPC metadata": f"{grpc_options.METADATA_NBYTES_MAX >> 10} KiB a call",
+    "bytes on a gRPC stream that nobody has read": f"{options.STREAM_NBYTES_MAX >> 20} MiB",
+    "gRPC metadata": f"{options.METADATA_NBYTES_MAX >> 10} KiB a call",
     "time for a put or get": (
         f"its bytes at {limits.TRANSFER_NBYTES_PER_S_MIN >> 20} MiB/s and `--stall-s`; {CHUNK_NBYTES >> 10} KiB in each"
     ),
     "bytes of large requests": (
         f"{limits.REQUESTS_NBYTES_MAX >> 20} MiB, {limits.REQUEST_NBYTES_FACTOR} bytes for each byte of requests over "
-        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB, and {RANGE_NBYTES} for each range"
+        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB |"
     ),
-    "keys, page bytes and ranges of a request": f"{GET_PIECES_MAX:,} pieces",
+    "keys, page bytes and ranges of a request": f"{GET_RANGES_MAX:,} ranges, {GET_PIECES_MAX:,} pieces",
     "namespaces": (
         f"{DESCRIPTIONS_NBYTES_MAX >> 20} MiB of descriptions; one description "
         f"{limits.DESCRIPTION_NBYTES_MAX >> 10} KiB"
