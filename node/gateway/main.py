@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
 NICENESS = 10  # where processors are short, engines on the node's other ports come first
-OOM_SCORE = "800"  # where memory ends for all, the kernel ends a gateway before a node
+# Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole arena.
+OOM_SCORE = "1000"
 
 
 def _watch_memory(nbytes_max: int) -> None:
