@@ -18,6 +18,7 @@ from node.gateway.server import Servicer
 
 log = logging.getLogger(__name__)
 
+TELL_S = 0.05  # in which watchers of health hear of what the node has told just before
 STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
 
 
@@ -92,6 +93,7 @@ class Gateway:
 
     async def _stop(self, drain_s: float) -> None:
         """Running calls have `drain_s`, then they are cancelled; one that does not notice is left behind."""
+        await asyncio.sleep(TELL_S)
         self.servicer.end_idle()
         stopping = stopped(self._server, drain_s, lambda: self.servicer.call_count)
         with contextlib.suppress(asyncio.TimeoutError):

@@ -24,6 +24,7 @@ from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig, missing
 from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, pems_value, view_value
+from node.gateway.port import Port
 from node.peers.membership import Membership
 from node.serve.gateway import GatewayCalls, GatewayDoor
 from node.serve.service import Service
@@ -119,10 +120,8 @@ class Gateways:
         self.membership: Membership = service.membership
         self.embedded = embedded
         self.host = config.grpc_host or config.host
-        self._reserved = None if self.host == "none" else _reserved(self.host, config.port)
-        bound = self._reserved.getsockname() if self._reserved else ("", 0)
-        self._numeric_host: str = bound[0]
-        self.port: int = bound[1]  # 0: there is no gRPC
+        self._held = None if self.host == "none" else Port(self.host, config.port)
+        self.port = self._held.number if self._held else 0  # 0: there is no gRPC
         self.calls = GatewayCalls(service, config.grpc_threads)
         self._lock = threading.RLock()  # around a change and its telling, so that what is told last is so
         self._health = {"": False, SERVICE_NAME: False}
@@ -130,7 +129,7 @@ class Gateways:
         self._stopping = threading.Event()
         self._serving = False
         self.ends = Counter(dict.fromkeys((MEMORY, HUNG, KILLED, FAILED), 0))
-        count = 0 if self._reserved is None else 1 if embedded else config.grpc_processes
+        count = 0 if self._held is None else 1 if embedded else config.grpc_processes
         self._gateways = [_Gateway(f"gateway-{number}", self) for number in range(count)]
         self.membership.on_view(self._heard)
         for gateway in self._gateways:
@@ -154,7 +153,7 @@ class Gateways:
     def settings(self) -> dict[str, Any]:
         config = self._config
         return {
-            "host": self._numeric_host,
+            "host": self._held.numeric_host if self._held else "",
             "port": self.port,
             "threads": config.grpc_threads,
             "stall_s": config.stall_s,
@@ -248,8 +247,8 @@ class Gateways:
         end = time.monotonic() + drain_s + 2 * LEAVE_S
         for gateway in self._gateways:
             gateway.finish(max(0.0, end - time.monotonic()))
-        if self._reserved is not None:
-            self._reserved.close()
+        if self._held is not None:
+            self._held.close()
 
 
 class _Gateway:
@@ -380,19 +379,3 @@ class _Gateway:
         if "beat" in message:
             self._beat = message["beat"]
         self.failed = message.get("failed", self.failed)
-
-
-def _reserved(host: str, port: int) -> socket.socket:
-    """A socket that has the port and does not listen: gateways can share it, and other nodes can not have it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))  # refused while anybody has it
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # from now on it can be shared with this user's
-    except OSError as error:
-        sock.close()
-        raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
-    return sock

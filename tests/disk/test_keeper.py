@@ -193,7 +193,7 @@ def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_tak
 
 def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(start: Any, pages: Any) -> None:
     process = start()
-    (keeper,) = children(process.pid)
+    (keeper,) = (pid for pid in children(process.pid) if b"keeper" in Path(f"/proc/{pid}/cmdline").read_bytes())
     with connect(process) as client:
         pages.put(client, pages.keys(1), durable=True)
     os.kill(keeper, signal.SIGSTOP)

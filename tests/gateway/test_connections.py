@@ -1,33 +1,150 @@
-"""Connections of a gateway to its node: one for each call that it forwards just then, and no more than so many."""
+"""Connections of a gateway to its node: how many, and what happens where there is none to be had."""
 
-import contextlib
-from collections.abc import Callable
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
-from gateway_store import Frames, Store
+from fleets import small_nodes
+from gateway_store import PAGE_NBYTES, SPACE, Frames, Store, chunk, committed, content
+from gateways import in_loop, servicer_of
+from waiting import wait_until
 
-PUTS_MAX = 8  # idle connections of the gateway are used first, and there are few
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.wires.frames import FrameSocket
+from node.serve.gateway import GatewayDoor
+from node.server import Node
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_gateway_has_so_many_connections_to_its_node(
-    start_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with small_nodes() as start:
+        yield start()
+
+
+@pytest.fixture(scope="module")
+def store(start_store: Callable[..., Store]) -> Store:
+    made = start_store()
+    made.watch()
+    return made
+
+
+def test_a_gateway_has_only_so_many_connections_to_its_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should strangers have taken it over: each is a thread of the node's."""
+    monkeypatch.setattr("node.serve.gateway.CONNECTIONS_MAX", 3)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door = GatewayDoor("many", theirs, node.service, node.grpc.calls, 1.0)
+    door.start()
+    made = []
+    for _ in range(5):
+        end, its_end = socket.socketpair()
+        with its_end:
+            socket.send_fds(ours, [b"c"], [its_end.fileno()])
+        made.append(FrameSocket(end))
+    refused = 0
+    for connection in made[3:]:
+        connection.arm(20.0)
+        reply = pb.BulkReply.FromString(connection.recv_frame(1 << 16)[0])
+        refused += reply.error.code == EXHAUSTED.value[0]
+    assert refused == 2
+    assert door.count == 3
+    for connection in made:
+        connection.close()
+    ours.close()
+    door.stop(0.0)
+
+
+def test_idle_connections_are_used_again_and_few_stay(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.gateway.upstream.KEPT_MAX", 1)
+    upstream = servicer_of(node).upstream
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        stub = KVStoreStub(channel)
+        for _ in range(20):
+            stub.Hello(pb.HelloRequest(), timeout=30.0)
+        assert upstream.count == 1
+        calls = [stub.NodeStatus.future(pb.NodeStatusRequest(), timeout=30.0) for _ in range(4)]
+        for call in calls:
+            call.result()
+        in_loop(node, upstream.trim)
+        assert upstream.count == 1
+        assert stub.Hello(pb.HelloRequest(), timeout=30.0).bulk_port
+
+
+def test_a_connection_that_the_node_has_closed_costs_no_call(node: Node) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        stub = KVStoreStub(channel)
+        stub.Hello(pb.HelloRequest(), timeout=30.0)
+        (idle,) = servicer_of(node).upstream._idle
+        idle._sock.shutdown(socket.SHUT_RDWR)
+        assert stub.Hello(pb.HelloRequest(), timeout=30.0).bulk_port
+        assert idle not in servicer_of(node).upstream._idle
+
+
+# ---- a gateway without descriptors -----------------------------------------------------------
+
+
+def allow(pid: int, count: int) -> tuple[int, int]:
+    """So many descriptors and no more may that process have. Returns what it might before."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(count, before[1]), before[1]))
+    return before
+
+
+@pytest.mark.parametrize("phase", ["before its bytes", "before its commit"])
+def test_a_gateway_without_descriptors_refuses_new_calls_and_ends_those_that_run(
+    store: Store, frames: Frames, phase: str
 ) -> None:
-    store = start_store()
-    store.watch()
+    key = store.key()
+    with store.channel() as channel:
+        stub = KVStoreStub(channel)
+        put: Any = store.put(channel, key, frames)
+        assert next(put).begin.verdicts == [pb.WRITE]
+        if phase == "before its commit":
+            frames.say(chunk(content(key)))
+        pid = store.pid
+        before = allow(pid, len(os.listdir(f"/proc/{pid}/fd")))
+        try:
+            codes: set[Any] = set()
+            wait_until(lambda: EXHAUSTED in _codes(stub, codes))
+            assert codes <= {EXHAUSTED, None}, "an idle connection may have been left"
+            if phase == "before its bytes":
+                frames.say(chunk(content(key)))
+            frames.say(committed(key))
+            assert next(put).commit.stored == 1
+            frames.end()
+            assert list(put) == []
+        finally:
+            allow(pid, before[0])
+        assert stub.Hello(pb.HelloRequest(), timeout=30.0).bulk_port
+    assert store.pid == pid, "it lives"
+    assert store.read(key) == content(key)
     store.serves()
-    monkeypatch.setattr("node.serve.gateway.CONNECTIONS_MAX", 1)
-    refused = ""
-    with store.channel() as channel, contextlib.ExitStack() as ends:
-        for _ in range(PUTS_MAX):
-            frames = Frames()
-            ends.callback(frames.end)
-            talk = store.put(channel, store.key(), frames)  # it has a connection until it ends
-            try:
-                next(talk)
-            except grpc.RpcError as error:
-                refused = f"{error.code().name}: {error.details()}"
-                break
-    assert refused.startswith("RESOURCE_EXHAUSTED: this gateway has 1 connections, and may have no more")
-    monkeypatch.undo()
+
+
+def _codes(stub: Any, found: set[Any]) -> set[Any]:
+    """How calls end of which several run at a time."""
+    calls = [stub.NodeStatus.future(pb.NodeStatusRequest(), timeout=30.0) for _ in range(8)]
+    found |= {call.code() if call.exception() else None for call in calls}
+    return found
+
+
+def test_a_get_goes_on_while_its_gateway_has_no_descriptors(store: Store) -> None:
+    keys = store.stored(16)
+    pid = store.pid
+    with store.channel() as channel:
+        call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
+        assert list(next(call).begin.hits) == [True] * 16
+        before = allow(pid, len(os.listdir(f"/proc/{pid}/fd")))
+        try:
+            got = b"".join(frame.chunk.data for frame in call)
+        finally:
+            allow(pid, before[0])
+    assert len(got) == 16 * PAGE_NBYTES
+    assert got == b"".join(map(content, keys))
     store.serves()

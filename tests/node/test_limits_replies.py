@@ -90,7 +90,7 @@ def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(node: Node, deaf: 
 )
 def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Any, connect: Any, pages: Any, path: str) -> None:
     """A call was over when its reply was made, so that one peer could leave thousands of them behind. What gRPC still
-    has of them counts to a gateway's memory (`tests/gateway/test_memory.py`)."""
+    has of them counts to a gateway's memory (`tests/gateway/test_ends.py`)."""
     connect(node).open(pages.namespace)
     rude = deaf()
     for _ in range(CALLS):

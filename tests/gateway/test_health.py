@@ -1,0 +1,42 @@
+"""What a gateway says of a node that hangs."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from stopping import stop
+from waiting import wait_until
+
+from kvstore.measure.node_process import NodeProcess
+from node.gateway.health import SILENT_S_MAX
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def process() -> Iterator[NodeProcess]:
+    with NodeProcess("--ram-bytes", "64MiB") as node:
+        yield node
+
+
+def test_a_node_that_hangs_does_not_serve_until_it_goes_on(process: NodeProcess) -> None:
+    request = health_pb2.HealthCheckRequest(service="kvstore.KVStore")
+    with grpc.insecure_channel(process.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def status() -> Any:
+            return stub.Check(request, timeout=30.0).status
+
+        watch = stub.Watch(request, timeout=300.0)
+        assert next(watch).status == status() == SERVING
+        began = time.monotonic()
+        stop(process.pid)
+        assert next(watch).status == NOT_SERVING
+        assert time.monotonic() - began > SILENT_S_MAX - 1.0, "a node may be late"  # it told so at most 0.5 s before
+        assert status() == NOT_SERVING
+        process.resume()
+        assert next(watch).status == SERVING
+        wait_until(lambda: status() == SERVING)
