@@ -183,6 +183,8 @@ def metrics() -> Tree:
     status.tenants.add(tenant="t")
     status.namespaces.add(digest=b"d")
     status.tls.certificates.add(setting="tls_cert")
+    status.gateways.add(name="gateway-0")
+    status.gateway_ends.add(why="memory")
     traffic = Traffic()
     traffic.took("bulk", 1)
     traffic.got("ram", "bulk", 1, 0)
