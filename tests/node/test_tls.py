@@ -103,14 +103,14 @@ def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
 
 def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
     found: list[Shown | None] = []
-    request = Call.request
+    enter = Call.__enter__
 
-    async def spy(self: Call, messages: Any) -> Any:
+    def spy(self: Call) -> Call:
         names = certificate_names(self.context.auth_context())
         found.append(None if names is None else Shown(names[0], names[1:]))
-        return await request(self, messages)
+        return enter(self)
 
-    monkeypatch.setattr(Call, "request", spy)
+    monkeypatch.setattr(Call, "__enter__", spy)
     connect(node, "grpc").open(SPACE)
     return found[-1]
 
