@@ -185,8 +185,6 @@ def metrics() -> Tree:
     status.gateways.add(name="gateway-0")
     status.gateway_ends.add(why="memory")
     status.tls.certificates.add(setting="tls_cert")
-    status.gateways.add(name="gateway-0")
-    status.gateway_ends.add(why="memory")
     traffic = Traffic()
     traffic.took("bulk", 1)
     traffic.got("ram", "bulk", 1, 0)
