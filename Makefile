@@ -292,7 +292,7 @@ format: $(READY)
 
 # What is new is promised from now on; what is gone is not any more, which needs a line in docs/upgrading.md.
 golden: $(READY)
-	PYTHONPATH=$(CURDIR) $(BIN)/python tests/promises/record.py names
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/common $(BIN)/python tests/promises/record.py names
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto proto/node/pb/etcd.proto

@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from measure import Report, median, parser, percentile, progress, shown, timed
 from workplace import cpu_s, private_nbytes
 
 import kvstore
-from kvstore import Client, Namespace, client_config, opaque_layout
+from kvstore import Client, KVStoreError, Namespace, client_config, opaque_layout
 from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent.parent
@@ -78,6 +79,9 @@ def running(flags: Sequence[str]) -> Iterator[NodeProcess]:
     node = NodeProcess(*flags)
     try:
         yield node
+    except BaseException:
+        print(node.said, file=sys.stderr)
+        raise
     finally:
         node.stop(WAIT_S)
 
@@ -92,7 +96,16 @@ def transfers(client: Client, batches: Batches, count: int) -> dict[str, float]:
 
 
 def work(address: str, order: Any, barrier: Any, said: Any) -> None:
-    """One of many clients: puts and gets in step with the others, or a load for some time, until None is asked for."""
+    """One of many clients, which says what ended it early."""
+    try:
+        _work(address, order, barrier, said)
+    except (KVStoreError, threading.BrokenBarrierError) as error:
+        barrier.abort()
+        said.put(error)
+
+
+def _work(address: str, order: Any, barrier: Any, said: Any) -> None:
+    """Puts and gets in step with the others, or a load for some time, until None is asked for."""
     batches = Batches(PAGE_NBYTES, PAGES, MOVED_NBYTES)
     with Client(client_config(address=address, wire="grpc", timeout_s=WAIT_S)) as client:
         while (seconds := order.get()) is not None:
@@ -128,7 +141,10 @@ class Crowd:
             order.put(seconds)
 
     def answers(self) -> list[Any]:
-        return [self._said.get(timeout=WAIT_S) for _ in self._orders]
+        answers = [self._said.get(timeout=WAIT_S) for _ in self._orders]
+        if errors := [answer for answer in answers if isinstance(answer, Exception)]:
+            raise RuntimeError(f"{len(errors)} of {len(answers)} clients failed: {errors[0]}")
+        return answers
 
     def __exit__(self, *_: object) -> None:
         for order in self._orders:

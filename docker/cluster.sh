@@ -57,8 +57,9 @@ cluster_stranger() {
     local said status=0
     said=$("$DOCKER" run --rm --label "$PROJECT" --network "$PROJECT-cluster_default" \
         --volume "$PROJECT-cluster_secrets:/secrets:ro" --env KVSTORE_TLS_CA=/secrets/ca.pem --env KVSTORE_ADDRESS=n2:7440 \
+        --env KVSTORE_TLS_CERT=/secrets/client.pem --env KVSTORE_TLS_KEY=/secrets/client.key \
         --entrypoint kvstore "$IMAGE" cluster 2>&1) || status=$?
-    [[ $status == 2 && $said == *"asks who you are"* ]] || fail "a stranger at n2: exit status $status: $said"
+    [[ $status == 2 && $said == *"does not know this certificate"* ]] || fail "a stranger at n2: exit status $status: $said"
     said=$("$DOCKER" run --rm --label "$PROJECT" --network "$PROJECT-cluster_default" --env KVSTORE_ADDRESS=n2:7440 \
         --entrypoint kvstore "$IMAGE" cluster 2>&1) && fail "a stranger without TLS was answered: $said"
     [[ $said == *"the node speaks TLS"* ]] || fail "a stranger without TLS at n2: $said"

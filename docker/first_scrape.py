@@ -4,11 +4,12 @@
 
 /prometheus/prometheus.token   of all tenants (*), role read; /secrets/identities then knows it as compose-prometheus
 /prometheus/ca.pem             a copy: whom Prometheus believes
+/prometheus/client.pem  .key   copies: what it shows, like all clients
 /prometheus/nodes.json         what it scrapes: each HOST:PORT whose HOST the nodes' certificate names
 /grafana/admin.password        of Grafana's user admin
 
 It runs before each start of Prometheus, after first_start.py. A token and a password that are there stay as they are,
-so one that was revoked stays so; the two other files are made anew. A HOST that the certificate does not name could
+so one that was revoked stays so; the other files are made anew. A HOST that the certificate does not name could
 not be scraped: it is left out, so that one list does for several compose files. The files are for their owner's group,
 which the two containers have beside their own.
 """
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     known, prometheus, grafana = map(Path, arguments[:3])
     try:
         there = _scraped(known / "node.pem", arguments[3:])
-        write_whole(prometheus / "ca.pem", (known / "ca.pem").read_bytes(), MODE)
+        for name in ("ca.pem", "client.key", "client.pem"):
+            write_whole(prometheus / name, (known / name).read_bytes(), MODE)
         write_whole(prometheus / "nodes.json", json.dumps([{"targets": there}]).encode(), MODE)
         _introduce(known / "identities", prometheus / "prometheus.token")
         if not (grafana / "admin.password").exists():

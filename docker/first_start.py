@@ -4,6 +4,7 @@
 
 ca.pem  ca.key        an authority of its own
 node.pem  node.key    the nodes' certificate: for the NAMEs, hosts or addresses, and for localhost and 127.0.0.1
+client.pem client.key what all clients show: without it nobody gets as far as HTTP/2. It names nobody: tokens do
 operator.token        of all tenants (*), role admin
 member.token          of all tenants, role node: what nodes show each other
 engine.token          tenant default, role write: what engines show
@@ -30,6 +31,7 @@ from kvstore.whole_file import write_whole
 
 CA_NAME, DAYS = "kvstore compose CA", 3650.0  # nobody is there to renew them
 HERE = ("localhost", "127.0.0.1")
+CLIENT = "client"
 WHO = {"operator": (ALL, "admin"), "member": (ALL, "node"), "engine": (DEFAULT_TENANT, "write")}  # (tenant, role)
 
 
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         return _failed(f"{error.filename or folder}: {error.strerror}; user {os.geteuid()} must be able to write there")
     if made:
         print(f"{folder}: made {', '.join(made)}")
-        print(f"clients need ca.pem and a token: docker cp CONTAINER:{folder}/ca.pem . , and engine.token likewise")
+        print(f"clients need ca.pem, client.pem, client.key, engine.token: docker cp CONTAINER:{folder}/ca.pem . , ...")
     else:
         print(f"{folder}: all is there already")
     return 0
@@ -62,6 +64,8 @@ def _make(folder: Path, hosts: list[str]) -> list[str]:
         else:
             Authority.open(folder).node("node", hosts, DAYS, force=True)
             made.append("node.pem")
+        if not (folder / "client.pem").exists():
+            made += _admit(folder)
         if not (folder / "identities").exists():
             made += _introduce(folder)
         return made
@@ -72,6 +76,15 @@ def _make(folder: Path, hosts: list[str]) -> list[str]:
 def _found(folder: Path) -> list[str]:
     Authority.found(folder, CA_NAME, DAYS, force=True)
     return ["ca.pem"]
+
+
+def _admit(folder: Path) -> list[str]:
+    """Without the authority's key, of an authority of one's own, nothing: then that makes clients' certificates."""
+    if not (folder / "ca.key").exists():
+        print(f"{folder} has no client.pem, and no ca.key to make it with: clients show one of ca.pem", file=sys.stderr)
+        return []
+    Authority.open(folder).client(CLIENT, CLIENT, DAYS, force=True)
+    return ["client.pem"]
 
 
 def _introduce(folder: Path) -> list[str]:

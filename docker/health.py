@@ -1,18 +1,16 @@
 """Health check of a container: exit 0 if this node serves, 1 with a line on stderr if not.
 
-Asks grpc.health.v1, the service that orchestrators ask too, so a node that drains or has stopped
-answering is not healthy although its process runs. Ports and files of TLS are found as the node finds them, so a
-node in a container gets them from the environment (KVSTORE_NODE_PORT), not from flags. Of a node with TLS its own
-certificate is believed and shown, whatever name stands in it.
+Asks /health at the metrics' port, and not grpc.health.v1 at the gRPC port: a gateway that strangers end is back within
+a second, and the node serves its other clients meanwhile. Ports and files of TLS are found as the node finds them, so
+a node in a container gets them from the environment (KVSTORE_NODE_PORT), not from flags. Like a kubelet's probe it does
+not verify the node's certificate. To a node that asks for client certificates it shows the node's own. A node that
+refuses that one lives and serves others, so it stays healthy: files that were spoiled must not end it.
 """
 
+import http.client
 import socket
 import ssl
 import sys
-from pathlib import Path
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvstore.config import load
 from kvstore.errors import ConfigError
@@ -27,37 +25,45 @@ def main() -> int:
     except ConfigError as error:
         return _unhealthy(str(error))
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    address = f"{'[' + host + ']' if ':' in host else host}:{config.port}"
+    address = f"{'[' + host + ']' if ':' in host else host}:{config.metrics_port}"
     try:
-        made = _secured(config, host, address) if config.tls_cert else grpc.insecure_channel(address)
-    except OSError as error:
-        return _unhealthy(f"{address}: {error}")
-    with made as channel:
+        with socket.create_connection((host, config.metrics_port), DEADLINE_S) as plain:
+            sock = _context(config).wrap_socket(plain) if config.tls_cert else plain
+            status, said = _asked(sock, host, config)
+    except (OSError, http.client.HTTPException) as error:
+        return _unhealthy(f"{address}: {error or type(error).__name__}")
+    return 0 if status == 200 else _unhealthy(f"{address}: {status} {said}")
+
+
+def _asked(sock: socket.socket, host: str, config: NodeConfig) -> tuple[int, str]:
+    """Return the status of /health, and its text. Raise OSError or HTTPException."""
+    connection = http.client.HTTPConnection(host, config.metrics_port)
+    connection.sock = sock
+    try:
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        return answer.status, answer.read(200).decode(errors="replace").strip()
+    except TimeoutError:
+        raise
+    except (OSError, http.client.HTTPException) as error:
+        if not config.tls_client_ca:
+            raise
+        # In TLS 1.3 the handshake is over here before the node has seen the certificate.
+        print(f"the node hung up; it may refuse the certificate in {config.tls_cert}: {error}", file=sys.stderr)
+        return 200, ""
+    finally:
+        connection.close()
+
+
+def _context(config: NodeConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if config.tls_client_ca:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=False
-            )
-        except grpc.RpcError as error:
-            return _unhealthy(f"{address}: {error.code().name}: {error.details()}")
-    if reply.status != health_pb2.HealthCheckResponse.SERVING:
-        return _unhealthy(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}")
-    return 0
-
-
-def _secured(config: NodeConfig, host: str, address: str) -> grpc.Channel:
-    """Raises OSError."""
-    context = ssl.create_default_context(cafile=config.tls_cert)
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # this very certificate will do
-    context.check_hostname = False
-    context.load_cert_chain(config.tls_cert, config.tls_key)
-    context.set_alpn_protocols(["h2"])
-    sock = socket.create_connection((host, config.port), DEADLINE_S)
-    with context.wrap_socket(sock) as greeted:
-        names = (greeted.getpeercert() or {}).get("subjectAltName", ())
-    certificate, key = Path(config.tls_cert).read_bytes(), Path(config.tls_key).read_bytes()
-    credentials = grpc.ssl_channel_credentials(certificate, key, certificate)
-    name = next((str(value) for _, value in names), host)
-    return grpc.secure_channel(address, credentials, [("grpc.ssl_target_name_override", name)])
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+        except OSError as error:
+            print(f"{config.tls_cert} and {config.tls_key} can not be shown: {error}", file=sys.stderr)
+    return context
 
 
 def _unhealthy(why: str) -> int:

@@ -16,14 +16,16 @@
 #
 #   docker run --rm --network none -v kvstore_secrets:/secrets --entrypoint python kvstore-node \
 #       /opt/kvstore/first_start.py /secrets HOST
-#   docker run -d --name kvstore-node --read-only --memory 3g --stop-timeout 30 \
+#   docker run -d --name kvstore-node --read-only --memory 4g --stop-timeout 30 \
 #       -p 7440-7442:7440-7442 -v kvstore-data:/data -v kvstore_socket:/run/kvstore -v kvstore_secrets:/secrets \
 #       -e KVSTORE_NODE_HOST=0.0.0.0 -e KVSTORE_NODE_IDENTITIES=/secrets/identities \
 #       -e KVSTORE_NODE_TLS_CERT=/secrets/node.pem -e KVSTORE_NODE_TLS_KEY=/secrets/node.key \
+#       -e KVSTORE_NODE_TLS_CLIENT_CA=/secrets/ca.pem \
+#       -e KVSTORE_TLS_CERT=/secrets/node.pem -e KVSTORE_TLS_KEY=/secrets/node.key \
 #       -e KVSTORE_TLS_CA=/secrets/ca.pem -e KVSTORE_TOKEN_FILE=/secrets/operator.token \
 #       kvstore-node --ram-bytes 2GiB --data-dir /data --disk-bytes 100GiB --shm-socket /run/kvstore/node.sock
 #
-# The last two variables are for `docker exec kvstore-node kvstore status`. In place of all of them and of the volume
+# The last four variables are for `docker exec kvstore-node kvstore status`. In place of all of them and of the volume
 # `-e KVSTORE_NODE_HOST=0.0.0.0 -e KVSTORE_NODE_INSECURE=1` lets everybody who reaches the ports do everything.
 #
 # Without --data-dir it is a node with RAM only, and /data stays empty. Without --shm-socket nobody shares its memory:
@@ -32,7 +34,9 @@
 #
 # Memory: pages live in an anonymous shared-memory file (memfd), all of it touched at the start. The
 # size of /dev/shm does not bound it, so --shm-size is not needed; the container's memory limit does.
-# Give it ram_nbytes + ram_nbytes/64 + 512 MiB; the arithmetic is in docker/compose.yaml.
+# Give it ram_nbytes + ram_nbytes/64 + 512 MiB + 384 MiB for each gateway process; the arithmetic is in
+# docker/compose.yaml. The node is process 1 and reaps its children itself, the gateways and the keeper of the disk:
+# each has a thread that waits for it, and none has children of its own.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build

@@ -3,20 +3,21 @@
 # authority's certificate and a token of this project, and nobody else. Sourced; needs `step`, `fail`, `pick`, `in_node`,
 # `compose`, DOCKER, IMAGE, PROJECT, WORK, NODE, KVSTORE and what `start` exported.
 #
-#   BY_HAND            volume of the last of them
+#   BY_HAND SHOWN      volume of the last of them; of what clients show, for another user
 #   add_neighbour      somebody of another tenant
 #   await_known        until the node knows who was added, or who was revoked no more
-#   copy_out           ca.pem and engine.token, as docker/compose.yaml says, into WORK
+#   copy_out           what a client needs, as docker/compose.yaml says, into WORK
 #   check_published    the engine's pages over gRPC and bulk TCP, counts over HTTPS
 #   check_strangers    without a token, with a wrong one, plainly, of another tenant, revoked
 #   check_up_again     nothing is made anew
 #   check_by_hand      the commands of docker/node.Dockerfile
 
 BY_HAND=$PROJECT-by-hand
+SHOWN=$PROJECT-shown
 
 copy_out() {
     local file
-    for file in ca.pem engine.token; do
+    for file in ca.pem client.pem client.key engine.token; do
         "$DOCKER" cp "$NODE:/secrets/$file" "$WORK/$file" || fail "docker cp of $file failed"
     done
     [[ $(stat -c %a "$WORK/engine.token") == 600 ]] || fail "others may read engine.token when it has come out"
@@ -30,6 +31,7 @@ host() {
         shift
     done
     env KVSTORE_ADDRESS="127.0.0.1:$KVSTORE_NODE_PORT" KVSTORE_TLS_CA="$WORK/ca.pem" \
+        KVSTORE_TLS_CERT="$WORK/client.pem" KVSTORE_TLS_KEY="$WORK/client.key" \
         KVSTORE_TOKEN_FILE="$WORK/engine.token" ${variables[@]+"${variables[@]}"} "$KVSTORE" "$@"
 }
 
@@ -69,16 +71,17 @@ check_published() {
 
 check_strangers() {
     local token get=(get --model durable --tokens 1)
-    refused 2 "asks who you are" KVSTORE_TOKEN_FILE= "${get[@]}"
+    refused 2 "does not know this certificate" KVSTORE_TOKEN_FILE= "${get[@]}"
+    refused 3 "asks for client certificates" KVSTORE_TLS_CERT= KVSTORE_TLS_KEY= "${get[@]}"
     refused 2 "does not know this token" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN=default.wrong "${get[@]}"
-    refused 3 "the node speaks TLS" KVSTORE_TLS_CA= "${get[@]}"
+    refused 3 "the node speaks TLS" KVSTORE_TLS_CA= KVSTORE_TLS_CERT= KVSTORE_TLS_KEY= "${get[@]}"
     refused 2 "flush asks for admin" flush
     token=$(add_neighbour)
     await_known "$token" 1
     refused 1 "no namespace with model 'durable'" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN="$token" "${get[@]}"
     in_node kvstore tokens revoke neighbour >/dev/null || fail "kvstore tokens revoke failed"
     await_known "$token" 2
-    step "refused: no token, a wrong one, no TLS, what an engine may not do, another tenant's page; a token that was revoked"
+    step "refused: no token, a wrong one, no certificate, no TLS, what an engine may not do, another tenant's page; a token that was revoked"
 }
 
 check_up_again() {
@@ -97,6 +100,8 @@ check_by_hand() {
     local secrets=(--volume "$BY_HAND:/secrets")
     local told=(--env KVSTORE_NODE_HOST=0.0.0.0 --env KVSTORE_NODE_IDENTITIES=/secrets/identities
         --env KVSTORE_NODE_TLS_CERT=/secrets/node.pem --env KVSTORE_NODE_TLS_KEY=/secrets/node.key
+        --env KVSTORE_NODE_TLS_CLIENT_CA=/secrets/ca.pem
+        --env KVSTORE_TLS_CERT=/secrets/node.pem --env KVSTORE_TLS_KEY=/secrets/node.key
         --env KVSTORE_TLS_CA=/secrets/ca.pem --env KVSTORE_TOKEN_FILE=/secrets/operator.token)
     bare=$("$DOCKER" "${run[@]}" --detach --network-alias bare "$IMAGE" --ram-bytes 64MiB)
     "$DOCKER" "${run[@]}" --rm "${secrets[@]}" --entrypoint python "$IMAGE" /opt/kvstore/first_start.py /secrets secured \
@@ -142,14 +147,16 @@ await_known() {
 _scrape() {
     local status
     status=$(python3 -c 'import ssl, sys, urllib.error, urllib.request
-authority, port, token = *sys.argv[1:3], sys.stdin.read().strip()
+folder, port, token = *sys.argv[1:3], sys.stdin.read().strip()
+context = ssl.create_default_context(cafile=folder + "/ca.pem")
+context.load_cert_chain(folder + "/client.pem", folder + "/client.key")
 credentials = {"Authorization": f"Bearer {token}"} if token else {}
 request = urllib.request.Request(f"https://127.0.0.1:{port}/metrics", headers=credentials)
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}),
-    urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=authority)))
+    urllib.request.HTTPSHandler(context=context))
 try:
     print(opener.open(request, timeout=20).status)
 except urllib.error.HTTPError as error:
-    print(error.code)' "$WORK/ca.pem" "$KVSTORE_NODE_METRICS_PORT" <<<"$2") || fail "the metrics' port does not answer"
+    print(error.code)' "$WORK" "$KVSTORE_NODE_METRICS_PORT" <<<"$2") || fail "the metrics' port does not answer"
     [[ $status == "$1" ]] || fail "metrics answered $status, not $1"
 }

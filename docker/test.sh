@@ -58,7 +58,7 @@ clean_up() {
     if [[ ${#COMPOSE[@]} -gt 0 ]]; then
         "$DOCKER" ps --all --quiet --filter "label=$PROJECT" \
             | xargs --no-run-if-empty "$DOCKER" rm --force >/dev/null 2>&1 || true
-        "$DOCKER" volume rm --force "$BY_HAND" >/dev/null 2>&1 || true
+        "$DOCKER" volume rm --force "$BY_HAND" "$SHOWN" >/dev/null 2>&1 || true
         compose --file docker/compose.monitoring.yaml down --volumes --remove-orphans >/dev/null 2>&1 || true
         cluster_stop
         "$DOCKER" image rm --force "$IMAGE" "$IMAGE-agent" "$IMAGE-engine" "$IMAGE-prometheus" \
@@ -103,7 +103,7 @@ start() {
 sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
 print(*(s.getsockname()[1] for s in sockets))')
     export KVSTORE_IMAGE=$IMAGE KVSTORE_NODE_DISK_BYTES=1GiB
-    export KVSTORE_NODE_RAM_BYTES=${RAM_MIB}MiB KVSTORE_MEMORY_LIMIT=$((RAM_MIB + RAM_MIB / 64 + 512))m
+    export KVSTORE_NODE_RAM_BYTES=${RAM_MIB}MiB KVSTORE_MEMORY_LIMIT=$((RAM_MIB + RAM_MIB / 64 + 512 + 384))m
     export KVSTORE_NODE_PORT=${ports[0]} KVSTORE_NODE_BULK_PORT=${ports[1]} KVSTORE_NODE_METRICS_PORT=${ports[2]}
     compose up --detach --no-build >"$WORK/up.log" 2>&1 || fail "compose up: $(tail -n 5 "$WORK/up.log")"
     NODE=$(compose ps --quiet node)
@@ -170,7 +170,7 @@ for folder in ("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin")))' "$
     in_node python -c 'import ssl; ssl.create_default_context()' || fail "the image has no TLS"
     in_node python -c 'import os, stat, sys
 others = [name for name in os.listdir("/secrets") if os.stat("/secrets/" + name).st_mode & stat.S_IRWXO]
-sys.exit(sorted(others) != ["ca.pem", "node.pem"] or os.stat("/secrets").st_mode & stat.S_IRWXO)' || fail "/secrets lies open"
+sys.exit(sorted(others) != ["ca.pem", "client.pem", "node.pem"] or os.stat("/secrets").st_mode & stat.S_IRWXO)' || fail "/secrets lies open"
     step "user 10001, root file system read-only, /data writable, /secrets closed; no shell, no package manager, no pip"
 }
 
@@ -224,9 +224,20 @@ check_stop() {
 client() {
     "$DOCKER" run --label "$PROJECT" --network "${PROJECT}_default" --volume "${PROJECT}_socket:/run/kvstore:ro" \
         --volume "${PROJECT}_secrets:/secrets:ro" --env KVSTORE_TLS_CA=/secrets/ca.pem \
+        --env KVSTORE_TLS_CERT=/secrets/client.pem --env KVSTORE_TLS_KEY=/secrets/client.key \
         --env KVSTORE_TOKEN_FILE=/secrets/engine.token \
         --read-only --memory $((RAM_MIB / 2))m --memory-swap $((RAM_MIB / 2))m \
         --env "KVSTORE_ADDRESS=node:$KVSTORE_NODE_PORT" --entrypoint kvstore "$@"
+}
+
+# _show_to USER: copies of what clients show, in a volume of their own, for a user who may not read the secrets.
+_show_to() {
+    "$DOCKER" run --rm --user 0 --network none --volume "${PROJECT}_secrets:/secrets:ro" --volume "$SHOWN:/shown" \
+        --entrypoint python "$IMAGE" -c 'import os, shutil, sys
+os.chmod("/shown", 0o755)
+for name in ("client.pem", "client.key"):
+    os.chown(shutil.copy("/secrets/" + name, "/shown"), int(sys.argv[1]), 10001)
+    os.chmod("/shown/" + name, 0o600)' "$1" || fail "the certificate of clients can not be copied"
 }
 
 # travels WANTED WIRE FLAG...: with --wire WANTED, pages of such a client go and come by WIRE.
@@ -242,6 +253,9 @@ travels() {
 
 check_shared() {
     local said status=0 other=(--user 20002 --group-add 10001 --env KVSTORE_TOKEN_FILE= --env KVSTORE_TOKEN)
+    other+=(--volume "$SHOWN:/shown:ro" --env KVSTORE_TLS_CERT=/shown/client.pem --env KVSTORE_TLS_KEY=/shown/client.key)
+    local known=(--env KVSTORE_TLS_CERT=/secrets/client.pem --env KVSTORE_TLS_KEY=/secrets/client.key)
+    _show_to 20002
     travels auto shm --user 10001 --cap-drop ALL
     travels shm shm --user 0 --env KVSTORE_SHM_DIR=/run/kvstore
     local -x KVSTORE_TOKEN # of user 20002, who sees the authority's certificate and can not read the token's file
@@ -254,7 +268,7 @@ check_shared() {
     KVSTORE_TOKEN=$(add_neighbour)
     await_known "$KVSTORE_TOKEN" 1
     status=0
-    said=$(client --rm "${other[@]}" --user 10001 "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
+    said=$(client --rm "${other[@]}" --user 10001 "${known[@]}" "$IMAGE" bench --wire shm --seconds 1 2>&1) || status=$?
     [[ $status != 0 && $said == *"does not trust tenant team-b with its memory"* ]] \
         || fail "bench --wire shm of tenant team-b: exit status $status: $said"
     in_node kvstore tokens revoke neighbour >/dev/null || fail "kvstore tokens revoke failed"

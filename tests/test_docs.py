@@ -109,7 +109,7 @@ def test_dockers_variables_are_those_of_the_compose_file() -> None:
         short = re.findall(r"`(\w+)`", names)
         full = [name if name.startswith("KVSTORE") else "KVSTORE_NODE" + name for name in short]
         told |= dict(zip(full, defaults.strip().split(", "), strict=True))
-    assert len(told) == 10
+    assert len(told) == 11
     assert told.items() <= there.items()
     assert (
         f"A stop gets {re.findall(r'stop_grace_period: (30)s', compose)[0]} s"

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.doctor.member import STREAK_MIN
 from kvstore.keys import short
 from kvstore.plan import pages, plan, survey
 from node.config import NodeConfig
 from node.console import history, members, server, snapshot
 from node.console import pages as looked_up
+from node.gateway import health, supervisor
 from node.serve import heat, recorder, slow, tenants
 from node.serve.traffic import BOUNDS_S
 
@@ -30,6 +32,10 @@ TOLD = {
         f"a status is made each {server.EVERY_S:g} s",
         f"who does not take an event in {server.STALL_S:g} s is hung up",
     ],
+    "ARCHITECTURE.md": [
+        f"silent for {supervisor.SILENT_S_MAX:g} s is killed; it answers `NOT_SERVING` itself when the node is silent "
+        f"for {health.SILENT_S_MAX:g} s",
+    ],
     "metrics.md": [f"Of the {tenants.TOLD_MAX} tenants"],
     "planning.md": [
         f"| {pages.TOKEN_NBYTES >> 10} KiB a token, and it says so |",
@@ -37,6 +43,13 @@ TOLD = {
         f"at most `--copies-share` ({plan.NEAR_SHARE:g}) of a node",
         f"A chain that is longer than `--batch-keys-max` ({BATCH_KEYS:,}) pages",
         f"is at most {recorder.WAITING_PAGES_MAX:,} pages",
+    ],
+    "operations.md": [
+        f"| one says nothing for {supervisor.SILENT_S_MAX:g} s | the node kills it",
+        f"starts after {supervisor.PAUSE_S:g} s, after at most {supervisor.PAUSE_S_MAX:g} s where several end within a "
+        "minute",
+        f"the node hangs for {health.SILENT_S_MAX:g} s | gateways answer",
+        f"| {NodeConfig().grpc_memory_nbytes >> 20} MiB for each gateway | gRPC.",
     ],
 }
 
@@ -52,6 +65,8 @@ def test_numbers_that_are_told_in_words_are_those_in_use() -> None:
     assert looked_up.DIGITS_MIN == 4, "its first digits, four at least"
     assert snapshot.COST_FACTOR == 50, "a fiftieth of a core at most"
     assert server.THREADS == 2, "two for look-ups"
+    assert supervisor.STREAK_S == 60, "several end within a minute"
+    assert STREAK_MIN == 3, "three ends within a minute"
     assert recorder.ABANDONED_S == 60, "one that nobody fetches for a minute ends"
     assert survey.GROUPS == 8, "eight groups that stand for the whole"
 

@@ -54,6 +54,9 @@ def node(
 ) -> None:
     """Make a node's certificate. To the other members of a cluster it is a client with the same one.
 
+    Start the node with --tls-client-ca ca.pem, too: then who has no certificate of this authority (kvstore certs
+    client) gets no further than TLS, and a token says who it is.
+
     \b
     Examples:
       kvstore certs node localhost 127.0.0.1 ::1 --file node

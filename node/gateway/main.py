@@ -23,7 +23,9 @@ from node.log_lines import formatter
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
-OOM_SCORE = "800"  # where memory ends for all, the kernel ends a gateway before a node
+NICENESS = 10  # where processors are short, engines on the node's other ports come first
+# Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole arena.
+OOM_SCORE = "1000"
 
 
 def _watch_memory(nbytes_max: int) -> None:
@@ -51,6 +53,7 @@ def main() -> None:
     handler.addFilter(LogRate())
     handler.setFormatter(formatter(arguments.log_format))
     logging.basicConfig(level=arguments.log_level, handlers=[handler])
+    os.nice(NICENESS)
     _yield_memory_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
     rss_nbytes()  # opens what is read there

@@ -1,8 +1,8 @@
-"""What a gateway's process may do after its start, where Linux has Landlock: a fault in it gives nobody the files of
-the node's user, another connection than to its callers, or the node's memory.
+"""Give up what a gateway's process has no need of after its start, where Linux has Landlock: whoever takes it over by a
+fault in gRPC does not get the files of the node's user, nor the node's memory.
 
     files    read below the directories of Python and of shared libraries; none written
-    network  listen on the gRPC port; connect to nobody (TCP)
+    network  listen on the gRPC port; connect to nobody by TCP. UDP and Unix sockets are not Landlock's
     others   no process outside is traced or signalled (`ptrace`, /proc/PID/mem, `kill`)
 
 Landlock takes rights from the thread that asks, and from those that it starts: ask before there are others.

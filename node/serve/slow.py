@@ -30,8 +30,7 @@ class SlowCall(NamedTuple):
 
 
 class SlowCalls:
-    """Thread-safe. Steps belong to the call that their own thread is at: those of gRPC, which has a thread for its loop
-    and others for its work, are not known."""
+    """Thread-safe. Steps belong to the call that their own thread is at."""
 
     def __init__(self) -> None:
         self._calls: deque[SlowCall] = deque(maxlen=KEPT)

@@ -15,11 +15,12 @@ from typing import Any
 
 from kvstore.identity_file import add, new_token, token_line
 from kvstore.measure.node_process import NodeProcess
+from node.config import NodeConfig
 
 HERE = Path(__file__).parent
 RAM_NBYTES = 256 << 20
-# docs/operations.md, "Docker": what a node with pages of 64 KiB or more needs.
-LIMIT_NBYTES = RAM_NBYTES + RAM_NBYTES // 64 + (512 << 20)
+# docs/operations.md, "Memory": what a node with pages of 64 KiB or more and one gateway needs.
+LIMIT_NBYTES = RAM_NBYTES + RAM_NBYTES // 64 + (512 << 20) + NodeConfig.grpc_memory_nbytes
 NODE_FLAGS = ("--ram-bytes", str(RAM_NBYTES), "--extent-bytes", str(16 << 20), "--log-level", "WARNING")
 MODES = ("open", "token", "mtls")
 SOURCES = {"one": "127.0.0.2", "many": "127.0.0.2-127.0.0.200"}

@@ -101,7 +101,11 @@ def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
     async def call(handler: Any, bites: Bites) -> None:
         context, given = Context(), messages(bites, handler.request_deserializer)
         try:
-            await handler.stream_stream(given, context)
+            if handler.unary_unary is None:
+                await handler.stream_stream(given, context)
+            elif (request := await anext(given, None)) is not None:
+                reply = await handler.unary_unary(request, context)
+                context.written += [] if reply is None else [reply]
         finally:
             await given.aclose()  # type: ignore[attr-defined]
         assert fits(context.written), "an answer that is not for this one"

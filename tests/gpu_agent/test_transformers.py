@@ -10,11 +10,13 @@ import torch
 from asking import traces_of_calls
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from gpu_agent.config import AgentConfig
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.identity.transformers import weights_digest
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
-WAIT_S = 20.0
+WAIT_S = 60.0
+PATIENT = AgentConfig(lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0)  # a busy machine answers late
 TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
 SIZES = {
     "vocab_size": 512,
@@ -60,7 +62,8 @@ class Maker:
         self.client, self.name, self.adapters = client, f"tiny-{uuid.uuid4()}", []
 
     def __call__(self, model: PreTrainedModel, page_tokens: int = 16) -> TransformersAdapter:
-        self.adapters.append(TransformersAdapter(self.client, model, self.name, page_tokens=page_tokens))
+        adapter = TransformersAdapter(self.client, model, self.name, page_tokens=page_tokens, config=PATIENT)
+        self.adapters.append(adapter)
         return self.adapters[-1]
 
 

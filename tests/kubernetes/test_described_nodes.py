@@ -1,16 +1,13 @@
 """Nodes started here as the manifests describe them, with the secrets that docs/kubernetes.md makes and the probes of a
 kubelet; an engine beside them as the example describes it."""
 
-import http.client
 import os
 import shutil
-import ssl
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_etcd import FakeEtcd
@@ -19,7 +16,7 @@ from fleets import members
 from manifests import DOCUMENT, FOLDER, Workload, overlay, read
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, Keep, PutOutcome, opaque_layout
+from kvstore import Client, ClientConfig, Keep, PutOutcome, Unavailable, opaque_layout
 from kvstore.config import load
 from kvstore.keys import Namespace
 from kvstore.results import ACK_ALL
@@ -75,6 +72,7 @@ class Host:
 
     def __init__(self, folder: Path, secrets: Path) -> None:
         self._folder, self._secrets = folder, secrets
+        self.of_pod: dict[str, dict[str, str]] = {}  # variables that pods were started with
         (folder / "run").mkdir()
 
     @property
@@ -98,7 +96,8 @@ class Host:
         here = {"KVSTORE_NODE_HOST": "127.0.0.1", **ports}
         if etcd is not None:
             here |= {"KVSTORE_NODE_CLUSTER": f"etcd://{etcd.endpoint}/fleet", "KVSTORE_NODE_ADVERTISE": "127.0.0.1"}
-        return found | here
+        self.of_pod[pod] = found | here
+        return self.of_pod[pod]
 
     def give(self, path: Path, secret: str, key: str) -> None:
         """As fsGroup makes it of defaultMode 0400."""
@@ -132,18 +131,14 @@ def workload(overlay_name: str, name: str) -> Workload:
     return found
 
 
-def probe(node: Node, asked: dict[str, Any]) -> int:
-    """As a kubelet does."""
-    assert asked["scheme"] == "HTTPS"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    port = {"metrics": node.metrics.port}[asked["port"]]
-    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=20.0, context=context)
-    try:
-        connection.request("GET", asked["path"])
-        return connection.getresponse().status
-    finally:
-        connection.close()
+def probe(node: Node, workload: Workload, kind: str, variables: dict[str, str]) -> int:
+    """As a kubelet does: run the command in the container, which here has other ports than the manifest's."""
+    program = workload.container[kind]["exec"]["command"][1].rpartition("/")[2]
+    ports = {"KVSTORE_NODE_METRICS_PORT": str(node.metrics.port)}
+    command = [sys.executable, str(FOLDER.parents[1] / "docker" / program)]
+    path = {"PATH": os.environ["PATH"], "PYTHONPATH": str(FOLDER.parents[1])}
+    done = subprocess.run(command, env={**variables, **path, **ports}, capture_output=True, check=False)
+    return done.returncode
 
 
 def engine_variables(host: Host, tmp_path: Path, *addresses: str) -> dict[str, str]:
@@ -151,7 +146,7 @@ def engine_variables(host: Host, tmp_path: Path, *addresses: str) -> dict[str, s
     (manifest,) = read(FOLDER / "examples" / "vllm.yaml")
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     found = {entry["name"]: entry["value"] for entry in container["env"]}
-    for name in ("KVSTORE_TLS_CA", "KVSTORE_TOKEN_FILE"):
+    for name in ("KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY", "KVSTORE_TOKEN_FILE"):
         key = Path(found[name]).name
         host.give(tmp_path / key, "kvstore-engine", key)
         found[name] = str(tmp_path / key)
@@ -162,6 +157,8 @@ def test_the_documents_secrets_are_for_their_owner_only(secrets: Path) -> None:
     names = sorted(path.relative_to(secrets).as_posix() for path in secrets.rglob("*") if path.is_file())
     assert names == [
         "kvstore-engine/ca.crt",
+        "kvstore-engine/tls.crt",
+        "kvstore-engine/tls.key",
         "kvstore-engine/token",
         "kvstore-identities/identities",
         "kvstore-tls/ca.crt",
@@ -177,7 +174,7 @@ def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(start: Start, 
     alone = workload("one", "kvstore")
     node = start(alone, "kvstore-0")
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert probe(node, alone.container[kind]["httpGet"]) == 200
+        assert probe(node, alone, kind, host.of_pod["kvstore-0"]) == 0
     known = engine_variables(host, tmp_path, f"127.0.0.1:{node.grpc.port}")
     config = load(ClientConfig, "KVSTORE", {"timeout_s": 30.0, "connect_timeout_s": 20.0}, known)
     space = Namespace("llama", opaque_layout(PAGE_NBYTES))
@@ -186,7 +183,26 @@ def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(start: Start, 
         assert engine.wire_name == "bulk", "nobody shares the memory of a storage node"
     assert (tmp_path / "kvstore-0" / "data" / "pages").is_dir()
     node.grpc.set_serving(False)
-    assert probe(node, alone.container["readinessProbe"]["httpGet"]) == 503
+    assert probe(node, alone, "readinessProbe", host.of_pod["kvstore-0"]) == 1
+
+
+def test_who_has_no_certificate_is_not_served_and_spoiled_files_end_no_node(
+    start: Start, host: Host, tmp_path: Path
+) -> None:
+    alone = workload("one", "kvstore")
+    node = start(alone, "kvstore-0")
+    known = engine_variables(host, tmp_path, f"127.0.0.1:{node.grpc.port}")
+    del known["KVSTORE_TLS_CERT"], known["KVSTORE_TLS_KEY"]
+    config = load(ClientConfig, "KVSTORE", {"timeout_s": 20.0, "connect_timeout_s": 10.0}, known)
+    with Client(config) as stranger, pytest.raises(Unavailable, match="asks for client certificates"):
+        stranger.node_status()
+    variables = host.of_pod["kvstore-0"]
+    for spoiled in (b"", Path(variables["KVSTORE_NODE_IDENTITIES"]).read_bytes()):
+        Path(variables["KVSTORE_NODE_TLS_CERT"]).chmod(0o600)
+        Path(variables["KVSTORE_NODE_TLS_CERT"]).write_bytes(spoiled)
+        assert probe(node, alone, "livenessProbe", variables) == 0
+    node.metrics.stop()
+    assert probe(node, alone, "livenessProbe", variables) == 1
 
 
 def test_an_engine_shares_its_near_nodes_memory_and_its_pages_lie_at_storage_nodes(
@@ -212,4 +228,4 @@ def test_an_engine_shares_its_near_nodes_memory_and_its_pages_lie_at_storage_nod
     for node in nodes:
         assert node.tier.lookup(space.digest, KEYS, touch=False) == [True] * len(KEYS), "two replicas, of two nodes"
     assert near.disk is None
-    assert probe(near, near_pod.container["livenessProbe"]["httpGet"]) == 200
+    assert probe(near, near_pod, "livenessProbe", host.of_pod["kvstore-near-x7k2p"]) == 0

@@ -26,6 +26,7 @@ from node.serve.metrics_server import HEALTH_PATH
 DOCKERFILE = (ROOT / "docker" / "node.Dockerfile").read_text()
 NAMES = {"StatefulSet": "kvstore-1", "DaemonSet": "kvstore-near-x7k2p"}
 NAMESPACE = "kvstore"
+HEALTH = ["/opt/kvstore/bin/python", "/opt/kvstore/health.py"]
 MIB = 1 << 20
 
 
@@ -132,11 +133,10 @@ def test_its_ports_are_those_of_the_image_and_of_the_services(workload: Workload
 @pytest.mark.parametrize("workload", list(pods()))
 def test_probes_ask_what_is_served(workload: Workload) -> None:
     config = config_of(workload)
+    assert config.tls_client_ca, "who has no certificate does not get as far as HTTP/2; nor does a kubelet"
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        probe = workload.container[kind]
-        assert probe["httpGet"] == {"path": HEALTH_PATH, "port": "metrics", "scheme": "HTTPS"}
-        assert config.tls_cert
-        assert not config.tls_client_ca, "a kubelet has no certificate to show"
+        assert workload.container[kind]["exec"] == {"command": HEALTH}
+    assert f'"GET", "{HEALTH_PATH}"' in (ROOT / "docker" / "health.py").read_text()
     touched_s = config.ram_nbytes / (1 << 30) / 2 * 20  # where a hypervisor finds the memory only then
     startup = workload.container["startupProbe"]
     assert startup["failureThreshold"] * startup["periodSeconds"] >= touched_s
@@ -160,7 +160,8 @@ def nbytes(quantity: str) -> int:
 @pytest.mark.parametrize("workload", list(pods()))
 def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
     config, resources = config_of(workload), workload.container["resources"]
-    assert nbytes(resources["limits"]["memory"]) >= config.ram_nbytes * 65 // 64 + 512 * MIB
+    gateways = config.grpc_processes * config.grpc_memory_nbytes
+    assert nbytes(resources["limits"]["memory"]) >= config.ram_nbytes * 65 // 64 + 512 * MIB + gateways
     assert resources["requests"]["memory"] == resources["limits"]["memory"], "all of it is touched at the start"
     assert "cpu" not in resources["limits"]
     for claim in workload.manifest["spec"].get("volumeClaimTemplates", []):
@@ -173,9 +174,10 @@ def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
 @pytest.mark.parametrize("workload", list(pods()))
 def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Workload) -> None:
     config, variables = config_of(workload), workload.variables(fields(workload))
-    read_by_node = [config.tls_cert, config.tls_key, config.tls_ca, config.identities, config.token_file]
-    assert set(filter(None, read_by_node)) <= set(workload.files)
-    by_operator = {variables["KVSTORE_TLS_CA"], variables["KVSTORE_TOKEN_FILE"]}
+    read_by_node = [config.tls_cert, config.tls_key, config.tls_ca, config.tls_client_ca, config.identities]
+    assert set(filter(None, [*read_by_node, config.token_file])) <= set(workload.files)
+    of_operator = ("KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY", "KVSTORE_TOKEN_FILE")
+    by_operator = {variables[name] for name in of_operator}
     if workload.manifest["kind"] == "StatefulSet":
         assert by_operator <= set(workload.files)
     else:
@@ -215,7 +217,8 @@ def test_the_document_makes_the_secret_of_an_engine() -> None:
     told = [(key, file) for secret, key, file in secrets_told("default") if secret == "kvstore-engine"]
     assert volumes["kvstore-known"]["secret"] == {"secretName": "kvstore-engine", "defaultMode": 0o400}
     at = mounted["kvstore-known"]["mountPath"]
-    assert {variables["KVSTORE_TLS_CA"], variables["KVSTORE_TOKEN_FILE"]} == {f"{at}/{key}" for key, _ in told}
+    files = ("KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY", "KVSTORE_TOKEN_FILE")
+    assert {variables[name] for name in files} == {f"{at}/{key}" for key, _ in told}
     (near,) = (some for some in overlay("gpu").workloads if some.name == "kvstore-near")
     (socket,) = (some for some in near.pod["volumes"] if some["name"] == "socket")
     assert volumes["kvstore-socket"]["hostPath"] == socket["hostPath"]

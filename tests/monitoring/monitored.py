@@ -84,6 +84,7 @@ class Monitored:
 
     def _start(self, folder: Path, member: str) -> NodeProcess:
         files = {"tls-cert": "node.pem", "tls-key": "node.key", "tls-ca": "ca.pem", "token-file": "member.token"}
+        files["tls-client-ca"] = "ca.pem"
         flags = [word for flag, name in files.items() for word in (f"--{flag}", str(self.known / name))]
         flags += ["--identities", str(self.known / "identities"), "--shm-trust", "default"]
         list_ = ",".join(f"{some}=127.0.0.1:{port}" for some, port in self.ports.items())
@@ -95,7 +96,9 @@ class Monitored:
     def _client(self, **settings: str) -> Client:
         token = {} if "token" in settings else {"token_file": str(self.known / "engine.token")}
         address = ",".join(f"127.0.0.1:{port}" for port in self.ports.values())
-        known = {"tls_ca": str(self.known / "ca.pem"), "timeout_s": 30.0, "connect_timeout_s": 20.0, **token}
+        files = {"tls_ca": "ca.pem", "tls_cert": "client.pem", "tls_key": "client.key"}
+        shown = {name: str(self.known / file) for name, file in files.items()}
+        known = {"timeout_s": 30.0, "connect_timeout_s": 20.0, **shown, **token}
         return Client(ClientConfig(address, **known, **settings))
 
     def _put(self, client: Client, space: Namespace, numbers: range) -> None:

@@ -84,7 +84,7 @@ def test_files_that_are_mounted_are_there_and_where_they_are_looked_for() -> Non
     config = read("prometheus.yaml")
     assert [f"/etc/prometheus/{name}" in there for name in config["rule_files"]] == [True]
     (job,) = config["scrape_configs"]
-    told = [job["tls_config"]["ca_file"], job["authorization"]["credentials_file"], *job["file_sd_configs"][0]["files"]]
+    told = [*job["tls_config"].values(), job["authorization"]["credentials_file"], *job["file_sd_configs"][0]["files"]]
     made = (DOCKER / "first_scrape.py").read_text()
     assert all(f'"{name.removeprefix("known/")}"' in made for name in told)
     assert there["/etc/prometheus/known"] == mounts("scrape")["/prometheus"]

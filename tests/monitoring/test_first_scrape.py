@@ -41,7 +41,8 @@ def test_prometheus_is_known_as_a_reader_of_all_tenants(folders: SimpleNamespace
     assert found.problems == []
     who = found.tokens[token_hash(token)]
     assert (who.name, who.tenant, who.role.name) == ("compose-prometheus", "*", "READ")
-    assert (folders.prometheus / "ca.pem").read_bytes() == (folders.secrets / "ca.pem").read_bytes()
+    for name in ("ca.pem", "client.key", "client.pem"):
+        assert (folders.prometheus / name).read_bytes() == (folders.secrets / name).read_bytes()
     assert len((folders.grafana / "admin.password").read_text()) > 20
 
 
@@ -55,7 +56,7 @@ def test_what_the_certificate_does_not_name_is_of_another_compose_file(folders: 
 def test_only_the_group_reads_it_and_each_container_what_is_its(folders: SimpleNamespace) -> None:
     assert run(folders) == 0
     for folder, names in {
-        "prometheus": ["ca.pem", "nodes.json", "prometheus.token"],
+        "prometheus": ["ca.pem", "client.key", "client.pem", "nodes.json", "prometheus.token"],
         "grafana": ["admin.password"],
     }.items():
         there = sorted(getattr(folders, folder).iterdir())

@@ -32,6 +32,7 @@ QUIET = {
     "Pages that the disk did not take, or damaged B": "nothing damages pages",
     "Pages handed on, fetched, dropped C": "all members are there, though one may have no room just then",
     "Pages handed on, fetched, dropped D": "likewise",
+    "Gateways that serve, ended in an hour B": "nobody floods them",
 }
 """Queries that answer with a number, which may be 0 here, and why. All others must tell of the traffic."""
 MAY_BE_PENDING = {

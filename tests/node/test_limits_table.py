@@ -13,11 +13,10 @@ from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
 from node.console.pages import BYTES_MAX
 from node.console.server import EVERY_S, THREADS
-from node.gateway import options, supervisor
+from node.gateway import main, options, supervisor
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
 from node.serve import gateway, limits, metrics_server, recorder
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
-from node.serve.gateway import GatewayDoor
 from node.server import Node
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -47,17 +46,19 @@ def test_every_row_of_the_table_names_tests_that_exist() -> None:
 def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     """Caps are made by one function; those of a node that starts are all of them."""
     assert node.shm is not None
-    calls, servicer = node.grpc.calls, servicer_of(node)
-    budgets = [node.service.requests, node.sessions.reserved, node.sessions.held]
+    servicer, calls = servicer_of(node), node.grpc.calls
+    budgets = [node.service.requests, node.sessions.reserved, node.sessions.held, node.service.followers._budget]
     budgets += node.service._long_calls.values()
-    budgets += [node.service.followers._budget, calls.calls, calls.transfers, calls.durable, calls.loads]
-    places = [node.bulk._places, node.shm._places, *servicer.places, node.metrics._places]
+    budgets += [calls.calls, calls.transfers, calls.durable, calls.loads]
+    places = [node.bulk._places, node.shm._places, node.metrics._places, *servicer.places]
+    with socket.socket() as unused:
+        door = node.grpc.open_door("one more", unused)
+    door._spare.close()
+    places += [door._places]
     assert node.console is not None
     budgets += [node.console.server._watchers, node.console.server._calls, node.console.server._reads]
     places += [node.console.server._places]
     caps = [one.cap for one in (*budgets, *places)]
-    with socket.socket() as door:
-        caps.append(GatewayDoor("gateway", door, node.service, calls, 1.0)._places.cap)
     told = {name.strip() for row in rows() for name in row[0].split(",")}
     assert {cap.what for cap in caps} <= told
     assert all(0 < cap.per_peer <= cap.total for cap in caps)
@@ -69,9 +70,12 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
 # A part of the row -> what it says, made from the numbers in use.
 SAID = {
     "bulk connections": f"`--sessions-max` ({NodeConfig().sessions_max})",
-    "gRPC connections": f"{supervisor.CONNECTIONS_MAX:,} at once of each gateway",
-    "memory of a gateway": f"({NodeConfig().grpc_memory_nbytes >> 20} MiB)",
+    "gRPC connections": f"{supervisor.CONNECTIONS_MAX:,} of each gateway",
     "connections of a gateway": f"{gateway.CONNECTIONS_MAX:,} to its node",
+    "memory of a gateway": (
+        f"`--grpc-memory-bytes` ({NodeConfig().grpc_memory_nbytes >> 20} MiB), looked at {1 / main.WATCH_S:g} times"
+    ),
+    "time of a gateway to say that it lives": f"{supervisor.SILENT_S_MAX:g} s",
     "time for a first request": f"{limits.REQUEST_S_MAX:g} s, all of it",
     "gRPC calls": f"({4 * NodeConfig().grpc_threads}); {options.STREAMS_OF_CONNECTION_MAX} of a connection",
     "gRPC transfers": f"({NodeConfig().grpc_threads * 3 // 4})",
@@ -86,7 +90,7 @@ SAID = {
     ),
     "bytes of large requests": (
         f"{limits.REQUESTS_NBYTES_MAX >> 20} MiB, {limits.REQUEST_NBYTES_FACTOR} bytes for each byte of requests over "
-        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB |"
+        f"{limits.REQUEST_NBYTES_FREE >> 10} KiB"
     ),
     "keys, page bytes and ranges of a request": f"{GET_RANGES_MAX:,} ranges, {GET_PIECES_MAX:,} pieces",
     "namespaces": (

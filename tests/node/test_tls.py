@@ -18,7 +18,7 @@ from kvstore.deadline import Deadline
 from kvstore.measure.ports import free_ports
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
-from node.gateway.call import Call, certificate_names
+from node.gateway.upstream import on_behalf_of
 from node.serve.bulk import BulkConnection
 from node.server import Node
 from node.tls import Certificates, Shown, certificates_of
@@ -103,14 +103,12 @@ def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
 
 def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
     found: list[Shown | None] = []
-    request = Call.request
 
-    async def spy(self: Call, messages: Any) -> Any:
-        names = certificate_names(self.context.auth_context())
+    def spy(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:
         found.append(None if names is None else Shown(names[0], names[1:]))
-        return await request(self, messages)
+        return on_behalf_of(address, authorization, names)
 
-    monkeypatch.setattr(Call, "request", spy)
+    monkeypatch.setattr("node.gateway.call.on_behalf_of", spy)
     connect(node, "grpc").open(SPACE)
     return found[-1]
 

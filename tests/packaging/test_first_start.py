@@ -22,9 +22,9 @@ from node.server import Node
 
 PATH = Path(__file__).parents[2] / "docker" / "first_start.py"
 TOKENS = {"operator.token", "member.token", "engine.token"}
-KEYS = {"ca.key", "node.key"}
-PUBLIC = {"ca.pem", "node.pem"}
-FILES = 8
+KEYS = {"ca.key", "node.key", "client.key"}
+PUBLIC = {"ca.pem", "node.pem", "client.pem"}
+FILES = 10
 KEY, PAGE = b"k" * 32, bytes(range(256)) * 16
 SPACE = Namespace("llama", opaque_layout(len(PAGE)))
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_killed_is_gone_on_with(
         after = contents(folder)
         kept = {name for name, content in there.items() if after[name] == content}
         assert {*there} - kept <= KEYS, "of a pair that was half there the key is made anew"
-        assert len({*there} - kept) == (files in (1, 3))
+        assert len({*there} - kept) == (files in (1, 3, 5))
         serves(folder)
 
 
@@ -139,12 +139,14 @@ def of_node(folder: Path) -> dict[str, str]:
         "identities": str(folder / "identities"),
         "tls_cert": str(folder / "node.pem"),
         "tls_key": str(folder / "node.key"),
+        "tls_client_ca": str(folder / "ca.pem"),
         "shm_trust": "default",
     }
 
 
 def as_engine(folder: Path, node: Node, **settings: Any) -> Client:
-    known = {"tls_ca": str(folder / "ca.pem"), "token_file": str(folder / "engine.token"), **settings}
+    shown = {"tls_cert": str(folder / "client.pem"), "tls_key": str(folder / "client.key")}
+    known = {"tls_ca": str(folder / "ca.pem"), "token_file": str(folder / "engine.token"), **shown, **settings}
     return Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known))
 
 
@@ -176,7 +178,10 @@ def test_a_node_with_these_files_serves_a_client_with_them(node: Node, secrets: 
 def test_and_nobody_else(node: Node, secrets: Path) -> None:
     with as_engine(secrets, node, token_file="") as stranger, pytest.raises((Unauthenticated, Unavailable)) as told:
         stranger.lookup(SPACE, [KEY])
-    assert "asks who you are" in str(told.value)
+    assert "does not know this certificate" in str(told.value)
+    with as_engine(secrets, node, tls_cert="", tls_key="") as stranger, pytest.raises(Unavailable) as told:
+        stranger.lookup(SPACE, [KEY])
+    assert "asks for client certificates" in str(told.value)
     plain = ClientConfig(f"127.0.0.1:{node.grpc.port}", token_file=str(secrets / "engine.token"))
     with Client(plain) as client, pytest.raises(Unavailable, match="the node speaks TLS"):
         client.lookup(SPACE, [KEY])
@@ -200,9 +205,17 @@ def test_tokens_of_ones_own_are_taken(first_start: Any, tmp_path: Path) -> None:
     assert read(tmp_path / "identities").tokens[token_hash("default.my-own")].name == "engine"
 
 
-def test_an_authority_of_ones_own_needs_no_key_there(first_start: Any, tmp_path: Path, ours: Authority) -> None:
-    for name in (*PUBLIC, "node.key"):
+def test_an_authority_of_ones_own_needs_no_key_there(
+    first_start: Any, tmp_path: Path, ours: Authority, capsys: Any
+) -> None:
+    for name in ("ca.pem", "node.pem", "node.key"):
         shutil.copy2(ours.path.parent / name, tmp_path)
+    assert first_start.main([str(tmp_path), "localhost"]) == 0
+    assert "clients show one of ca.pem" in capsys.readouterr().err
+    for path in ours.client("shown", "anybody", 1, force=True):
+        shutil.copy2(path, tmp_path / f"client{path.suffix}")
+    for name in (*TOKENS, "identities"):
+        (tmp_path / name).unlink()
     before = contents(tmp_path)
     assert first_start.main([str(tmp_path), "localhost"]) == 0
     after = contents(tmp_path)

@@ -182,6 +182,8 @@ def metrics() -> Tree:
     status = pb.NodeStatusReply(ram=pb.RamStatus(), disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus())
     status.tenants.add(tenant="t")
     status.namespaces.add(digest=b"d")
+    status.gateways.add(name="gateway-0")
+    status.gateway_ends.add(why="memory")
     status.tls.certificates.add(setting="tls_cert")
     traffic = Traffic()
     traffic.took("bulk", 1)
