@@ -111,11 +111,7 @@ def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, s
 def test_a_call_that_sends_no_request_is_ended(node: Node, silence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 0.2)
     with channel_to(node) as channel, pytest.raises(grpc.RpcError) as caught:
-<<<<<<< HEAD
-        channel.stream_unary("/kvstore.KVStore/Get")(iter(silence()), timeout=30.0)
-=======
         channel.stream_unary("/kvstore.KVStore/Put")(iter(silence()), timeout=30.0)
->>>>>>> gateway
     assert caught.value.code() is EXHAUSTED
     assert "no request came in 0.2 s" in caught.value.details()
 
@@ -124,17 +120,10 @@ def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(node
     """16 calls in all with four threads, eight of one peer."""
     at_rest(node)
     with channel_to(node) as channel:
-<<<<<<< HEAD
-        get = channel.stream_unary("/kvstore.KVStore/Get")
-        calls = []
-        for number in range(10):
-            calls.append(get.future(iter(silence()), timeout=60.0, wait_for_ready=True))
-=======
         silent = channel.stream_unary("/kvstore.KVStore/Put")
         calls = []
         for number in range(10):
             calls.append(silent.future(iter(silence()), timeout=60.0, wait_for_ready=True))
->>>>>>> gateway
             while servicer_of(node)._calls.count < min(number + 1, 8) and not calls[0].done():
                 threading.Event().wait(0.01)
         assert [call.code() for call in calls[:2]] == [EXHAUSTED] * 2
@@ -182,13 +171,8 @@ def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_cl
     node = start_node(grpc_threads=64, stall_s=30.0)
     counted = servicer_of(node)._calls
     with channel_to(node) as channel:
-<<<<<<< HEAD
-        get = channel.stream_unary("/kvstore.KVStore/Get")
-        calls = [get.future(iter(silence()), timeout=60.0) for _ in range(2 * STREAMS_OF_CONNECTION_MAX)]
-=======
         silent = channel.stream_unary("/kvstore.KVStore/Put")
         calls = [silent.future(iter(silence()), timeout=60.0) for _ in range(2 * STREAMS_OF_CONNECTION_MAX)]
->>>>>>> gateway
         wait_until(lambda: counted.count >= STREAMS_OF_CONNECTION_MAX)
         threading.Event().wait(0.2)
         assert counted.count == STREAMS_OF_CONNECTION_MAX
@@ -270,7 +254,7 @@ def test_calls_that_wait_do_not_delay_a_stop(silence: Any) -> None:
     with channel_to(node) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120.0)
         assert next(watch).status == SERVING
-        channel.stream_unary("/kvstore.KVStore/Get").future(iter(silence()), timeout=120.0)
+        channel.stream_unary("/kvstore.KVStore/Lookup").future(iter(silence()), timeout=120.0)
         began = time.monotonic()
         node.stop()
         assert time.monotonic() - began < 30.0
@@ -283,11 +267,7 @@ def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
     node = start_node()
     in_loop(node, servicer_of(node).end_idle)
     with channel_to(node) as channel:
-<<<<<<< HEAD
-        late = channel.stream_unary("/kvstore.KVStore/Get").future(iter(silence()), timeout=30.0)
-=======
         late = channel.stream_unary("/kvstore.KVStore/Put").future(iter(silence()), timeout=30.0)
->>>>>>> gateway
         assert late.code() is EXHAUSTED
 
 

@@ -18,7 +18,7 @@ from kvstore.deadline import Deadline
 from kvstore.measure.ports import free_ports
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
-from node.gateway.upstream import on_behalf_of
+from node.gateway.call import Call, certificate_names
 from node.serve.bulk import BulkConnection
 from node.server import Node
 from node.tls import Certificates, Shown, certificates_of
@@ -103,12 +103,14 @@ def shown_at_bulk(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> 
 
 def shown_at_grpc(connect: Any, node: Node, monkeypatch: pytest.MonkeyPatch) -> Shown | None:
     found: list[Shown | None] = []
+    enter = Call.__enter__
 
-    def spy(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:
+    def spy(self: Call) -> Call:
+        names = certificate_names(self.context.auth_context())
         found.append(None if names is None else Shown(names[0], names[1:]))
-        return on_behalf_of(address, authorization, names)
+        return enter(self)
 
-    monkeypatch.setattr("node.gateway.call.on_behalf_of", spy)
+    monkeypatch.setattr(Call, "__enter__", spy)
     connect(node, "grpc").open(SPACE)
     return found[-1]
 
