@@ -16,12 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 from kvstore.config import MESSAGE_NBYTES_MAX
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import Exhausted, Unauthenticated, Unavailable
 from kvstore.messages import delimited, field_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.threads import begun
+from kvstore.wires.connections import TRACED_NBYTES_MAX
 from kvstore.wires.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
-from node.serve.limits import REQUEST_NBYTES_FREE
+from node.serve.limits import ON_BEHALF_NBYTES_MAX
 
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
 RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins
@@ -62,8 +63,10 @@ class NodeConnection:
         self.clean = True
 
     def close(self) -> None:
-        """A thread that uses the socket ends soon, and closes it: before, its number must not be anybody else's."""
+        """A thread that uses the socket ends soon, and closes it: before, its number must not be anybody else's. Nor
+        may the loop know that number still: a send that was cancelled just now has not told it yet."""
         self._deafen()
+        self._loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         if self._moving is None:
@@ -108,7 +111,7 @@ class NodeConnection:
     async def begin(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> tuple[memoryview, int]:
         """As `exchange`, for a call that goes on. Return also how many page bytes follow the reply."""
         header = delimited(_REQUEST[op], request)
-        if trace and len(request) <= REQUEST_NBYTES_FREE:  # a large request is one field and nothing else
+        if trace and len(request) <= TRACED_NBYTES_MAX:
             header += delimited(_REQUEST["trace"], trace)
         frame = b"".join((self.unsent, pack_fixed(len(header), 0), header))
         self.unsent, self.clean = b"", False
@@ -140,7 +143,7 @@ class NodeConnection:
                     pieces.append(await self._receive(left))
                     left -= len(pieces[-1])
                 return b"".join(pieces)
-            data = await self._in_thread(self._sock.recv, left, socket.MSG_WAITALL)
+            data = await self._in_thread(_received, self._sock, left)
         except ConnectionError as error:
             raise Unavailable("the node ended this call") from error
         if len(data) < left:
@@ -214,6 +217,17 @@ class NodeConnection:
         return reply, payload_nbytes
 
 
+def _received(sock: socket.socket, nbytes: int) -> bytes:
+    """So many bytes, or fewer from who hangs up. A process that is stopped gets a part when it goes on."""
+    data = sock.recv(nbytes, socket.MSG_WAITALL)
+    while data and len(data) < nbytes:
+        more = sock.recv(nbytes - len(data), socket.MSG_WAITALL)
+        if not more:
+            break
+        data += more
+    return data
+
+
 class Upstream:
     """The pool of connections. Belongs to the event loop's thread."""
 
@@ -227,7 +241,11 @@ class Upstream:
     @contextlib.contextmanager
     def lease(self, on_behalf: bytes) -> Iterator[NodeConnection]:
         """Lend a connection on which the node takes requests for those of this caller, an OnBehalfRequest in its wire
-        form. Raise Exhausted or Unavailable."""
+        form. Raise Exhausted or Unavailable, and Unauthenticated for one that is too long."""
+        if len(on_behalf) > ON_BEHALF_NBYTES_MAX:
+            raise Unauthenticated(
+                f"the names in this certificate have {len(on_behalf)} bytes, at most {ON_BEHALF_NBYTES_MAX} are taken"
+            )
         connection = self._taken(on_behalf)
         try:
             if connection.on_behalf != on_behalf:

@@ -78,6 +78,7 @@ class Connection(abc.ABC):
         self._edge = service.traffic.edge(caller.wire)
         self._trace: Trace | None = None  # of the request that was received last
         self._request_nbytes = 0  # taken from the budget for large requests
+        self._request_peer = ""  # from whose share; who asks may be another by the time it is given back
         sock.admit = self._admit
 
     # ---- what differs --------------------------------------------------------------------
@@ -270,11 +271,12 @@ class Connection(abc.ABC):
     def _admit(self, header_nbytes: int) -> None:
         """A large request is refused before it is received, if too many are."""
         if header_nbytes > REQUEST_NBYTES_FREE:
-            self._request_nbytes += self.service.forms.take(self.peer, header_nbytes)
+            taken = self.service.forms.take(self.peer, header_nbytes)
+            self._request_peer, self._request_nbytes = self.peer, self._request_nbytes + taken
 
     def _give_back(self) -> None:
         if self._request_nbytes:
-            self.service.requests.give(self.peer, self._request_nbytes)
+            self.service.requests.give(self._request_peer, self._request_nbytes)
             self._request_nbytes = 0
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:

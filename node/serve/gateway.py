@@ -17,7 +17,7 @@ from typing import Any
 from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError
 from kvstore.identities import Principal
-from kvstore.messages import FRAME_NBYTES, chunk_head
+from kvstore.messages import FRAME_NBYTES, chunk_head, field_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.chunks import runs
 from kvstore.wires.frames import FrameSocket
@@ -34,6 +34,7 @@ from node.serve.session import Session
 log = logging.getLogger(__name__)
 
 WIRE = "grpc"
+ON_BEHALF = pb.BulkRequest.ON_BEHALF_FIELD_NUMBER
 ADMITTED = ("follow", "reflection")  # calls that a gateway answers by itself
 CONNECTIONS_MAX = 1 << 12  # of one gateway, which has a connection for each call that it forwards at a time
 STALL_MORE_S = 2.0  # a gateway ends calls that stall; the node does so a little later, should the gateway hang
@@ -161,10 +162,15 @@ class GatewayConnection(BulkConnection):
         super()._admit(header_nbytes)
 
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
-        """What callers send is inside: it may be anything, and costs nobody else the connection."""
+        """What callers send is inside: it may be anything, and costs nobody else the connection. What the gateway says
+        of them ends it if it is not understood: the request behind it would be taken for another caller's."""
         try:
             return super().parse(header, payload_nbytes)
-        except ProtocolError as error:
+        except KVStoreError as error:
+            if field_of(memoryview(header))[0] == ON_BEHALF:
+                raise ProtocolError(f"who calls is not understood: {error}") from error
+            if not isinstance(error, ProtocolError):
+                raise
             if payload_nbytes:
                 raise
             log.info("grpc: a call of %s is refused: its request is no message of the schema", self.peer)

@@ -26,6 +26,8 @@ REQUEST_S_MAX = 10.0
 # Requests on their way and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python objects
 # take up to eight times what they have on the wire: 16 of the largest messages (2 MiB) at a time.
 REQUEST_NBYTES_FREE = 64 << 10
+# Of what a gateway tells of a caller: its token, which gRPC limits, or the names in its certificate.
+ON_BEHALF_NBYTES_MAX = 48 << 10
 REQUEST_NBYTES_FACTOR = 8
 REQUESTS_NBYTES_MAX = 256 << 20
 
