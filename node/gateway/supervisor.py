@@ -24,6 +24,7 @@ from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig, missing
 from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, pems_value, view_value
+from node.gateway.port import reserved_port
 from node.peers.membership import Membership
 from node.serve.gateway import GatewayCalls, GatewayDoor
 from node.serve.service import Service
@@ -119,7 +120,7 @@ class Gateways:
         self.membership: Membership = service.membership
         self.embedded = embedded
         self.host = config.grpc_host or config.host
-        self._reserved = None if self.host == "none" else _reserved(self.host, config.port)
+        self._reserved = None if self.host == "none" else reserved_port(self.host, config.port)
         bound = self._reserved.getsockname() if self._reserved else ("", 0)
         self._numeric_host: str = bound[0]
         self.port: int = bound[1]  # 0: there is no gRPC
@@ -264,7 +265,7 @@ class _Gateway:
         self._control: Control | None = None
         self._runner: Runner | None = None
         self._pems: Pems | None = None
-        self._beat: dict[str, Any] = {}
+        self._beat = pb.GatewayStatus()  # what it said of itself last
         self._began_s = 0.0
         self._recent: list[float] = []  # when it ended, of the last STREAK_S
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -292,7 +293,8 @@ class _Gateway:
             ready=self.ready.is_set(),
             recent_ends=sum(now - at < STREAK_S for at in self._recent),
             nbytes_max=self._house.nbytes_max,
-            **self._beat,
+            rss_nbytes=self._beat.rss_nbytes,
+            call_count=self._beat.call_count,
         )
 
     def finish(self, seconds: float) -> None:
@@ -340,14 +342,19 @@ class _Gateway:
             connections = self._house.open_door(self.name, door)
             connections.start()
             try:
-                self._runner = self._house.run(theirs, their_door)
+                runner = self._runner = self._house.run(theirs, their_door)
                 theirs.close()
                 their_door.close()
                 self._control = control
-                return self._watch(control, self._runner)
+                try:
+                    return self._watch(control, runner)
+                except BaseException:  # it says what no gateway says, and must not go on taking calls at the port
+                    runner.kill()
+                    runner.wait(LEAVE_S)
+                    raise
             finally:
                 self._control = None
-                self._beat = {}
+                self._beat = pb.GatewayStatus()
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
@@ -378,21 +385,6 @@ class _Gateway:
             self._was_ready = True
             self._house.brief(self)
         if "beat" in message:
-            self._beat = message["beat"]
+            beat = message["beat"]  # checked here: whoever has taken a gateway over says anything
+            self._beat = pb.GatewayStatus(rss_nbytes=beat["rss_nbytes"], call_count=beat["call_count"])
         self.failed = message.get("failed", self.failed)
-
-
-def _reserved(host: str, port: int) -> socket.socket:
-    """A socket that has the port and does not listen: gateways can share it, and other nodes can not have it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))  # refused while anybody has it
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # from now on it can be shared with this user's
-    except OSError as error:
-        sock.close()
-        raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
-    return sock
