@@ -18,6 +18,14 @@ from node.gateway.server import Servicer
 
 log = logging.getLogger(__name__)
 
+
+def _tells_no_header(record: logging.LogRecord) -> bool:
+    """Whether a line of gRPC's may be logged. It repeats headers that are not UTF-8: one may have a token."""
+    return not str(record.msg).startswith("Invalid encoding on")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_tells_no_header)
+
 STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
 
 
