@@ -20,6 +20,7 @@ SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; a gateway that
 RECEIVE_NBYTES = 64 << 10
 EXIT_MEMORY = 86  # with this status a gateway's process ends when it has more memory than it may
 LINE_NBYTES_MAX = 16 << 20
+HEARD_NBYTES_MAX = 4 << 10  # of a line that a gateway says; who has taken one over says anything
 
 
 class Control:
@@ -44,7 +45,7 @@ class Control:
                 raise
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """What came, perhaps nothing; None: the gateway is gone."""
+        """What came, perhaps nothing; None: the gateway is gone. Raises ValueError for what no gateway says."""
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN)
         if not waiting.poll(timeout_s * 1000):
@@ -58,10 +59,23 @@ class Control:
         if not data:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(one) for one in lines]
+        if len(self._rest) > HEARD_NBYTES_MAX:
+            raise ValueError(f"a line of more than {HEARD_NBYTES_MAX} bytes")
+        return [_heard(one) for one in lines]
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _heard(line: bytes) -> dict[str, Any]:
+    """Return what a gateway says. Raise ValueError if it is no object, or nested as no gateway's is."""
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("a line that is nested deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError("a line that is no object")
+    return message
 
 
 def line(message: dict[str, Any]) -> bytes:

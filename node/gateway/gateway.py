@@ -18,8 +18,16 @@ from node.gateway.server import Servicer
 
 log = logging.getLogger(__name__)
 
-TELL_S = 0.05  # in which watchers of health hear of what the node has told just before
 STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
+TELL_S = 0.05  # in which watchers of health hear of what the node has told just before
+
+
+def _tells_no_header(record: logging.LogRecord) -> bool:
+    """Whether a line of gRPC's may be logged. It repeats headers that are not UTF-8: one may have a token."""
+    return not str(record.msg).startswith("Invalid encoding on")
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_tells_no_header)
 
 
 class Gateway:

@@ -263,7 +263,7 @@ class _Gateway:
         self._control: Control | None = None
         self._runner: Runner | None = None
         self._pems: Pems | None = None
-        self._beat: dict[str, Any] = {}
+        self._beat = pb.GatewayStatus()  # what it said of itself last
         self._began_s = 0.0
         self._recent: list[float] = []  # when it ended, of the last STREAK_S
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -291,7 +291,8 @@ class _Gateway:
             ready=self.ready.is_set(),
             recent_ends=sum(now - at < STREAK_S for at in self._recent),
             nbytes_max=self._house.nbytes_max,
-            **self._beat,
+            rss_nbytes=self._beat.rss_nbytes,
+            call_count=self._beat.call_count,
         )
 
     def finish(self, seconds: float) -> None:
@@ -339,14 +340,19 @@ class _Gateway:
             connections = self._house.open_door(self.name, door)
             connections.start()
             try:
-                self._runner = self._house.run(theirs, their_door)
+                runner = self._runner = self._house.run(theirs, their_door)
                 theirs.close()
                 their_door.close()
                 self._control = control
-                return self._watch(control, self._runner)
+                try:
+                    return self._watch(control, runner)
+                except BaseException:  # it says what no gateway says, and must not go on taking calls at the port
+                    runner.kill()
+                    runner.wait(LEAVE_S)
+                    raise
             finally:
                 self._control = None
-                self._beat = {}
+                self._beat = pb.GatewayStatus()
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
@@ -378,5 +384,6 @@ class _Gateway:
             self._was_ready = True
             self._house.brief(self)
         if "beat" in message:
-            self._beat = message["beat"]
+            beat = message["beat"]  # checked here: whoever has taken a gateway over says anything
+            self._beat = pb.GatewayStatus(rss_nbytes=beat["rss_nbytes"], call_count=beat["call_count"])
         self.failed = message.get("failed", self.failed)

@@ -286,6 +286,7 @@ class Connection(abc.ABC):
         try:
             if len(header) > REQUEST_NBYTES_FREE:
                 op, data = inside(header)
+                self._check_op(op)
                 return op, self.service.forms.parsed(op, data, self.peer)
             message = pb.BulkRequest.FromString(header)
         except DecodeError as error:
@@ -293,11 +294,15 @@ class Connection(abc.ABC):
         op = message.WhichOneof("op")
         if op is None:
             raise ProtocolError("a request without an operation")
-        if op in GATEWAYS_OPS and not self.of_gateway:
-            raise ProtocolError(f"{op} is for the node's own gateways")
+        self._check_op(op)
         if message.trace:
             self._trace = unpacked(message.trace)
         return op, getattr(message, op)
+
+    def _check_op(self, op: str) -> None:
+        """Raise ProtocolError for a request that only the node's gateways may send."""
+        if op in GATEWAYS_OPS and not self.of_gateway:
+            raise ProtocolError(f"{op} is for the node's own gateways")
 
     def send(self, op: str, reply: Any) -> None:
         self.socket.arm(self.stall_s)

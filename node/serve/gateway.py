@@ -8,7 +8,9 @@ the credential that it forwards, and counts to that caller's share of everything
 """
 
 import contextlib
+import ipaddress
 import logging
+import os
 import select
 import socket
 from collections.abc import Iterator
@@ -82,7 +84,13 @@ class GatewayDoor(ConnectionServer):
             if not data:
                 return
             for fd in fds:  # none: there was no descriptor left for it, and the gateway finds it closed
-                self._take(socket.socket(fileno=fd))
+                try:
+                    sock = socket.socket(fileno=fd)
+                except OSError as error:
+                    log.warning("%s: a descriptor that is no socket: %s", self._name, error)
+                    os.close(fd)
+                else:
+                    self._take(sock)
 
     def _take(self, sock: socket.socket) -> None:
         try:
@@ -93,6 +101,9 @@ class GatewayDoor(ConnectionServer):
             self._begin(self.connection(sock, ""))
         except Exhausted as error:
             self._refuse(sock, error)
+        except Exception:  # a gateway that is faulty must not end the thread that takes its connections
+            log.exception("%s: a connection could not be served", self._name)
+            sock.close()
 
 
 class GatewayConnection(BulkConnection):
@@ -139,7 +150,7 @@ class GatewayConnection(BulkConnection):
 
     def _take_caller(self, told: pb.OnBehalfRequest) -> None:
         self._told, self._identities = told, self._access.identities
-        at = peer_of(told.address.rpartition(":")[0].strip("[]"))
+        at = _peer_at(told.address)
         names = tuple(told.names)
 
         def who() -> Principal:
@@ -184,7 +195,7 @@ class GatewayConnection(BulkConnection):
                 self._serve_put(request)
             elif op == "get":
                 self._serve_get(request)
-            elif op in ("commit", "release"):
+            elif op in ("commit", "release", "follow"):
                 raise ProtocolError(f"a {op} from a gateway that belongs to nothing")
             else:
                 self.send(op, self._answer(op, request))
@@ -216,6 +227,17 @@ class GatewayConnection(BulkConnection):
     def _loading(self) -> Iterator[None]:
         with self._calls.loads.lent(self.peer):
             yield
+
+
+def _peer_at(address: str) -> str:
+    """Return whose share a caller at host:port counts to. A gateway names addresses only: anything else could be the
+    name of a tenant, whose share would be taken."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return "gateway"
+    return peer_of(host)
 
 
 def _framed(pieces: Iterator[memoryview]) -> Iterator[memoryview]:

@@ -1,0 +1,217 @@
+"""What a gateway that was taken over may do: what its callers may, and nothing to its node."""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+from rogue import Rogue, asked, rogue_node
+from waiting import wait_until
+
+from kvstore.identity_file import add, new_token, token_line
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.wires.frames import FrameSocket
+from kvstore.wires.status import Code
+from node.access.caller import THE_NODE
+from node.gateway.control import HEARD_NBYTES_MAX, RECEIVE_NBYTES, Control
+from node.serve.gateway import GatewayConnection
+from node.serve.limits import REQUEST_NBYTES_FREE
+from node.server import Node
+
+REQUESTS = {f.name: getattr(pb, f.message_type.name)() for f in pb.BulkRequest.DESCRIPTOR.fields if f.message_type}
+OF_PUTS_AND_GETS = ("commit", "release")  # nothing without a put or get that was admitted
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Rogue, str]]:
+    """A node that asks who you are, its rogue gateway, and the token of a reader, which it has seen."""
+    path = tmp_path_factory.mktemp("rogue") / "identities"
+    token = new_token("team-a")
+    add(path, token_line("reader", token, tenant="team-a", role="read"))
+    add(path, token_line("boss", new_token("*"), tenant="*", role="admin"))
+    with path.open("a") as file:
+        file.write("certificate gpu-7 tenant=team-b role=write\n")
+    with rogue_node(identities=str(path)) as (node, rogues):
+        yield node, rogues[0], token
+
+
+# ---- rights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        {},
+        {"address": "192.0.2.1:5"},
+        {"address": "192.0.2.1:5", "certificate": True},
+        {"address": "192.0.2.1:5", "certificate": True, "names": ["boss", "node", ""]},
+        {"address": "192.0.2.1:5", "authorization": "Bearer boss", "certificate": True, "names": ["gpu-7"]},
+        {"address": "192.0.2.1:5", "authorization": "the node itself"},
+    ],
+    ids=["nobody", "address", "no names", "unknown names", "wrong token", "no token"],
+)
+def test_without_a_credential_of_a_caller_a_gateway_is_served_nothing(
+    secure: tuple[Node, Rogue, str], caller: dict[str, object]
+) -> None:
+    for op, request in REQUESTS.items():
+        if op == "on_behalf":  # which is not answered
+            continue
+        with secure[1].connection(**caller) as frames:
+            asks = pb.AdmitRequest(op="reflection") if op == "admit" else request
+            reply = asked(frames, **{op: asks})
+            wanted = Code.UNIMPLEMENTED if op in OF_PUTS_AND_GETS else Code.UNAUTHENTICATED
+            if op == "follow":  # which a gateway answers by itself
+                wanted = Code.UNIMPLEMENTED
+            assert reply.error.code == wanted, (op, reply)
+
+
+def test_with_a_readers_token_it_reads_and_does_no_more(secure: tuple[Node, Rogue, str]) -> None:
+    _, rogue, token = secure
+    may = {"hello", "list_namespaces", "node_status", "lookup", "get", "verify", "list", "stat"}
+    for op, request in REQUESTS.items():
+        if op in ("on_behalf", "admit", "follow", "open_namespace", *OF_PUTS_AND_GETS):
+            continue
+        with rogue.connection(address="192.0.2.1:5", authorization=f"Bearer {token}") as frames:
+            reply = asked(frames, **{op: request})
+            assert (reply.error.code == Code.PERMISSION_DENIED) == (op not in may), (op, reply)
+
+
+def test_admit_gives_nothing_but_its_answer(secure: tuple[Node, Rogue, str]) -> None:
+    with secure[1].connection(address="192.0.2.1:5", authorization=f"Bearer {secure[2]}") as frames:
+        assert asked(frames, admit=pb.AdmitRequest(op="follow")).WhichOneof("op") == "admit"
+        assert asked(frames, admit=pb.AdmitRequest(op="reflection")).error.code == Code.PERMISSION_DENIED
+        assert asked(frames, flush=pb.FlushRequest()).error.code == Code.PERMISSION_DENIED
+        assert asked(frames, admit=pb.AdmitRequest(op="flush")).error.code == Code.UNIMPLEMENTED
+
+
+def test_of_a_frame_with_two_fields_one_counts(secure: tuple[Node, Rogue, str]) -> None:
+    """A caller's credential and a request in one frame: the request is of whoever was named before."""
+    whose = pb.OnBehalfRequest(address="192.0.2.1:5", authorization=f"Bearer {secure[2]}")
+    both = pb.BulkRequest(on_behalf=whose).SerializeToString()
+    both += pb.BulkRequest(list_namespaces=pb.ListNamespacesRequest()).SerializeToString()
+    with secure[1].connection(address="192.0.2.1:5") as frames:
+        frames.send_frame(both)
+        assert pb.BulkReply.FromString(frames.recv_frame(1 << 16)[0]).error.code == Code.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("address", ["tenant team-b:7", "tenant team-b", "[tenant team-b]:7", "", "node-7:7"])
+def test_an_address_can_not_be_the_name_of_a_tenant(
+    secure: tuple[Node, Rogue, str], monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Whose share would be taken."""
+    shares: list[str] = []
+    real = GatewayConnection._take_caller
+
+    def spied(connection: GatewayConnection, told: pb.OnBehalfRequest) -> None:
+        real(connection, told)
+        shares.append(connection.peer)
+
+    monkeypatch.setattr(GatewayConnection, "_take_caller", spied)
+    with secure[1].connection(address=address) as frames:
+        assert asked(frames, list_namespaces=pb.ListNamespacesRequest()).error.code == Code.UNAUTHENTICATED
+    assert shares == ["gateway"]
+
+
+@pytest.mark.parametrize("op", ["on_behalf", "admit"])
+@pytest.mark.parametrize("nbytes", [10, REQUEST_NBYTES_FREE - 8, REQUEST_NBYTES_FREE - 2, REQUEST_NBYTES_FREE])
+def test_what_gateways_ask_is_refused_on_the_bulk_wire_whatever_its_size(
+    secure: tuple[Node, Rogue, str], op: str, nbytes: int
+) -> None:
+    """Large requests are taken apart by another way than small ones. Who is not known can send no more than a hello."""
+    said = "x" * nbytes
+    request = pb.OnBehalfRequest(address=said) if op == "on_behalf" else pb.AdmitRequest(op=said)
+    with socket.create_connection(("127.0.0.1", secure[0].bulk.port)) as sock:
+        frames = FrameSocket(sock)
+        frames.arm(20.0)
+        assert asked(frames, hello=pb.HelloRequest(token=secure[2])).WhichOneof("op") == "hello"
+        reply = asked(frames, **{op: request})
+        assert (reply.error.code, reply.error.message) == (Code.UNIMPLEMENTED, f"{op} is for the node's own gateways")
+
+
+# ---- what it says to its node ----------------------------------------------------------------
+
+BEAT = {"rss_nbytes": 1, "call_count": 1}
+NO_LINE = [
+    b"no JSON\n",
+    b"[1]\n",
+    b"7\n",
+    b"\xff\n",
+    b"[" * 60_000 + b"\n",
+    b"[" * (HEARD_NBYTES_MAX + 1),
+    json.dumps({"beat": {**BEAT, "rss_nbytes": -1}}).encode() + b"\n",
+    json.dumps({"beat": {"name": "x"}}).encode() + b"\n",
+    json.dumps({"beat": 7}).encode() + b"\n",
+    json.dumps({"beat": {**BEAT, "call_count": "many"}}).encode() + b"\n",
+]
+
+
+@pytest.mark.parametrize("line", NO_LINE, ids=range(len(NO_LINE)))
+def test_a_gateway_that_says_what_none_says_is_ended_and_replaced(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep its port, where callers bring their tokens."""
+    monkeypatch.setattr("node.gateway.supervisor.PAUSE_S_MAX", 0.05)
+    with rogue_node() as (node, rogues):
+        rogues[0].control.sendall(line)
+        wait_until(lambda: len(rogues) == 2)
+        assert rogues[0].is_killed
+        rogues[1].say(beat=BEAT)
+        wait_until(lambda: node.grpc.status()[0].rss_nbytes == 1)
+        reply = node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
+        assert [gateway.ready for gateway in reply.gateways] == [True]
+
+
+def test_a_line_without_an_end_takes_no_memory_of_the_node() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        control = Control(ours)
+        theirs.setblocking(False)
+
+        def hear() -> None:
+            for _ in range(1000):
+                with contextlib.suppress(BlockingIOError):
+                    theirs.send(b"x" * 1024)
+                control.receive(0.0)
+
+        with pytest.raises(ValueError, match="a line of more than"):
+            hear()
+        assert len(control._rest) <= HEARD_NBYTES_MAX + RECEIVE_NBYTES
+
+
+# ---- what it brings as connections -----------------------------------------------------------
+
+
+def _file() -> int:
+    return os.open(os.devnull, os.O_RDONLY)
+
+
+def _pipe() -> int:
+    ends = os.pipe()
+    os.close(ends[1])
+    return ends[0]
+
+
+def _unconnected() -> int:
+    return socket.socket().detach()
+
+
+def _listener() -> int:
+    return socket.create_server(("127.0.0.1", 0)).detach()
+
+
+def _datagrams() -> int:
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM).detach()
+
+
+@pytest.mark.parametrize("make", [_file, _pipe, _unconnected, _listener, _datagrams])
+def test_a_connection_that_is_none_ends_alone(secure: tuple[Node, Rogue, str], make: Callable[[], int]) -> None:
+    _, rogue, token = secure
+    fd = make()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        rogue.give(fd)
+        with rogue.connection(address="192.0.2.1:5", authorization=f"Bearer {token}") as frames:
+            assert asked(frames, list_namespaces=pb.ListNamespacesRequest()).WhichOneof("op") == "list_namespaces"
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    finally:
+        os.close(fd)
