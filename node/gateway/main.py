@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--door-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--port", type=int, required=True, help="on which it listens")
+    parser.add_argument("--ipv6", action="store_true", help="its address is one of IPv6")
     parser.add_argument("--memory-bytes", type=int, required=True, help="it ends if it has more")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
@@ -58,7 +59,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
     rss_nbytes()  # opens what is read there
     try:
-        sandbox.enter(arguments.port)
+        if not sandbox.enter(arguments.port, arguments.ipv6):
+            log.warning("the gateway may read the files of its user: this system has no Landlock")
     except OSError as error:
         log.warning("the gateway keeps all rights of its user: %s", error)
     threading.Thread(target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True).start()

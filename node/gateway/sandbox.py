@@ -1,11 +1,14 @@
-"""Give up what a gateway's process has no need of after its start, where Linux has Landlock: whoever takes it over by a
-fault in gRPC does not get the files of the node's user, nor the node's memory.
+"""Give up what a gateway's process has no need of after its start: whoever takes it over by a fault in gRPC does not
+get the files of the node's user, nor the node's memory, nor the network.
 
-    files    read below the directories of Python and of shared libraries; none written
-    network  listen on the gRPC port; connect to nobody by TCP. UDP and Unix sockets are not Landlock's
-    others   no process outside is traced or signalled (`ptrace`, /proc/PID/mem, `kill`)
+    files    read below the directories of Python and of shared libraries; none written      Landlock
+    network  listen on the gRPC port (over IPv6 also on one that the system chooses)         Landlock
+             connect to nobody                                                               node.gateway.syscalls
+    others   no process outside is traced, signalled, limited or slowed                      both
 
-Landlock takes rights from the thread that asks, and from those that it starts: ask before there are others.
+What is left: which files there are, their sizes and times; memory and processor time of its own, and processes.
+
+Both take rights from the thread that asks, and from those that it starts: ask before there are others.
 """
 
 import contextlib
@@ -15,6 +18,8 @@ import os
 import struct
 import sys
 from collections.abc import Iterable
+
+from node.gateway.syscalls import refuse_others
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +39,18 @@ _SYSTEM = ("/dev/urandom", "/dev/null", "/sys/devices/system/cpu", "/proc/self",
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter(port: int) -> int:
-    """Give up all rights but those above. Return the version of Landlock, 0 where there is none."""
+def enter(port: int, ipv6: bool = False) -> int:
+    """Give up all rights but those above. Return the version of Landlock, 0 where there is none. Raise OSError.
+
+    `ipv6`: leave the right to bind to a free port, too. gRPC does so to find out whether there is IPv6.
+    """
+    _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    version = _enter_landlock((port, 0) if ipv6 else (port,))
+    refuse_others()
+    return version
+
+
+def _enter_landlock(ports: Iterable[int]) -> int:
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     if version < 1:
         return 0
@@ -49,10 +64,9 @@ def enter(port: int) -> int:
         for path in _readable(sys.path):
             with contextlib.suppress(OSError):  # it is not there
                 _allow_reading(ruleset, path)
-        if network:
+        for port in ports if network else ():
             rule = struct.pack("=QQ", _BIND, port)
             _checked(_libc.syscall(_ADD_RULE, ruleset, _NET_PORT, rule, 0))
-        _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
         _checked(_libc.syscall(_RESTRICT_SELF, ruleset, 0))
     finally:
         os.close(ruleset)

@@ -62,13 +62,14 @@ class Runner(Protocol):
 
 
 class _Process:
-    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, port: int) -> None:
+    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port) -> None:
         fds = (control.fileno(), door.fileno())
         environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         environment |= {"PYTHONSAFEPATH": "1", **MALLOC}
         command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
-        command += ["--port", str(port), "--memory-bytes", str(config.grpc_memory_nbytes)]
+        command += ["--port", str(held.number), "--memory-bytes", str(config.grpc_memory_nbytes)]
+        command += ["--ipv6"] if ":" in held.numeric_host else []
         command += ["--log-level", config.log_level, "--log-format", config.log_format]
         self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
         self.pid = self._process.pid
@@ -140,7 +141,8 @@ class Gateways:
     def run(self, control: socket.socket, door: socket.socket) -> Runner:
         if self.embedded:
             return _Thread(control, door)
-        return _Process(control, door, self._config, self.port)
+        assert self._held is not None, "a node without gRPC starts no gateway"
+        return _Process(control, door, self._config, self._held)
 
     def open_door(self, name: str, door: socket.socket) -> GatewayDoor:
         return GatewayDoor(name, door, self._service, self.calls, self._config.stall_s)
