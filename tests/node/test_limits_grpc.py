@@ -89,8 +89,7 @@ def answers(node: Node) -> None:
 
 
 def at_rest(node: Node) -> None:
-    while servicer_of(node)._calls.count:
-        threading.Event().wait(0.01)
+    wait_until(lambda: not servicer_of(node)._calls.count)
 
 
 def test_calls_that_send_no_request_keep_nobody_out(node: Node, channels: Any, silence: Any) -> None:
