@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import node
 from kvstore.certificates import Pems
 from kvstore.cluster.view import View
 from kvstore.errors import ConfigError
@@ -61,11 +62,19 @@ class Runner(Protocol):
     def kill(self) -> None: ...
 
 
+def import_paths() -> list[str]:
+    """Return the directories that a gateway imports from, and may read. Not the current one, where `python -m` looks,
+    too: it may be the one of the node's data."""
+    own = os.path.dirname(os.path.dirname(node.__file__ or ""))
+    paths = (os.path.abspath(path) for path in sys.path if path)
+    return [path for path in paths if path != os.getcwd() or path == own]
+
+
 class _Process:
     def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port) -> None:
         fds = (control.fileno(), door.fileno())
         environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join(import_paths())
         environment |= {"PYTHONSAFEPATH": "1", **MALLOC}
         command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
         command += ["--port", str(held.number), "--memory-bytes", str(config.grpc_memory_nbytes)]

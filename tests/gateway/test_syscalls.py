@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from node.gateway.supervisor import import_paths
 from node.gateway.syscalls import _ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(os.uname().machine not in _ARCHITECTURES, reason="a machine of another kind")
@@ -103,3 +104,13 @@ def test_calls_that_no_gateway_makes_are_refused(tmp_path: Path) -> None:
     assert {name for name, became in before.items() if became != "done"} <= hard_here
     assert {name for name, became in after.items() if became == 1} == set(refused)
     assert all(after[name] == before[name] for name in after if name not in refused)
+
+
+def test_a_gateway_may_not_read_the_directory_that_its_node_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m node.main` in the directory of the data has it among the paths of imports."""
+    before = import_paths()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
+    assert import_paths() == before
