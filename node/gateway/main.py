@@ -62,7 +62,7 @@ def main() -> None:
         if not sandbox.enter(arguments.port, arguments.ipv6):
             log.warning("the gateway may read the files of its user: this system has no Landlock")
     except OSError as error:
-        log.warning("the gateway keeps all rights of its user: %s", error)
+        log.warning("the gateway keeps rights of its user: %s", error)
     threading.Thread(target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True).start()
     sockets = [socket.socket(fileno=fd) for fd in (arguments.control_fd, arguments.door_fd)]
     serve(Gateway(*sockets))

@@ -337,7 +337,9 @@ class _Gateway:
         now = time.monotonic()
         self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
         count, pause_s = len(self._recent), min(PAUSE_S_MAX, PAUSE_S * 2 ** (len(self._recent) - 1))
-        log.warning("%s has ended (%s), %d times in %g s; it is back in %g s", self.name, why, count, STREAK_S, pause_s)
+        log.warning(
+            "%s has ended (%s), %d times in %g s; the next is started in %g s", self.name, why, count, STREAK_S, pause_s
+        )
         self._house.pause(pause_s)
 
     def _live(self) -> str:
