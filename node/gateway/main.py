@@ -1,7 +1,7 @@
-"""`kvstore-gateway`: a process that serves gRPC for its node, which starts it, watches it and starts it anew.
+"""Run `kvstore-gateway`: a process that serves gRPC for the node that starts and watches it.
 
-It has two sockets to the node and the node's certificate, and nothing else: no page memory, no disk, no identities.
-What it has no need of it gives up at its start (`node.gateway.sandbox`).
+It has two sockets to the node and the node's certificate and key. It has no page memory, no disk and no identities, and
+at its start it gives up the rights that it does not need (`node.gateway.sandbox`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ OOM_SCORE = "1000"
 
 
 def _watch_memory(nbytes_max: int) -> None:
-    """End this process when it has more, whatever takes it: nobody can tell gRPC what to give back."""
+    """End this process when it has more than `nbytes_max`. There is no way to make gRPC give memory back."""
     while True:
         nbytes = rss_nbytes()
         if nbytes > nbytes_max:
@@ -71,6 +71,7 @@ def main() -> None:
 
 
 def _yield_memory_first() -> None:
+    """Have the kernel end this process before the node when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write(OOM_SCORE)

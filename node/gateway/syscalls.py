@@ -1,11 +1,12 @@
-"""Refuse system calls that no gateway makes, by a filter of Linux (seccomp), where Landlock says nothing of them.
+"""Refuse system calls that no gateway makes, with a filter of Linux (seccomp).
 
     network    connect, TCP Fast Open, and all sockets but those of TCP: datagrams, Unix, Multipath TCP
     processes  signals, limits, priorities and processors of others; programs
     files      modes, owners, times and attributes
 
-Limits of another process (`prlimit`) are enough to kill it; the mode of a file that the node reads is enough for the
-node to refuse the file. They fail with EPERM. A filter holds for the thread that asks and those that it starts.
+Landlock does not restrict these. A limit of processor time (`prlimit`) kills another process; a changed mode makes the
+node refuse its file of identities. Refused calls fail with EPERM. The filter holds for the calling thread and threads
+that it starts later.
 """
 
 import ctypes
@@ -85,7 +86,7 @@ _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, o
 
 
 def refuse_others() -> bool:
-    """Refuse them from now on. Return False on a machine of another kind. Raise OSError. Needs `no_new_privs`."""
+    """Install the filter. Return False on a machine without a table of numbers. Raise OSError. Needs `no_new_privs`."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return False
@@ -98,6 +99,7 @@ def refuse_others() -> bool:
 
 
 def _program(machine: str, pid: int) -> list[_Instruction]:
+    """Return the filter for this kind of machine. `pid`: of this process, which may signal itself."""
     column = list(_ARCHITECTURES).index(machine)
     program = [_load(_ARCHITECTURE), *_unless(_EQUALS, _ARCHITECTURES[machine]), _load(_NUMBER)]
     if machine == "x86_64":
@@ -114,7 +116,7 @@ def _program(machine: str, pid: int) -> list[_Instruction]:
 
 
 def _only_tcp() -> list[_Instruction]:
-    """Of `socket`: family, type and protocol."""
+    """Return checks of the arguments of `socket`: family, type and protocol."""
     families = [_argument(0), (_EQUALS, 2, 0, _AF_INET), (_EQUALS, 1, 0, _AF_INET6), _return(_REFUSE)]
     kind = [_argument(1), (_AND, 0, 0, _SOCK_TYPE_BITS), *_unless(_EQUALS, _SOCK_STREAM)]
     protocol = [_argument(2), (_EQUALS, 2, 0, 0), (_EQUALS, 1, 0, _IPPROTO_TCP), _return(_REFUSE)]
@@ -134,15 +136,15 @@ def _return(value: int) -> _Instruction:
 
 
 def _if(test: int, value: int) -> list[_Instruction]:
-    """Refuse if what was loaded last is so."""
+    """Refuse the call if the test of the value that was loaded last is true."""
     return [(test, 0, 1, value), _return(_REFUSE)]
 
 
 def _unless(test: int, value: int) -> list[_Instruction]:
-    """Refuse if it is not."""
+    """Refuse the call if the test is false."""
     return [(test, 1, 0, value), _return(_REFUSE)]
 
 
 def _of(number: int, checks: Sequence[_Instruction]) -> list[_Instruction]:
-    """Make these checks of that system call, whose number was loaded last, and let it go if it passes them."""
+    """Apply checks to one system call, and allow it if it passes. Its number was loaded last."""
     return [(_EQUALS, 0, len(checks) + 1, number), *checks, _return(_ALLOW)]

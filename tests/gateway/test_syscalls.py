@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.gateway.supervisor import import_paths
+from node.gateway.runners import import_paths
 from node.gateway.syscalls import _ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(os.uname().machine not in _ARCHITECTURES, reason="a machine of another kind")
