@@ -237,7 +237,7 @@ def test_the_environment_is_read_in_one_file() -> None:
     """`node/__init__.py` sets a variable of gRPC's, before gRPC is there. A gateway's process has few variables of its
     node's: the supervisor names them."""
     readers = [name(path) for path in sources(*PACKAGES) if re.search(r"os\.environ|os\.getenv", path.read_text())]
-    assert readers == ["kvstore/config.py", "node/__init__.py", "node/gateway/supervisor.py"]
+    assert readers == ["kvstore/config.py", "node/__init__.py", "node/gateway/runners.py"]
 
 
 def run(code: str) -> str:

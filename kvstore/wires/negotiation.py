@@ -1,11 +1,11 @@
-"""Which way to a node: it is asked what it is, then the best wire that works is taken.
+"""Negotiate the wire to a node: ask it what it offers (hello), then connect by the best wire that works.
 
 host:port           gRPC: hello   --> shared memory, or else bulk TCP, or else gRPC itself
     known before    frames: hello --> shared memory, or else bulk TCP;  gRPC: hello, if that fails
 bulk://host:port    frames: hello --> shared memory, or else bulk TCP
 unix:/path          frames: hello --> shared memory
 
-gRPC is imported for the first node that is asked over it: a process that names none needs no gRPC.
+gRPC is imported when the first address needs it: a process without such an address needs no gRPC.
 """
 
 import logging
@@ -43,9 +43,12 @@ FRAMES_SHARE = 0.5
 
 @dataclass
 class Way:
-    """An open way to one run of a node, which said `hello`. `better`: a wire that should have worked did not, so asking
-    again may find a better one. `grpc` opens one more channel to it; None: it is not known where. `tells_views`: by
-    frames, as far as is known."""
+    """The outcome of a negotiation: an open wire to one run of a node, and its hello.
+
+    `better`: a better wire should have worked and did not, so negotiating again may find it. `grpc` opens another
+    channel to the node; None: the address names no gRPC port. `tells_views`: the node answers `follow` by frames, as
+    far as known.
+    """
 
     wire: Wire
     hello: pb.HelloReply
@@ -55,12 +58,12 @@ class Way:
 
     @property
     def rank(self) -> int:
-        """Of its wire; 0 is the best."""
+        """Return the rank of the wire; 0 is the best."""
         return RANK[self.wire.name]
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> Views:
-        """The cluster's views from now on, for so long: by frames where the node knows such a request. `number`: of
-        the one that is known."""
+        """Return the cluster's views for so many seconds, by frames or else over gRPC. `number`: of the view that is
+        known."""
         if isinstance(self.wire, (BulkWire, ShmWire)) and self.tells_views:
             try:
                 return self.wire.follow(number, seconds, deadline)
@@ -78,38 +81,41 @@ class Way:
 
 
 class First(NamedTuple):
-    """The wire over which a node said hello."""
+    """The wire on which the node answered hello first, and its answer."""
 
     wire: Wire
     hello: pb.HelloReply
 
 
 class Known(NamedTuple):
-    """Where the node at an address of gRPC serves frames, and by what it is known again there: the run of it, or which
-    member of which cluster it is. Another node may have its ports by now."""
+    """Where the node at a gRPC address serves frames, and how to recognize it there.
+
+    By its run (`instance_id`) or by its cluster and member name: another node may have taken over its ports.
+    """
 
     bulk_port: int
     instance_id: bytes = b""
     member: str = ""
 
     def is_said_by(self, hello: pb.HelloReply) -> bool:
+        """Return whether this hello comes from the node that was known."""
         same_run = bool(self.instance_id) and hello.instance_id == self.instance_id
         return same_run or (bool(self.member) and member_name(hello.view.cluster, hello.member_id) == self.member)
 
 
 def member_name(cluster: str, member: str) -> str:
-    """Of a member, among those of all clusters; empty: of none."""
+    """Return a name that is unique among the members of all clusters; empty: it is no member."""
     return f"{cluster}/{member}" if cluster and member else ""
 
 
 def import_grpc_for(addresses: Iterable[str]) -> None:
-    """Imports gRPC if one of them is to be asked over it: now, because it takes longer than some calls have."""
+    """Import gRPC now if an address needs it: importing takes longer than the deadline of some calls."""
     if any(parse_address(address).scheme == GRPC for address in addresses):
         import kvstore.wires.grpc_wire  # noqa: F401
 
 
 class Negotiation:
-    """With one node. Thread-safe; what it opened before is left alone."""
+    """Negotiates with one node. Thread-safe. Wires that it has opened belong to the caller."""
 
     def __init__(self, address: str, config: ClientConfig) -> None:
         self._address = address
@@ -121,16 +127,16 @@ class Negotiation:
         self._known: Known | None = None
 
     def expect(self, bulk_port: int, member: str) -> None:
-        """A view says where this member serves frames: a hello there comes before one over gRPC."""
+        """Note where a view says that this member serves frames: `open` tries hello there before gRPC."""
         known = self._known
         if bulk_port and (known is None or known.bulk_port != bulk_port):
             self._known = Known(bulk_port, member=member)
 
     def open(self, deadline: Deadline) -> Way:
-        """Raises Unavailable, DeadlineExceeded, ProtocolError or what else the node answers."""
+        """Open the best wire. Raise Unavailable, DeadlineExceeded, ProtocolError or the node's own error."""
         limit = deadline.sooner(self._config.connect_timeout_s)
         if self._at.scheme == "unix":
-            wire = self._greeted_here(limit)
+            wire = self._hello_by_unix_socket(limit)
             return Way(wire, self._checked(wire, wire.hello), False)
         try:
             found = self._addresses.resolve(limit)
@@ -138,21 +144,24 @@ class Negotiation:
         except DeadlineExceeded as error:
             raise Unavailable(str(error)) from error
         if self._at.scheme == "bulk":
-            return self._best(self._greeted(self._port, found, limit), found, deadline)
+            return self._best(self._hello_by_frames(self._port, found, limit), found, deadline)
         known, silent = self._known, False
         if known is not None and self._config.wire != GRPC:
-            first, silent = self._known_again(known, found, limit)
+            first, silent = self._hello_at_known_port(known, found, limit)
             if first is not None:
                 return self._best(first, found, deadline)
-        return self._best(self._over_grpc(found, limit), found, deadline, silent)
+        return self._best(self._hello_by_grpc(found, limit), found, deadline, silent)
 
     # ---- hello ---------------------------------------------------------------------------
 
-    def _known_again(self, known: Known, found: tuple[str, ...], limit: Deadline) -> tuple[First | None, bool]:
-        """What the node that is known says by frames, so that one whose gRPC is down or flooded keeps its clients.
-        None: gRPC has to say who is there, because another node may have that port by now, or nobody: True."""
+    def _hello_at_known_port(self, known: Known, found: tuple[str, ...], limit: Deadline) -> tuple[First | None, bool]:
+        """Say hello by frames at the known port, so that a node whose gRPC is down or flooded keeps its clients.
+
+        Return (the answer, whether nobody answered). No answer: ask over gRPC, because another node may have the port
+        now.
+        """
         try:
-            first = self._greeted(known.bulk_port, found, limit.sooner(limit.remaining() * FRAMES_SHARE))
+            first = self._hello_by_frames(known.bulk_port, found, limit.sooner(limit.remaining() * FRAMES_SHARE))
         except KVStoreError as error:
             log.info("%s: no hello by frames: %s", self._address, error)
             return None, True
@@ -161,18 +170,19 @@ class Negotiation:
         first.wire.close()
         return None, False
 
-    def _greeted(self, port: int, found: tuple[str, ...], limit: Deadline) -> First:
-        """By frames over TCP."""
+    def _hello_by_frames(self, port: int, found: tuple[str, ...], limit: Deadline) -> First:
+        """Say hello by frames over TCP."""
         wire = BulkWire(self._host, port, self._config, found, tls=self._tls)
         try:
             return First(wire, wire.greet(limit))
         except BaseException as error:
             wire.close()
             if self._tls is None and isinstance(error, (Unavailable, ProtocolError)):
-                raise self._better_said(error, port, found, limit) from error
+                raise self._explain_by_tls(error, port, found, limit) from error
             raise
 
-    def _greeted_here(self, limit: Deadline) -> ShmWire:
+    def _hello_by_unix_socket(self, limit: Deadline) -> ShmWire:
+        """Say hello by frames over the node's Unix socket."""
         wire = ShmWire(self._at.path, b"", self._config, is_here=True)
         try:
             wire.greet(limit)
@@ -189,7 +199,8 @@ class Negotiation:
             raise
         return wire
 
-    def _over_grpc(self, found: tuple[str, ...], limit: Deadline) -> First:
+    def _hello_by_grpc(self, found: tuple[str, ...], limit: Deadline) -> First:
+        """Say hello over gRPC."""
         control = self._grpc_wire(found)
         try:
             try:
@@ -200,13 +211,13 @@ class Negotiation:
                 if "SETTINGS frame" in str(error):  # whoever answers there speaks no HTTP/2
                     said = f"{self._address} answers, but not over gRPC; if this is the node's bulk port"
                     raise Unavailable(f"{said}, write {BULK_SCHEME}{self._address}") from error
-                raise self._better_said(error, self._port, found, limit) from error
+                raise self._explain_by_tls(error, self._port, found, limit) from error
         except BaseException:
             control.close()
             raise
 
     def grpc(self, deadline: Deadline) -> "GrpcWire":
-        """One more channel to the node, for what it does not answer by frames."""
+        """Open another gRPC channel to the node, for requests that it does not answer by frames."""
         return self._grpc_wire(self._addresses.resolve(deadline.sooner(self._config.connect_timeout_s)))
 
     def _grpc_wire(self, found: tuple[str, ...]) -> "GrpcWire":
@@ -215,8 +226,8 @@ class Negotiation:
         check_headroom()
         return GrpcWire(grpc_target(found, self._port), self._address, self._tls, token_of(self._config))
 
-    def _better_said(self, error: KVStoreError, port: int, found: tuple[str, ...], limit: Deadline) -> KVStoreError:
-        """Where a node can not be reached because of TLS, neither gRPC nor frames say so."""
+    def _explain_by_tls(self, error: KVStoreError, port: int, found: tuple[str, ...], limit: Deadline) -> KVStoreError:
+        """Return an error that names TLS if that is why the node can not be reached: neither gRPC nor frames say so."""
         try:
             said = why_not(found, port, self._tls, min(PROBE_S, limit.remaining()))
         except DeadlineExceeded:
@@ -224,6 +235,7 @@ class Negotiation:
         return Unavailable(f"{self._address}: {said}") if said else error
 
     def _checked(self, wire: Wire, hello: pb.HelloReply) -> pb.HelloReply:
+        """Return the hello. Close the wire and raise ProtocolError if its limits are impossible."""
         if not hello.limits.batch_keys_max:
             wire.close()
             raise ProtocolError(f"{self._address} says that it takes no keys at all")
@@ -232,8 +244,10 @@ class Negotiation:
     # ---- the best wire -------------------------------------------------------------------
 
     def _best(self, first: First, found: tuple[str, ...], deadline: Deadline, silent: bool = False) -> Way:
-        """The best wire that works. With a wire configured, that one or Unavailable. `silent`: nobody answered at the
-        port where frames were served before."""
+        """Connect by the best wire that works, or by the configured one, or raise Unavailable.
+
+        `silent`: nobody answered at the port where the node served frames before.
+        """
         hello = self._checked(first.wire, first.hello)
         try:
             wire, missed = self._better(first, found, deadline)
@@ -247,7 +261,7 @@ class Negotiation:
         return Way(wire, hello, missed, self.grpc if self._at.scheme == GRPC else None)
 
     def _remember(self, wire: Wire, hello: pb.HelloReply, silent: bool) -> None:
-        """Where it serves frames, unless they do not come through."""
+        """Remember where the node serves frames, unless frames do not get through."""
         port = wire.port if isinstance(wire, BulkWire) else hello.bulk_port
         if not port or wire.name == GRPC or (silent and not isinstance(wire, BulkWire)):
             self._known = None
@@ -255,9 +269,9 @@ class Negotiation:
             self._known = Known(port, hello.instance_id, member_name(hello.view.cluster, hello.member_id))
 
     def _better(self, first: First, found: tuple[str, ...], deadline: Deadline) -> tuple[Wire, bool]:
-        """(the best wire that works, whether one that should have did not).
+        """Return (the best wire that works, whether a better one should have worked and did not).
 
-        A try gets half of the time that is left, so that one that hangs leaves the call the time to go another way.
+        Each try has half of the time that is left, so that one that hangs leaves time for the next.
         """
         wanted, hello = self._config.wire, first.hello
         connect: dict[str, Callable[[Deadline], Wire | None]] = {
@@ -281,7 +295,7 @@ class Negotiation:
         return first.wire, missed
 
     def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
-        """None where nobody expects it to work: with a node on another host."""
+        """Connect by shared memory. None: it can not be expected to work, as with a node on another host."""
         if not hello.shm_socket:
             if self._config.wire == "shm":
                 raise Unavailable(
@@ -306,6 +320,7 @@ class Negotiation:
             raise
 
     def _bulk(self, hello: pb.HelloReply, found: tuple[str, ...], deadline: Deadline) -> Wire:
+        """Connect by bulk TCP."""
         if not hello.bulk_port:
             raise Unavailable(f"{self._address} serves no bulk wire")
         version = common_version(hello)
@@ -314,7 +329,7 @@ class Negotiation:
 
 
 def _hello(control: Wire, limit: Deadline) -> pb.HelloReply:
-    """An older node refuses our version, and then is asked for its own. Raises ProtocolError if that is too old."""
+    """Say hello; again without a version to an older node that refuses ours. Raise ProtocolError if it is too old."""
     try:
         return cast(pb.HelloReply, control.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), limit))
     except ProtocolError:
@@ -325,7 +340,7 @@ def _hello(control: Wire, limit: Deadline) -> pb.HelloReply:
 
 
 def _tried(wire: Tried, deadline: Deadline) -> Tried:
-    """The wire with a first connection."""
+    """Open a first connection and return the wire; close it if that fails."""
     try:
         wire.connect(deadline)
     except BaseException:

@@ -1,2 +1,5 @@
-"""The public gRPC service, in processes of its own that the node starts and watches: `main` is such a process,
-`server` and `upstream` are what it does, `supervisor` is the node's side."""
+"""Serve the public gRPC API in processes of their own, which the node starts and watches.
+
+`main` is such a process, `gateway` its life, `server` the gRPC methods, `upstream` its connections to the node.
+`supervisor` is the node's side; `node.serve.gateway` serves the connections.
+"""

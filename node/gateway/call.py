@@ -1,7 +1,7 @@
-"""One gRPC call in a gateway: who makes it, how long it may take, and how it is ended when it must go.
+"""Track one gRPC call in a gateway: its caller, its time limits, and how it is ended early.
 
-A call costs no thread. It begins as soon as its headers are there, waits for its request no longer than
-`REQUEST_S_MAX`, and while it waits it may be asked to leave for one that comes.
+A call costs no thread. It starts when its headers arrive and waits at most `REQUEST_S_MAX` for its request. While it
+waits it is idle, and a new call may evict it.
 """
 
 import asyncio
@@ -21,7 +21,10 @@ _names_end_early = functools.lru_cache(256)(names_end_early)  # a connection mak
 
 
 class Call:
-    """Belongs to the event loop's thread. A context: leaving it gives back its place and its timers."""
+    """Hold the caller, the slot and the timers of one call. Use it from the event loop's thread only.
+
+    A context manager: leaving it releases the slot and stops the timers.
+    """
 
     def __init__(self, context: Any, places: Places, stall_s: float) -> None:
         self.context = context
@@ -38,7 +41,7 @@ class Call:
         self._limit: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> "Call":
-        """Raises Exhausted if there is no place."""
+        """Take a slot. Raise Exhausted if all are busy."""
         self._place = self._places.enter(self.peer, lambda: self._end("it made room for another call of its peer"))
         return self
 
@@ -48,18 +51,18 @@ class Call:
 
     @functools.cached_property
     def _headers(self) -> dict[str, Any]:
-        """Of several with one name, the first."""
+        """Return the headers by name. Of several with one name the first counts."""
         return dict(reversed(self.context.invocation_metadata() or ()))
 
     @property
     def on_behalf(self) -> bytes:
-        """Who calls, as the node is told: address, the header `authorization`, the certificate's names."""
+        """Return the caller, packed for the node: address, `authorization` header, the certificate's names."""
         names = certificate_names(self.context.auth_context())
         return on_behalf_of(self.address, str(self._headers.get("authorization", "")), names)
 
     @property
     def trace(self) -> bytes:
-        """The trace of the request that this call is a part of, packed for a frame; empty: it came with none."""
+        """Return the trace context of the caller, packed for a frame; empty: the call has none."""
         header = self._headers.get(HEADER)
         trace = parsed(str(header)) if header else None
         return b"" if trace is None else trace.packed()
@@ -67,37 +70,40 @@ class Call:
     # ---- time ----------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
-        """The call's coroutine is cancelled and finds the reason. A reply that is on its way goes before: without it
-        gRPC takes no status."""
+        """Cancel the call for this reason, which its handler reports.
+
+        A reply that is being written goes out first: before, gRPC takes no status.
+        """
         if self._task is not None and not self.ended_because:
             self.ended_because = reason
             if not self._writing:
                 self._task.cancel()
 
     def _give_up(self, reason: str) -> None:
-        """The reply that is on its way is not taken."""
+        """Cancel the call although a reply is being written, because the caller does not read it."""
         self.ended_because, self.untaken = self.ended_because or reason, True
         if self._task is not None:
             self._task.cancel()
 
     def limit(self, seconds: float, reason: str) -> None:
-        """All of the call must be over by then."""
+        """End the call after so many seconds."""
         self._limit = self._loop.call_later(seconds, self._end, reason)
 
     def limit_transfer(self, op: str, nbytes: int) -> None:
-        """The page bytes must cross at a lowest rate, and never stall."""
+        """Limit the transfer of page bytes: a minimum rate for all of it, and no stall."""
         seconds = nbytes / TRANSFER_NBYTES_PER_S_MIN + self._stall_s
         self.limit(seconds, f"a {op} of {nbytes} bytes was not over after {seconds:.1f} s")
         self._watch_stalls()
 
     def untimed(self) -> None:
-        """What follows has a limit of its own."""
+        """Stop both timers. What follows has a limit of its own."""
         for timer in (self._stall, self._limit):
             if timer is not None:
                 timer.cancel()
 
     def _watch_stalls(self) -> None:
-        """From now on each 256 KiB must be `moved` within `stall_s`: one byte now and then is no progress."""
+        """Start the stall timer anew: `moved` must count 256 KiB in each `stall_s`. A byte now and then is no
+        progress."""
         self._moved_nbytes = 0
         if self._stall is not None:
             self._stall.cancel()
@@ -105,12 +111,13 @@ class Call:
         self._stall = self._loop.call_later(self._stall_s, self._end, reason)
 
     def moved(self, nbytes: int) -> None:
+        """Count page bytes that have crossed."""
         self._moved_nbytes += nbytes
         if self._moved_nbytes >= CHUNK_NBYTES:
             self._watch_stalls()
 
     async def write(self, message: Any) -> None:
-        """One reply. Who does not take it in `stall_s` gets no more."""
+        """Write one reply. End the call if the caller does not read it within `stall_s`."""
         reason = f"its reply was not taken in {self._stall_s:g} s (stall_s)"
         waiting = self._loop.call_later(self._stall_s, self._give_up, reason)
         self._writing = True
@@ -125,7 +132,7 @@ class Call:
     # ---- requests ------------------------------------------------------------------------
 
     async def request(self, messages: AsyncIterator[Any]) -> Any:
-        """The first message. While it has not come, the call may be asked to leave."""
+        """Return the first message. Until it has come the call is idle, and may be evicted."""
         waiting = self._loop.call_later(REQUEST_S_MAX, self._end, f"no request came in {REQUEST_S_MAX:g} s")
         self._place.idle()
         try:
@@ -139,13 +146,13 @@ class Call:
         return message
 
     def stay_idle(self) -> None:
-        """It may be asked to leave all along."""
+        """Mark the call as idle for all its life: it may be evicted at any time."""
         self._place.idle()
 
 
 @functools.lru_cache(1024)
 def _address_and_peer(name: str) -> tuple[str, str]:
-    """(host:port, whose share it counts to) of gRPC's 'ipv4:10.0.0.1:5000', 'ipv6:%5B::1%5D:5000'."""
+    """Return (host:port, the key that limits count by) for gRPC's 'ipv4:10.0.0.1:5000' or 'ipv6:%5B::1%5D:5000'."""
     kind, _, address = urllib.parse.unquote(name).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return "", name
@@ -153,9 +160,11 @@ def _address_and_peer(name: str) -> tuple[str, str]:
 
 
 def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
-    """Names in the certificate that a call's connection has shown: its first common name, then all its alternative
-    names. None: it showed none. Python gets each name as far as its first NUL: a certificate that has one names
-    nobody."""
+    """Return the names in the client certificate of a connection; None: it showed no certificate.
+
+    First the first common name, then all alternative names. Python gets each name up to its first NUL, so a certificate
+    with a NUL in a name has no names.
+    """
     pem = next(iter(auth.get("x509_pem_cert", ())), b"")
     if not pem:
         return None

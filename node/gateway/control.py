@@ -1,4 +1,4 @@
-"""What a node and its gateway tell each other besides calls: lines of JSON over a socket that both have inherited.
+"""Exchange state between a node and a gateway: lines of JSON over an inherited socket. Calls go another way.
 
 node -> gateway   settings, pems, health, view, serve, beat, stop
 gateway -> node   ready | failed, beat
@@ -24,7 +24,7 @@ HEARD_NBYTES_MAX = 4 << 10  # of a line that a gateway says; who has taken one o
 
 
 class Control:
-    """The node's end. Any thread sends, one receives."""
+    """The node's end of the control socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
@@ -33,7 +33,10 @@ class Control:
         self._rest = b""
 
     def send(self, **message: Any) -> None:
-        """Waits for nothing. Raises OSError if the gateway is gone, or hangs: then it hears nothing more and ends."""
+        """Send a message without waiting. Raise OSError if the gateway is gone, or hangs and reads nothing.
+
+        After a failure nothing more is sent: a gateway that has lost a part of a line must end.
+        """
         data = line(message)
         with self._lock:
             try:
@@ -45,7 +48,10 @@ class Control:
                 raise
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """What came, perhaps nothing; None: the gateway is gone. Raises ValueError for what no gateway says."""
+        """Return the messages that have come, perhaps none; None: the gateway has closed its end.
+
+        Raise ValueError for a line that is too long or no JSON object.
+        """
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN)
         if not waiting.poll(timeout_s * 1000):
@@ -68,7 +74,7 @@ class Control:
 
 
 def _heard(line: bytes) -> dict[str, Any]:
-    """Return what a gateway says. Raise ValueError if it is no object, or nested as no gateway's is."""
+    """Return the message in a line. Raise ValueError if it is no JSON object."""
     try:
         message = json.loads(line)
     except RecursionError as error:
@@ -79,26 +85,29 @@ def _heard(line: bytes) -> dict[str, Any]:
 
 
 def line(message: dict[str, Any]) -> bytes:
+    """Return a message as a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def pems_value(pems: Pems | None) -> dict[str, str] | None:
-    """JSON of what a gateway needs of the node's TLS; None: the node speaks without."""
+    """Return the node's certificates as JSON values; None: the node speaks without TLS."""
     if pems is None:
         return None
     return {"roots": pems.roots.decode(), "chain": pems.chain.decode(), "key": pems.key.decode()}
 
 
 def pems_of(value: dict[str, str]) -> Pems:
+    """Return the certificates from their JSON values."""
     return Pems(value["roots"].encode(), value["chain"].encode(), value["key"].encode())
 
 
 def view_value(view: pb.View | None, alone: bool) -> dict[str, Any]:
-    """`view` None: there is none yet; `alone`: there will be none."""
+    """Return a view as JSON values. `view` None: there is none yet; `alone`: the node is in no cluster."""
     message = None if view is None else base64.b64encode(view.SerializeToString()).decode()
     return {"message": message, "alone": alone}
 
 
 def view_of(value: dict[str, Any]) -> tuple[pb.View | None, bool]:
+    """Return (view, alone) from their JSON values."""
     message = value["message"]
     return message and pb.View.FromString(base64.b64decode(message)), value["alone"]

@@ -1,4 +1,4 @@
-"""One gateway: a gRPC server that its node tells what to do, in a process or in a thread of the node's."""
+"""Run one gateway: a gRPC server that its node controls. It runs in a process, or in a thread of the node's process."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ TELL_S = 0.05  # in which watchers of health hear of what the node has told just
 
 
 def _tells_no_header(record: logging.LogRecord) -> bool:
-    """Whether a line of gRPC's may be logged. It repeats headers that are not UTF-8: one may have a token."""
+    """Return whether a log line of gRPC may pass. It would repeat headers that are not UTF-8, and with them tokens."""
     return not str(record.msg).startswith("Invalid encoding on")
 
 
@@ -31,7 +31,7 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_tells_no_header)
 
 
 class Gateway:
-    """`control` and `door` are the gateway's ends of what `node.gateway.supervisor` made."""
+    """A gRPC server and its control loop. `control` and `door` are the gateway's ends of the supervisor's sockets."""
 
     def __init__(self, control: socket.socket, door: socket.socket) -> None:
         control.setblocking(False)
@@ -46,7 +46,7 @@ class Gateway:
         self._door.close()
 
     async def run(self) -> None:
-        """Until the node says so, or is gone."""
+        """Bind, report `ready`, and obey the node until it says `stop` or closes its end."""
         reader, self._writer = await asyncio.open_connection(sock=self._control, limit=LINE_NBYTES_MAX)
         first = await reader.readline()
         if not first:
@@ -74,6 +74,7 @@ class Gateway:
             self._writer.close()
 
     async def _bind(self, settings: dict[str, Any]) -> int:
+        """Create the gRPC server and return its port. Raise ConfigError or RuntimeError."""
         check_grpcio()
         self._server = grpc.aio.server(options=server_options(settings["connections_max"]))
         self._server.add_generic_rpc_handlers(self.servicer.handlers())
@@ -85,7 +86,7 @@ class Gateway:
         return int(self._server.add_secure_port(where, server_credentials(lambda: self._pems)))
 
     async def _obey(self, message: dict[str, Any]) -> bool:
-        """Return whether that was the end."""
+        """Apply a message of the node. Return whether it was `stop`."""
         if "health" in message:
             self._state.set_health(message["health"])
         if "view" in message:
@@ -100,7 +101,7 @@ class Gateway:
         return "stop" in message
 
     async def _stop(self, drain_s: float) -> None:
-        """Running calls have `drain_s`, then they are cancelled; one that does not notice is left behind."""
+        """Give running calls `drain_s`, then cancel them. A call that ignores its cancellation is left behind."""
         await asyncio.sleep(TELL_S)
         self.servicer.end_idle()
         stopping = stopped(self._server, drain_s, lambda: self.servicer.call_count)
@@ -109,6 +110,7 @@ class Gateway:
         log.warning("grpc: calls that were cancelled have not ended after %g s", STOP_S_MAX)
 
     async def _beat(self) -> None:
+        """Report memory and calls every `BEAT_S`; close idle connections; check whether the node is silent."""
         while True:
             self._tell(beat={"rss_nbytes": rss_nbytes(), "call_count": self.servicer.call_count})
             await asyncio.sleep(BEAT_S)

@@ -1,8 +1,8 @@
-"""What a gateway answers by itself, from what the node tells it: the standard health service, and views of the cluster.
+"""Keep what the node has sent (health, the view of the cluster), and answer from it in the gateway.
 
     node --control--> NodeState --> Health.Check, Health.Watch, KVStore.Follow
 
-A watcher is told the newest, not a queue. A node that tells nothing any more is not serving.
+Watchers get the newest state; states in between may be skipped. A node that is silent counts as not serving.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LOOK_S = 0.5
 
 
 class NodeState:
-    """Belongs to the event loop's thread."""
+    """The last state that the node sent, and those who watch it. Use it from the event loop's thread only."""
 
     def __init__(self) -> None:
         self._good: dict[str, bool] = {}
@@ -36,19 +36,19 @@ class NodeState:
     # ---- what the node tells -------------------------------------------------------------
 
     def heard(self) -> None:
-        """The node lives."""
+        """Note that the node lives."""
         silent = self._silent
         self._heard_s = time.monotonic()
         if silent:
             self._tell()
 
     def set_health(self, good: dict[str, bool]) -> None:
-        """`good`: by the name of a service, all that the node knows."""
+        """Store the status of every service, by its name."""
         self._good = good
         self._tell()
 
     def set_view(self, view: pb.View | None, alone: bool) -> None:
-        """`view` None: there is none yet, or, if it is `alone`, there will be none."""
+        """Store the view. None: there is none yet; None and `alone`: the node is in no cluster."""
         self._view, self._alone = view, alone
         self._tell()
 
@@ -57,7 +57,7 @@ class NodeState:
         return time.monotonic() - self._heard_s > SILENT_S_MAX
 
     def look(self) -> None:
-        """Called now and then: watchers hear that the node is silent."""
+        """Wake watchers if the node has gone silent. Call it periodically."""
         if self._silent:
             self._tell()
 
@@ -68,12 +68,12 @@ class NodeState:
     # ---- what callers ask ----------------------------------------------------------------
 
     def health(self, name: str) -> Any:
-        """Raises KeyError for a name that is not known."""
+        """Return the status of a service. Raise KeyError for an unknown name."""
         good = self._good[name] and not self._silent
         return Reply(status=Reply.SERVING if good else Reply.NOT_SERVING)
 
     async def watch_health(self, name: str) -> AsyncIterator[Any]:
-        """The status now and whenever it changes. Raises KeyError for a name that is not known."""
+        """Yield the status now and after each change. Raise KeyError for an unknown name."""
         told = None
         async for _ in self._changes():
             status = self.health(name)
@@ -82,8 +82,9 @@ class NodeState:
                 yield status
 
     async def watch_views(self, known: int) -> AsyncIterator[pb.View]:
-        """The view now, unless its number is `known`, and every later one. Raises InvalidRequest at a node that is
-        alone."""
+        """Yield the view now, unless its number is `known`, and every later one. Raise InvalidRequest if the node is in
+        no cluster.
+        """
         if self._alone:
             raise InvalidRequest("this node is in no cluster: it has no view")
         told: pb.View | None = None
@@ -94,7 +95,7 @@ class NodeState:
             told = view
 
     async def _changes(self) -> AsyncIterator[None]:
-        """Now, and whenever something has changed."""
+        """Yield now, and after each change."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:

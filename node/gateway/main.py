@@ -1,7 +1,7 @@
-"""`kvstore-gateway`: a process that serves gRPC for its node, which starts it, watches it and starts it anew.
+"""Run `kvstore-gateway`: a process that serves gRPC for the node that starts and watches it.
 
-It has two sockets to the node and the node's certificate, and nothing else: no page memory, no disk, no identities.
-What it has no need of it gives up at its start (`node.gateway.sandbox`).
+It has two sockets to the node and the node's certificate and key. It has no page memory, no disk and no identities, and
+at its start it gives up the rights that it does not need (`node.gateway.sandbox`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ OOM_SCORE = "1000"
 
 
 def _watch_memory(nbytes_max: int) -> None:
-    """End this process when it has more, whatever takes it: nobody can tell gRPC what to give back."""
+    """End this process when it has more than `nbytes_max`. There is no way to make gRPC give memory back."""
     while True:
         nbytes = rss_nbytes()
         if nbytes > nbytes_max:
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--door-fd", type=int, required=True, help="inherited from kvstore-node")
     parser.add_argument("--port", type=int, required=True, help="on which it listens")
+    parser.add_argument("--ipv6", action="store_true", help="its address is one of IPv6")
     parser.add_argument("--memory-bytes", type=int, required=True, help="it ends if it has more")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text")
@@ -58,9 +59,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
     rss_nbytes()  # opens what is read there
     try:
-        sandbox.enter(arguments.port)
+        if not sandbox.enter(arguments.port, arguments.ipv6):
+            log.warning("the gateway may read the files of its user: this system has no Landlock")
     except OSError as error:
-        log.warning("the gateway keeps all rights of its user: %s", error)
+        log.warning("the gateway keeps rights of its user: %s", error)
     threading.Thread(target=_watch_memory, args=(arguments.memory_bytes,), name="memory", daemon=True).start()
     sockets = [socket.socket(fileno=fd) for fd in (arguments.control_fd, arguments.door_fd)]
     serve(Gateway(*sockets))
@@ -69,6 +71,7 @@ def main() -> None:
 
 
 def _yield_memory_first() -> None:
+    """Have the kernel end this process before the node when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write(OOM_SCORE)

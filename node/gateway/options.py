@@ -1,4 +1,4 @@
-"""What gRPC's server is told at its start, its certificates, and how it stops."""
+"""Configure gRPC's server: options, certificates, and an orderly stop."""
 
 import asyncio
 import re
@@ -42,7 +42,7 @@ def check_grpcio(version: str = grpc.__version__) -> None:
 
 
 def server_options(connections_max: int) -> list[tuple[str, int]]:
-    """`connections_max`: at a time, of one gateway process; gRPC hangs up on more."""
+    """Return options for a gRPC server that takes at most `connections_max` connections, and closes more."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
@@ -71,7 +71,7 @@ def server_credentials(pems: Callable[[], Pems]) -> grpc.ServerCredentials:
     given = pems()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """None: as at the last handshake."""
+        """Return the certificates in force; None: unchanged since the last handshake."""
         nonlocal given
         if pems() is given:
             return None
@@ -88,8 +88,8 @@ def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
 async def stopped(server: Any, drain_s: float, call_count: Callable[[], int]) -> None:
     """Stop a gRPC server. Running calls have `drain_s`, then they are cancelled.
 
-    `call_count`: of those that were handed to us. A call that gRPC takes just when it stops is handed to nobody, and
-    would be waited for all that time: it is cancelled when for `LOOK_S` none of ours was left.
+    `call_count` counts the calls whose handlers run. gRPC may accept a call while it stops and start no handler for it,
+    then wait for it all the time: such calls are cancelled once no handler has run for `LOOK_S`.
     """
     stopping = asyncio.ensure_future(server.stop(drain_s))
     left = True

@@ -1,19 +1,19 @@
-"""The gRPC port of a node: held all its life, whether or not a gateway listens there just then."""
+"""Hold the gRPC port of a node all its life, whether or not a gateway listens just then."""
 
 import contextlib
 import socket
 
 
 class Port:
-    """Two sockets that are bound and do not listen. Gateways of this user can listen beside them (SO_REUSEPORT).
+    """Two sockets that are bound and do not listen. Gateways of this user listen beside them (SO_REUSEPORT).
 
-    The first one is bound without SO_REUSEPORT, so that it fails while anybody has the port, and with SO_REUSEADDR,
-    which connections of before that are in TIME_WAIT need. But with that alone another node could do the same while no
-    gateway listens. The second one is bound without SO_REUSEADDR: it is in the way of whoever comes later.
+    The first is bound with SO_REUSEADDR, because of connections in TIME_WAIT, and without SO_REUSEPORT: binding fails
+    while anybody listens. That is not enough while no gateway listens: a second node could bind the same way. So the
+    second socket is bound without SO_REUSEADDR, and the kernel refuses the port to every later node.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises OSError if somebody has it. `port` 0: a free one."""
+        """Bind. Raise OSError if the port is taken. `port` 0: take a free one."""
         self._sockets: list[socket.socket] = []
         try:
             first = self._socket(host)

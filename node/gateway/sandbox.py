@@ -1,11 +1,16 @@
-"""Give up what a gateway's process has no need of after its start, where Linux has Landlock: whoever takes it over by a
-fault in gRPC does not get the files of the node's user, nor the node's memory.
+"""Give up the rights that a gateway does not need after its start.
 
-    files    read below the directories of Python and of shared libraries; none written
-    network  listen on the gRPC port; connect to nobody by TCP. UDP and Unix sockets are not Landlock's
-    others   no process outside is traced or signalled (`ptrace`, /proc/PID/mem, `kill`)
+Whoever takes it over by a fault in gRPC gets neither the files of the node's user, nor the node's memory, nor the
+network.
 
-Landlock takes rights from the thread that asks, and from those that it starts: ask before there are others.
+    files    read below the directories of Python and of shared libraries; write nothing     Landlock
+    network  listen on the gRPC port (over IPv6 also on one that the system chooses)         Landlock
+             connect to nobody                                                               node.gateway.syscalls
+    others   trace, signal, limit or slow no other process                                   both
+
+Left are names, sizes and times of files, memory and processor time, and new processes under the same rules.
+
+Both mechanisms restrict the calling thread and threads that it starts later, so call `enter` before there are others.
 """
 
 import contextlib
@@ -15,6 +20,8 @@ import os
 import struct
 import sys
 from collections.abc import Iterable
+
+from node.gateway.syscalls import refuse_others
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +41,19 @@ _SYSTEM = ("/dev/urandom", "/dev/null", "/sys/devices/system/cpu", "/proc/self",
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def enter(port: int) -> int:
-    """Give up all rights but those above. Return the version of Landlock, 0 where there is none."""
+def enter(port: int, ipv6: bool = False) -> int:
+    """Give up all rights but those above. Return the version of Landlock; 0: the system has none. Raise OSError.
+
+    `ipv6`: keep the right to bind to a free port, which gRPC does to find out whether there is IPv6.
+    """
+    _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    version = _enter_landlock((port, 0) if ipv6 else (port,))
+    refuse_others()
+    return version
+
+
+def _enter_landlock(ports: Iterable[int]) -> int:
+    """Restrict files, ports and other processes as far as this version of Landlock can. Return the version."""
     version = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     if version < 1:
         return 0
@@ -49,10 +67,9 @@ def enter(port: int) -> int:
         for path in _readable(sys.path):
             with contextlib.suppress(OSError):  # it is not there
                 _allow_reading(ruleset, path)
-        if network:
+        for port in ports if network else ():
             rule = struct.pack("=QQ", _BIND, port)
             _checked(_libc.syscall(_ADD_RULE, ruleset, _NET_PORT, rule, 0))
-        _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
         _checked(_libc.syscall(_RESTRICT_SELF, ruleset, 0))
     finally:
         os.close(ruleset)
@@ -60,7 +77,7 @@ def enter(port: int) -> int:
 
 
 def _readable(paths: Iterable[str]) -> list[str]:
-    """Directories of Python, of installed packages and of shared libraries, and what the system tells of itself."""
+    """Return the directories of Python, packages and shared libraries, and the system files that gRPC reads."""
     return [path for path in dict.fromkeys((*paths, sys.prefix, sys.base_prefix, *_LIBRARIES, *_SYSTEM)) if path]
 
 
@@ -75,6 +92,7 @@ def _allow_reading(ruleset: int, path: str) -> None:
 
 
 def _checked(result: int) -> int:
+    """Return the result of a system call. Raise OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

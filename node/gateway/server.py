@@ -1,10 +1,10 @@
-"""The public gRPC service, as a gateway serves it: calls become frames to the node, and its frames their replies.
+"""Serve the public gRPC methods: calls become frames to the node, and its frames become replies.
 
     unary call   request bytes -> frame -> reply bytes              nothing is parsed here
     put          begin -> verdicts -> chunks, as they come -> commit
     get          request -> reply, then page bytes, which the node has framed as chunks
 
-Health, reflection and views are answered here, of what the node has told. Who may ask is for the node to say.
+Health, reflection and views are answered here, from what the node has sent. The node decides who may ask for them.
 """
 
 import asyncio
@@ -52,12 +52,15 @@ Behaviour = Callable[[Call, Messages], Awaitable[Any]]
 
 
 class Servicer:
-    """Calls that may last are registered as ones that take a stream, so that one that sends no request is ours to end;
-    on the wire there is no difference. A unary call is ours when its request is there: as a stream it would cost a
-    quarter more."""
+    """The gRPC methods, their limits and their handlers.
+
+    Calls that may last are registered as streaming, so that a call without a request can be ended here; on the wire
+    there is no difference. Other calls are unary: their handler starts when the request is complete. As streams they
+    would cost a quarter more.
+    """
 
     def __init__(self, door: socket.socket, state: NodeState, threads: int, stall_s: float) -> None:
-        """`door`: see `Upstream`. `threads`: of four, as many calls at a time (grpc_threads)."""
+        """`door`: see `Upstream`. `threads`: the setting grpc_threads; it admits four calls for each."""
         self.upstream = Upstream(door, max(1, threads * 3 // 4))
         self._state = state
         self._stall_s = stall_s
@@ -71,16 +74,18 @@ class Servicer:
 
     @property
     def call_count(self) -> int:
+        """Return how many calls have a handler that runs."""
         return sum(places.count for places in self.places)
 
     def end_idle(self) -> None:
-        """Calls that wait, for a request or for something to tell, do not delay a stop."""
+        """End idle calls, so that they do not delay a stop: those that wait for a request or for a change."""
         for places in self.places:
             places.close()
 
     # ---- how methods are called ----------------------------------------------------------
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Return the handlers of all services, and one for unknown methods."""
         streams = {
             "Put": self._handler(self._put, self._calls),
             "Get": self._handler(self._get, self._calls),
@@ -107,7 +112,10 @@ class Servicer:
     def _handler(
         self, behaviour: Behaviour, places: Places, read: Any = None, write: Any = None
     ) -> grpc.RpcMethodHandler:
-        """`read` and `write`: from and to the wire form; None leaves it."""
+        """Return a handler for a method that is registered as streaming.
+
+        `read` and `write` parse and serialize messages; None leaves them as bytes.
+        """
 
         async def run(messages: Messages, context: Any) -> None:
             await self._served(Call(context, places, self._stall_s), lambda call: behaviour(call, messages))
@@ -115,7 +123,7 @@ class Servicer:
         return grpc.stream_stream_rpc_method_handler(run, read, write)
 
     async def _served(self, call: Call, behaviour: Callable[[Call], Awaitable[Result]]) -> Result | None:
-        """What it returns; None: it was refused, or ended, and the caller is told why."""
+        """Run a call within its limits, and return its result. None: it failed, and its status says why."""
         try:
             with call:
                 return await behaviour(call)
@@ -141,6 +149,7 @@ class Servicer:
         return None
 
     def _unary(self, method: Any) -> grpc.RpcMethodHandler:
+        """Return a handler for a method whose request is forwarded unparsed."""
         op = _OPS[method.input_type.full_name]
 
         async def run(request: bytes, context: Any) -> bytes | None:
@@ -183,7 +192,7 @@ class Servicer:
                 await self._send_frames(left, call, connection)
 
     async def _send_frames(self, left: int, call: Call, connection: NodeConnection) -> None:
-        """Pass on the frames that the node has made of page bytes: one is received while the one before is sent."""
+        """Forward page bytes, which the node has framed: receive a frame while the one before is sent."""
         coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
         try:
             while True:
@@ -202,7 +211,7 @@ class Servicer:
     # ---- what the gateway answers itself -------------------------------------------------
 
     async def _admitted(self, call: Call, op: str) -> None:
-        """Raises what the node says to who may not."""
+        """Ask the node whether the caller may do `op`. Raise the node's error if not."""
         with self.upstream.lease(call.on_behalf) as connection:
             await connection.exchange("admit", pb.AdmitRequest(op=op).SerializeToString())
 
@@ -246,7 +255,7 @@ class Servicer:
 
 
 def part(frame: bytes | None, kind: str) -> Any:
-    """The message in a PutFrame of that kind. Raises InvalidRequest for another one."""
+    """Return the message of that kind in a PutFrame. Raise InvalidRequest if it holds another kind."""
     if frame is None:
         raise InvalidRequest(f"the put ended where a {kind} frame was expected")
     try:
@@ -260,8 +269,7 @@ def part(frame: bytes | None, kind: str) -> Any:
 
 
 async def _send_chunks(nbytes: int, messages: Messages, call: Call, connection: NodeConnection) -> bytes | None:
-    """Pass page bytes on to the node as they come: one chunk is sent while the next one is received. Return the frame
-    behind them."""
+    """Forward page bytes to the node: send a chunk while the next one is received. Return the frame after them."""
     sending: asyncio.Future[None] | None = None
     frame = await anext(messages, None)
     try:
@@ -287,14 +295,14 @@ async def _send_chunks(nbytes: int, messages: Messages, call: Call, connection: 
 
 
 def _drop(future: "asyncio.Future[Any] | None") -> None:
-    """Nobody waits for it any more."""
+    """Cancel a future, and ignore how it ends."""
     if future is not None:
         future.cancel()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Methods that nobody has."""
+    """The handler of all unknown methods."""
 
     def __init__(self, handler: grpc.RpcMethodHandler) -> None:
         self._handler = handler
@@ -304,7 +312,9 @@ class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
-    """The status with which a call ends when its handler returns. Not `abort`: gRPC keeps the error that it
-    raises, which keeps the frames that it went through, and they the request."""
+    """Set the status with which a call ends when its handler returns.
+
+    Not `abort`: gRPC keeps the exception that it raises, with its stack frames, and they keep the request.
+    """
     call.context.set_code(code)
     call.context.set_details(said)

@@ -1,21 +1,18 @@
-"""The node's side of its gateways: holds the port, starts them, tells them what they need, starts anew what ends.
+"""Supervise the gateways of a node: hold the port, start them, send them state, restart those that end.
 
 port (bound, not listening) --SO_REUSEPORT--> each gateway listens
-Gateways --> _Gateway: a thread, which watches one process (or, embedded, one thread)
+Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one thread)
 """
 
 import contextlib
 import importlib.util
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kvstore.certificates import Pems
 from kvstore.cluster.view import View
@@ -23,8 +20,9 @@ from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig, missing
-from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, pems_value, view_value
+from node.gateway.control import BEAT_S, Control, pems_value, view_value
 from node.gateway.port import Port
+from node.gateway.runners import FAILED, HUNG, KILLED, MEMORY, GatewayProcess, GatewayThread, Runner
 from node.peers.membership import Membership
 from node.serve.gateway import GatewayCalls, GatewayDoor
 from node.serve.service import Service
@@ -42,75 +40,17 @@ PAUSE_S, PAUSE_S_MAX = 0.05, 0.5  # before one is started anew; doubled while th
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
 PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
-# Why a gateway has ended, for people and as the label of a metric.
-MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
-# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's secrets.
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
-# Of glibc, for chunks of 1 MiB that come and go: without, each is taken from the kernel and given back, page by page.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20), "MALLOC_ARENA_MAX": "4"}
-
-
-class Runner(Protocol):
-    """Where a gateway runs."""
-
-    pid: int
-
-    def wait(self, seconds: float) -> str | None:
-        """Why it has ended; None: it has not."""
-
-    def kill(self) -> None: ...
-
-
-class _Process:
-    def __init__(self, control: socket.socket, door: socket.socket, config: NodeConfig, port: int) -> None:
-        fds = (control.fileno(), door.fileno())
-        environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name[:3] == "LC_"}
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
-        environment |= {"PYTHONSAFEPATH": "1", **MALLOC}
-        command = [sys.executable, "-m", "node.gateway.main", "--control-fd", str(fds[0]), "--door-fd", str(fds[1])]
-        command += ["--port", str(port), "--memory-bytes", str(config.grpc_memory_nbytes)]
-        command += ["--log-level", config.log_level, "--log-format", config.log_format]
-        self._process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
-        self.pid = self._process.pid
-
-    def wait(self, seconds: float) -> str | None:
-        try:
-            code = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        return MEMORY if code == EXIT_MEMORY else KILLED if code < 0 else FAILED
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-class _Thread:
-    """In the node's own process: nothing ends it but its node."""
-
-    def __init__(self, control: socket.socket, door: socket.socket) -> None:
-        from node.gateway.gateway import Gateway, serve
-
-        self.pid = os.getpid()
-        self.gateway = Gateway(control.dup(), door.dup())
-        self._thread = threading.Thread(target=serve, args=(self.gateway,), name="grpc", daemon=True)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> str | None:
-        self._thread.join(seconds)
-        return None if self._thread.is_alive() else FAILED
-
-    def kill(self) -> None:
-        pass
 
 
 class Gateways:
-    """Takes the port in the constructor; `start` begins to serve. Thread-safe."""
+    """All gateways of a node. The constructor takes the port; `start` begins to serve. Thread-safe."""
 
     def __init__(
         self, config: NodeConfig, service: Service, certificates: Certificates | None, embedded: bool = False
     ) -> None:
-        """`embedded`: in a thread of this process, instead of processes. Raises OSError if the port is taken, and
-        ConfigError if a package is missing."""
+        """`embedded`: run one gateway in a thread of this process. Raise OSError if the port is taken, ConfigError if a
+        package is missing.
+        """
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(missing(package))
@@ -130,19 +70,22 @@ class Gateways:
         self._serving = False
         self.ends = Counter(dict.fromkeys((MEMORY, HUNG, KILLED, FAILED), 0))
         count = 0 if self._held is None else 1 if embedded else config.grpc_processes
-        self._gateways = [_Gateway(f"gateway-{number}", self) for number in range(count)]
-        self.membership.on_view(self._heard)
+        self._gateways = [_Supervisor(f"gateway-{number}", self) for number in range(count)]
+        self.membership.on_view(self._on_view)
         for gateway in self._gateways:
             gateway.begin()
 
     # ---- what gateways need --------------------------------------------------------------
 
     def run(self, control: socket.socket, door: socket.socket) -> Runner:
+        """Start a gateway on these ends of its sockets."""
         if self.embedded:
-            return _Thread(control, door)
-        return _Process(control, door, self._config, self.port)
+            return GatewayThread(control, door)
+        assert self._held is not None, "a node without gRPC starts no gateway"
+        return GatewayProcess(control, door, self._config, self._held)
 
     def open_door(self, name: str, door: socket.socket) -> GatewayDoor:
+        """Return the server for connections that the gateway makes through `door`."""
         return GatewayDoor(name, door, self._service, self.calls, self._config.stall_s)
 
     @property
@@ -151,6 +94,7 @@ class Gateways:
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Return the first message to a gateway."""
         config = self._config
         return {
             "host": self._held.numeric_host if self._held else "",
@@ -163,17 +107,17 @@ class Gateways:
 
     @property
     def _state(self) -> dict[str, Any]:
-        """What a gateway that is ready has to know."""
-        told: dict[str, Any] = {"health": self._health, "view": self._told_view()}
+        """Return the state to send to a gateway that has become ready."""
+        told: dict[str, Any] = {"health": self._health, "view": self._view_value()}
         return {**told, "serve": True} if self._serving else told
 
-    def brief(self, gateway: "_Gateway") -> None:
-        """It is ready."""
+    def set_ready(self, gateway: "_Supervisor") -> None:
+        """Mark a gateway as ready and send it the current state."""
         with self._lock:
             gateway.ready.set()
             gateway.tell(**self._state)
 
-    def _told_view(self) -> dict[str, Any]:
+    def _view_value(self) -> dict[str, Any]:
         alone = self._view is None and not self.membership.joining
         return view_value(self._view.message if self._view else None, alone)
 
@@ -191,7 +135,7 @@ class Gateways:
     # ---- what the node says --------------------------------------------------------------
 
     def start(self, pulse: Callable[[], None] = lambda: None) -> None:
-        """Serve. Raise ConfigError if a gateway can not be started."""
+        """Let gateways serve. Raise ConfigError if one can not be started."""
         end = time.monotonic() + READY_S_MAX
         for gateway in self._gateways:
             while not gateway.ready.wait(0.05):
@@ -204,11 +148,11 @@ class Gateways:
             self._tell(**self._state)
 
     def set_serving(self, serving: bool) -> None:
-        """What the standard health service answers, for the whole server and for KVStore."""
+        """Set the health status of the server and of KVStore."""
         self._set_health({"": serving, SERVICE_NAME: serving})
 
     def set_disk_healthy(self, healthy: bool) -> None:
-        """A failed disk does not make the node unhealthy: RAM serves on. It has a name of its own."""
+        """Set the health status of the disk tier, which has its own name: without disk the node serves from RAM."""
         self._set_health({DISK_NAME: healthy})
 
     def _set_health(self, good: dict[str, bool]) -> None:
@@ -218,16 +162,16 @@ class Gateways:
 
     @property
     def serving(self) -> bool:
-        """What the health service says of the node."""
+        """Return whether the health service reports the node as serving."""
         return self._health[""]
 
-    def _heard(self, view: View) -> None:
+    def _on_view(self, view: View) -> None:
         with self._lock:
             self._view = view
-            self._tell(view=self._told_view())
+            self._tell(view=self._view_value())
 
     def look(self) -> None:
-        """Called now and then: certificates that have changed go to the gateways."""
+        """Send certificates that have changed to the gateways. Call it periodically."""
         for gateway in self._gateways:
             gateway.renew()
 
@@ -239,8 +183,8 @@ class Gateways:
         return [gateway.status() for gateway in self._gateways]
 
     def stop(self, drain_s: float) -> None:
-        """New calls are refused, running ones have `drain_s`."""
-        self.membership.forget(self._heard)
+        """Refuse new calls, give running ones `drain_s`, and end all gateways."""
+        self.membership.forget(self._on_view)
         self._stopping.set()
         for gateway in self._gateways:
             gateway.tell(stop=drain_s)
@@ -251,12 +195,12 @@ class Gateways:
             self._held.close()
 
 
-class _Gateway:
-    """One of them, in its several lives. The thread belongs to it."""
+class _Supervisor:
+    """Starts one gateway again and again, in a thread of its own, until the node stops."""
 
-    def __init__(self, name: str, house: Gateways) -> None:
+    def __init__(self, name: str, gateways: Gateways) -> None:
         self.name = name
-        self._house = house
+        self._all = gateways
         self.ready = threading.Event()
         self.failed = ""
         self._was_ready = False  # ever
@@ -272,13 +216,15 @@ class _Gateway:
         self._thread.start()
 
     def tell(self, **message: Any) -> None:
+        """Send a message to a gateway that is ready. Ignore failures: the watching thread sees the end."""
         control = self._control
         if control is not None and (self.ready.is_set() or "stop" in message):
             with contextlib.suppress(OSError):  # it has ended, or hangs: the thread finds out
                 control.send(**message)
 
     def renew(self) -> None:
-        pems = self._house.pems
+        """Send the certificates if they have changed."""
+        pems = self._all.pems
         if pems is not None and pems is not self._pems:
             self._pems = pems
             self.tell(pems=pems_value(pems))
@@ -290,22 +236,22 @@ class _Gateway:
             pid=runner.pid if runner else 0,
             ready=self.ready.is_set(),
             recent_ends=sum(now - at < STREAK_S for at in self._recent),
-            nbytes_max=self._house.nbytes_max,
+            nbytes_max=self._all.nbytes_max,
             rss_nbytes=self._beat.rss_nbytes,
             call_count=self._beat.call_count,
         )
 
     def finish(self, seconds: float) -> None:
-        """It was told to stop, and has so long."""
+        """Wait for the end of a gateway that was told to stop, then kill it."""
         self._thread.join(seconds)
         if self._thread.is_alive() and self._runner is not None:
             self._runner.kill()
             self._thread.join(LEAVE_S)
 
     def _run(self) -> None:
-        while not self._house.stopping:
+        while not self._all.stopping:
             try:
-                why = self._live()
+                why = self._run_once()
             except OSError as error:
                 log.warning("%s can not be started: %s", self.name, error)
                 why = FAILED
@@ -316,31 +262,33 @@ class _Gateway:
             if not self._was_ready:  # the node's start fails with it
                 self.failed = self.failed or f"it ends at once ({why})"
                 return
-            self._ended(why)
+            self._record_end(why)
 
-    def _ended(self, why: str) -> None:
-        """Counts and tells, and waits before the next life."""
-        if self._house.stopping:
+    def _record_end(self, why: str) -> None:
+        """Count and log an end, and wait before the next start."""
+        if self._all.stopping:
             return
-        self._house.ends[why] += 1
+        self._all.ends[why] += 1
         now = time.monotonic()
         self._recent = [at for at in self._recent if now - at < STREAK_S] + [now]
         count, pause_s = len(self._recent), min(PAUSE_S_MAX, PAUSE_S * 2 ** (len(self._recent) - 1))
-        log.warning("%s has ended (%s), %d times in %g s; it is back in %g s", self.name, why, count, STREAK_S, pause_s)
-        self._house.pause(pause_s)
+        log.warning(
+            "%s has ended (%s), %d times in %g s; the next is started in %g s", self.name, why, count, STREAK_S, pause_s
+        )
+        self._all.pause(pause_s)
 
-    def _live(self) -> str:
-        """One life. Returns why it ended."""
+    def _run_once(self) -> str:
+        """Start a gateway and watch it until it ends. Return why it ended."""
         with contextlib.ExitStack() as sockets:
             ours, theirs = map(sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
             door, their_door = map(sockets.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             control = Control(ours)
-            self._pems = self._house.pems
-            control.send(settings=self._house.settings)
-            connections = self._house.open_door(self.name, door)
+            self._pems = self._all.pems
+            control.send(settings=self._all.settings)
+            connections = self._all.open_door(self.name, door)
             connections.start()
             try:
-                runner = self._runner = self._house.run(theirs, their_door)
+                runner = self._runner = self._all.run(theirs, their_door)
                 theirs.close()
                 their_door.close()
                 self._control = control
@@ -356,6 +304,7 @@ class _Gateway:
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
+        """Exchange messages until the gateway ends, or kill it when it is silent. Return why it ended."""
         heard_s, beat_s = time.monotonic(), 0.0
         while True:
             messages = control.receive(BEAT_S / 2)
@@ -364,9 +313,9 @@ class _Gateway:
             now = time.monotonic()
             for message in messages:
                 heard_s = now
-                self._hear(message)
+                self._on_message(message)
             silent_s_max = SILENT_S_MAX if self.ready.is_set() else READY_S_MAX
-            if now - heard_s > silent_s_max and not self._house.embedded:  # nobody can end a thread
+            if now - heard_s > silent_s_max and not self._all.embedded:  # nobody can end a thread
                 runner.kill()
                 runner.wait(LEAVE_S)
                 return HUNG
@@ -379,10 +328,11 @@ class _Gateway:
             runner.wait(LEAVE_S)
         return why or HUNG
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
+        """Apply a message of the gateway. Raise KeyError, TypeError or ValueError for one that no gateway sends."""
         if "ready" in message:
             self._was_ready = True
-            self._house.brief(self)
+            self._all.set_ready(self)
         if "beat" in message:
             beat = message["beat"]  # checked here: whoever has taken a gateway over says anything
             self._beat = pb.GatewayStatus(rss_nbytes=beat["rss_nbytes"], call_count=beat["call_count"])

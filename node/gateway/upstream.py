@@ -1,10 +1,10 @@
-"""A gateway's connections to its node: Unix sockets that carry the frames of `kvstore.wires.frames`.
+"""Pool a gateway's connections to its node: Unix sockets that carry the frames of `kvstore.wires.frames`.
 
     call --> lease --> [on_behalf] request frame --> reply frame --> back to the pool
-                       whoever leaves in between closes the connection, which ends what it had begun at the node
+                       a call that ends in between closes the connection, and the node ends what it had begun
 
-Requests and replies stay in their wire form. A gateway reads no more of them than it must. Page bytes are sent and
-received by threads, which need no GIL for it, while the event loop has the ones before or behind them.
+Requests and replies are not parsed more than necessary. Page bytes move in threads, without the GIL, while the event
+loop handles the chunks before or after.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _REPLY = {field.number: field.name for field in pb.BulkReply.DESCRIPTOR.fields}
 
 
 class Refused(Exception):
-    """The node's answer is an error: a status code of gRPC, and what it says."""
+    """The node's error reply: a gRPC status code and a message."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 class NodeConnection:
-    """Carries one call at a time. `clean` is False while an exchange has begun and is not over."""
+    """A connection that carries one call at a time. `clean` is False between a request and the end of its reply."""
 
     def __init__(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
         self._sock = sock
@@ -65,7 +65,7 @@ class NodeConnection:
     def close(self) -> None:
         """A thread that uses the socket ends soon, and closes it: before, its number must not be anybody else's. Nor
         may the loop know that number still: a send that was cancelled just now has not told it yet."""
-        self._deafen()
+        self._stop_listening()
         self._loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -76,7 +76,7 @@ class NodeConnection:
 
     @property
     def quiet(self) -> bool:
-        """Whether the node has said nothing more, and not hung up."""
+        """Return whether the connection is open and has no bytes that nobody asked for."""
         return self._listening and not self._early.nbytes
 
     def _listen(self) -> None:
@@ -84,15 +84,15 @@ class NodeConnection:
             self._loop.add_reader(self._sock, self._readable)
             self._listening = True
 
-    def _deafen(self) -> None:
+    def _stop_listening(self) -> None:
         if self._listening:
             self._loop.remove_reader(self._sock)
             self._listening = False
 
     def _readable(self) -> None:
-        """There is something, or the node has hung up. What nobody waits for stays in the socket."""
+        """Receive for the coroutine that waits. If none waits, leave the bytes in the socket and stop polling it."""
         if self._waiting is None or self._waiting.done():
-            return self._deafen()
+            return self._stop_listening()
         try:
             self._waiting.set_result(self._sock.recv(self._wanted))
         except BlockingIOError:
@@ -101,7 +101,7 @@ class NodeConnection:
             self._waiting.set_result(b"")
 
     async def exchange(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> memoryview:
-        """Return the reply to a request, both in their wire form. Raise Refused."""
+        """Send a request and return the reply, both serialized. Raise Refused for an error reply."""
         reply, payload_nbytes = await self.begin(op, request, trace)
         if payload_nbytes:
             raise Unavailable("the node's answer has page bytes that nobody asked for")
@@ -109,7 +109,7 @@ class NodeConnection:
         return reply
 
     async def begin(self, op: str, request: bytes | memoryview, trace: bytes = b"") -> tuple[memoryview, int]:
-        """As `exchange`, for a call that goes on. Return also how many page bytes follow the reply."""
+        """Send a request of a call that goes on. Return (reply, number of page bytes that follow). Raise Refused."""
         header = delimited(_REQUEST[op], request)
         if trace and len(request) <= TRACED_NBYTES_MAX:
             header += delimited(_REQUEST["trace"], trace)
@@ -119,12 +119,12 @@ class NodeConnection:
         return await self._reply(op)
 
     async def begin_payload(self, nbytes: int) -> None:
-        """Announce so many page bytes, which follow by `send_payload`."""
+        """Announce `nbytes` page bytes, which `send_payload` sends."""
         self.clean = False
         await self._send(pack_fixed(0, nbytes))
 
     async def send_payload(self, data: memoryview) -> None:
-        """Send page bytes. If the node has ended the call before, raise what it said."""
+        """Send page bytes. Raise the node's error if it has ended the call."""
         if data.nbytes < INLINE_NBYTES_MAX:
             return await self._send(data)
         try:
@@ -133,7 +133,7 @@ class NodeConnection:
             await self._fail(error)
 
     async def payload(self, nbytes: int) -> bytes:
-        """Receive so many bytes behind a reply."""
+        """Return the next `nbytes` page bytes behind a reply."""
         early, self._early = bytes(self._early[:nbytes]), self._early[nbytes:]
         left = nbytes - len(early)
         try:
@@ -151,8 +151,8 @@ class NodeConnection:
         return early + data if early else data
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Use the socket, which may block, in a thread. Nothing else uses it meanwhile."""
-        self._deafen()
+        """Call a blocking function of the socket in a thread. Nothing else uses the socket meanwhile."""
+        self._stop_listening()
         self._sock.setblocking(True)
         moving = begun(self._threads, function, *arguments)
         if moving is None:
@@ -179,7 +179,7 @@ class NodeConnection:
             return 0
 
     async def _fail(self, error: ConnectionError) -> NoReturn:
-        """The node has hung up. Raise why, if it said so."""
+        """Raise the error that the node sent before it closed the connection, or else Unavailable."""
         self._sock.setblocking(False)
         await self._reply("")
         raise Unavailable("the node ended this call") from error
@@ -229,10 +229,10 @@ def _received(sock: socket.socket, nbytes: int) -> bytes:
 
 
 class Upstream:
-    """The pool of connections. Belongs to the event loop's thread."""
+    """The pool of connections to the node. Use it from the event loop's thread only."""
 
     def __init__(self, door: socket.socket, transfers: int) -> None:
-        """`door`: takes one end of each new connection to the node. `transfers`: threads that move page bytes."""
+        """`door`: the socket that takes one end of each new connection. `transfers`: threads that move page bytes."""
         self._door = door
         self._threads = ThreadPoolExecutor(transfers, "gateway-transfer")
         self._idle: list[NodeConnection] = []  # used last at the end
@@ -240,8 +240,10 @@ class Upstream:
 
     @contextlib.contextmanager
     def lease(self, on_behalf: bytes) -> Iterator[NodeConnection]:
-        """Lend a connection on which the node takes requests for those of this caller, an OnBehalfRequest in its wire
-        form. Raise Exhausted or Unavailable, and Unauthenticated for one that is too long."""
+        """Lend a connection whose requests the node takes as those of this caller, a serialized OnBehalfRequest.
+
+        Raise Exhausted or Unavailable, and Unauthenticated for a caller whose headers are too long.
+        """
         if len(on_behalf) > ON_BEHALF_NBYTES_MAX:
             raise Unauthenticated(
                 f"the names in this certificate have {len(on_behalf)} bytes, at most {ON_BEHALF_NBYTES_MAX} are taken"
@@ -260,6 +262,7 @@ class Upstream:
                 self._close(connection)
 
     def _taken(self, on_behalf: bytes) -> NodeConnection:
+        """Return an idle connection, if possible one that served the same caller last, or else a new one."""
         idle = self._idle
         while idle:
             searched = range(len(idle) - 1, max(-1, len(idle) - 1 - SEARCHED_MAX), -1)
@@ -289,7 +292,7 @@ class Upstream:
         return ours
 
     def trim(self) -> None:
-        """Close idle connections that the calls of the moment do not need. Called now and then."""
+        """Close all but `KEPT_MAX` idle connections. Call it periodically."""
         while len(self._idle) > KEPT_MAX:
             self._close(self._idle.pop(0))
 
@@ -305,7 +308,7 @@ class Upstream:
 
 @functools.lru_cache(1024)
 def on_behalf_of(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:
-    """Return an OnBehalfRequest in its wire form. `names`: of the certificate that was shown; None: none was."""
+    """Return a serialized OnBehalfRequest. `names`: from the client certificate; None: none was shown."""
     made: Any = pb.OnBehalfRequest(address=address, authorization=authorization)
     if names is not None:
         made.certificate = True

@@ -1,9 +1,9 @@
-"""Views of the cluster for connections that follow them by frames: each request waits for the next one.
+"""Let connections wait for the next view of the cluster (the `follow` frame).
 
-    connection thread   poll(its socket, the signal) ... a view, or the client hung up, or its time is over
-    a new view          the signal is set: all that wait for it look at the view; who waits next waits for another
+    connection thread   poll(its socket, the signal) until there is a view, the client hangs up, or time is over
+    a new view          sets the signal, which wakes all waiters; later ones wait for a new signal
 
-Nobody is woken for nothing: a wait ends when something happens.
+Waiters sleep until something happens: nothing polls at an interval.
 """
 
 import os
@@ -20,7 +20,7 @@ from node.serve.limits import FOLLOW_S_MAX, FOLLOWERS_MAX, Budget, cap
 
 
 class Followers:
-    """Thread-safe."""
+    """The waiters, and their limit. Thread-safe."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -31,7 +31,7 @@ class Followers:
 
     @property
     def count(self) -> int:
-        """Of those that wait."""
+        """Return how many connections wait."""
         return self._budget.used
 
     def _heard(self, view: View) -> None:
@@ -41,16 +41,20 @@ class Followers:
             signal.set()
 
     def view(self, known: int) -> pb.View | None:
-        """The view now; None: there is none, or it is the one that is known. Raises InvalidRequest at a node that is
-        in no cluster."""
+        """Return the view; None: there is none yet, or its number is `known`. Raise InvalidRequest if the node is in no
+        cluster.
+        """
         view = self._membership.view
         if view is None and not self._membership.joining:
             raise InvalidRequest("this node is in no cluster: it has no view")
         return None if view is None or view.number == known else view.message
 
     def wait(self, peer: str, known: int, seconds: float, sock: FrameSocket) -> pb.View | None:
-        """The view as soon as its number is another than `known`. None: there was none in that time, at most
-        FOLLOW_S_MAX, or the client said something meanwhile, or hung up. Raises Exhausted if too many wait already."""
+        """Wait for a view whose number is not `known`, and return it.
+
+        None: none came within `seconds`, at most FOLLOW_S_MAX, or the client sent something or hung up. Raise Exhausted
+        if too many wait already.
+        """
         end = time.monotonic() + min(seconds, FOLLOW_S_MAX)
         with self._budget.lent(peer):
             while True:
@@ -61,6 +65,7 @@ class Followers:
                     return view
 
     def _next_signal(self) -> "_Signal":
+        """Return the signal that the next view sets."""
         with self._lock:
             if self._signal is None:
                 self._signal = _Signal()
@@ -71,7 +76,7 @@ class Followers:
 
 
 class _Signal:
-    """Set once, for all that wait for it. Its descriptor goes with the last of them."""
+    """An event that is set once, for all that wait for it. The last reference closes its descriptor."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -80,7 +85,7 @@ class _Signal:
         os.eventfd_write(self._fd, 1)
 
     def wait(self, sock: FrameSocket, seconds: float) -> bool:
-        """Until it is set: True. False: something happens at the socket, or the time is over."""
+        """Wait. Return True when it is set; False when something happens at the socket, or time is over."""
         if not sock.quiet:
             return False
         news = select.poll()

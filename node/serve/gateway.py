@@ -1,10 +1,10 @@
-"""Connections of a gateway, which asks for those who call the node over gRPC (`node.gateway`).
+"""Serve the connections of a gateway, which forwards the calls of gRPC clients (`node.gateway`).
 
-    on_behalf   whose requests follow: from where the call came, its token or certificate; not answered
+    on_behalf   the caller of the requests that follow: address, token, names of its certificate; not answered
     request     of that caller, as on the bulk wire; page bytes travel behind it
 
-What the gateway says of a caller is believed. It can not make callers more than they are: each request is admitted by
-the credential that it forwards, and counts to that caller's share of everything.
+Each request is admitted by the caller's credential, and counts to that caller's limits. A token proves itself; address
+and certificate names are the gateway's word, which the node believes (docs/SECURITY.md, "Gateways").
 """
 
 import contextlib
@@ -43,10 +43,10 @@ STALL_MORE_S = 2.0  # a gateway ends calls that stall; the node does so a little
 
 
 class GatewayCalls:
-    """What calls over gRPC may have of the node, all gateways' together."""
+    """Limits on calls over gRPC, shared by all gateways of the node."""
 
     def __init__(self, service: Service, threads: int) -> None:
-        """`threads`: of four, three transfers at a time and four times as many calls (grpc_threads)."""
+        """`threads`: the setting grpc_threads. It admits 3/4 as many transfers, and four times as many calls."""
         remedy = "make fewer at a time"
         more = f"{remedy}, or raise grpc_threads"
         transfers = max(1, threads * 3 // 4)
@@ -59,7 +59,7 @@ class GatewayCalls:
 
 
 class GatewayDoor(ConnectionServer):
-    """Takes the connections that one gateway makes, which come over a socket that only it has."""
+    """Accepts the connections of one gateway, which arrive as descriptors over a socket that only it has."""
 
     def __init__(self, name: str, door: socket.socket, service: Service, calls: GatewayCalls, stall_s: float) -> None:
         super().__init__(name, door, stall_s, cap("connections of a gateway", CONNECTIONS_MAX, "make fewer calls"))
@@ -70,7 +70,7 @@ class GatewayDoor(ConnectionServer):
         return GatewayConnection(sock, self._service, self._calls, self._stall_s)
 
     def _accept(self) -> None:
-        """Until the gateway is gone, or this stops."""
+        """Accept until the gateway is gone or the server stops."""
         waiting = select.poll()
         waiting.register(self._listener, select.POLLIN)
         while not self._stopping:
@@ -107,7 +107,7 @@ class GatewayDoor(ConnectionServer):
 
 
 class GatewayConnection(BulkConnection):
-    """`caller` is the one on whose behalf the gateway asked last."""
+    """A connection of a gateway. `caller` is the one that its last `on_behalf` frame named."""
 
     of_gateway = True
     header_nbytes_max = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
@@ -122,7 +122,7 @@ class GatewayConnection(BulkConnection):
         self._told: pb.OnBehalfRequest | None = None
 
     def serve(self, server: Any) -> None:
-        """Until the gateway closes it. A transfer has a session of its own."""
+        """Serve requests until the gateway closes. Each transfer has a session of its own."""
         try:
             while request := self._next():
                 if not server.begin(self):
@@ -136,7 +136,7 @@ class GatewayConnection(BulkConnection):
             server.done(self)
 
     def _next(self) -> Request:
-        """The next request; callers are taken in between."""
+        """Return the next request; apply `on_behalf` frames on the way."""
         while True:
             request = self._wait_request()
             if request is None:
@@ -149,6 +149,7 @@ class GatewayConnection(BulkConnection):
             return request
 
     def _take_caller(self, told: pb.OnBehalfRequest) -> None:
+        """Make the caller that the gateway named the one of the next requests."""
         self._told, self._identities = told, self._access.identities
         at = _peer_at(told.address)
         names = tuple(told.names)
@@ -166,7 +167,7 @@ class GatewayConnection(BulkConnection):
         self.peer = peer
 
     def _admit(self, header_nbytes: int) -> None:
-        """Strangers send no large requests."""
+        """Refuse large requests of clients without a valid credential before they are received."""
         if header_nbytes > REQUEST_NBYTES_FREE:
             gate, caller = self.service.gate, self.caller
             gate.known("large request", caller.at or caller.peer, lambda: gate.who(caller))
@@ -218,7 +219,7 @@ class GatewayConnection(BulkConnection):
             self._get(session, request)
 
     def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
-        """Framed for gRPC, so that the gateway copies nothing."""
+        """Frame page bytes as gRPC messages, so that the gateway copies nothing."""
         whole, rest = divmod(nbytes, GRPC_CHUNK_NBYTES)
         framed = whole * FRAME_NBYTES + (len(chunk_head(rest)) + rest if rest else 0)
         return framed, _framed(pieces)
@@ -230,8 +231,10 @@ class GatewayConnection(BulkConnection):
 
 
 def _peer_at(address: str) -> str:
-    """Return whose share a caller at host:port counts to. A gateway names addresses only: anything else could be the
-    name of a tenant, whose share would be taken."""
+    """Return the key that limits count a caller at host:port by.
+
+    Only addresses count: another string could be the key of a tenant, whose limits would be used up.
+    """
     host = address.rpartition(":")[0].strip("[]")
     try:
         ipaddress.ip_address(host.partition("%")[0])
@@ -241,7 +244,7 @@ def _peer_at(address: str) -> str:
 
 
 def _framed(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The pieces, with what a GetFrame has before each chunk."""
+    """Yield the pieces, with a GetFrame's header before each chunk."""
     for run in runs(pieces):
         yield memoryview(chunk_head(sum(piece.nbytes for piece in run)))
         yield from run

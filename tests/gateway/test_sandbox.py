@@ -16,6 +16,7 @@ from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
 from kvstore.measure.ports import free_ports
 from node.gateway import sandbox
+from node.gateway.main import NICENESS, OOM_SCORE
 
 SECRET = "not-for-gateways-7f3a"
 LANDLOCK = sandbox._libc.syscall(sandbox._CREATE_RULESET, None, ctypes.c_size_t(0), sandbox._VERSION)
@@ -85,15 +86,24 @@ def test_a_gateways_process_has_entered_its_sandbox(process: NodeProcess) -> Non
     (pid,) = gateways(process.pid)
     for task in Path(f"/proc/{pid}/task").iterdir():
         assert "NoNewPrivs:\t1" in (task / "status").read_text()
+        assert "Seccomp:\t2" in (task / "status").read_text()
     assert "NoNewPrivs:\t0" in Path(f"/proc/{process.pid}/status").read_text()
     assert "Max core file size        0" in Path(f"/proc/{pid}/limits").read_text()
-    assert "keeps all rights" not in process.said
+    assert "of its user" not in process.said
+
+
+def test_where_there_is_too_little_for_all_gateways_are_served_last(process: NodeProcess) -> None:
+    """Of processors, and of memory."""
+    (pid,) = gateways(process.pid)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, process.pid) + NICENESS)
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == OOM_SCORE
 
 
 # What one could try who has taken a gateway over. Each prints what became of it.
 TRIES = """
 import ctypes, os, signal, socket, sys
 from node.gateway import sandbox
+from node.gateway.main import NICENESS, OOM_SCORE
 
 data, identities, node, port, bulk = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
 libc = ctypes.CDLL(None, use_errno=True)
