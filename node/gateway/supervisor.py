@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from kvstore.certificates import Pems
 from kvstore.cluster.view import View
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ProtocolError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig, missing
-from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, pems_value, view_value
+from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, Silence, pems_value, view_value
 from node.gateway.port import Port
 from node.peers.membership import Membership
 from node.serve.gateway import GatewayCalls, GatewayDoor
@@ -164,14 +164,15 @@ class Gateways:
     @property
     def _state(self) -> dict[str, Any]:
         """What a gateway that is ready has to know."""
-        told: dict[str, Any] = {"health": self._health, "view": self._told_view()}
+        told: dict[str, Any] = {"health": dict(self._health), "view": self._told_view()}
         return {**told, "serve": True} if self._serving else told
 
     def brief(self, gateway: "_Gateway") -> None:
-        """It is ready."""
+        """It is ready. Certificates may have changed while it started."""
         with self._lock:
             gateway.ready.set()
             gateway.tell(**self._state)
+            gateway.renew()
 
     def _told_view(self) -> dict[str, Any]:
         alone = self._view is None and not self.membership.joining
@@ -214,7 +215,7 @@ class Gateways:
     def _set_health(self, good: dict[str, bool]) -> None:
         with self._lock:
             self._health |= good
-            self._tell(health=self._health)
+            self._tell(health=dict(self._health))
 
     @property
     def serving(self) -> bool:
@@ -228,8 +229,9 @@ class Gateways:
 
     def look(self) -> None:
         """Called now and then: certificates that have changed go to the gateways."""
-        for gateway in self._gateways:
-            gateway.renew()
+        with self._lock:
+            for gateway in self._gateways:
+                gateway.renew()
 
     def _tell(self, **message: Any) -> None:
         for gateway in self._gateways:
@@ -274,12 +276,12 @@ class _Gateway:
     def tell(self, **message: Any) -> None:
         control = self._control
         if control is not None and (self.ready.is_set() or "stop" in message):
-            with contextlib.suppress(OSError):  # it has ended, or hangs: the thread finds out
+            with contextlib.suppress(OSError):  # it has ended: the thread finds out
                 control.send(**message)
 
     def renew(self) -> None:
         pems = self._house.pems
-        if pems is not None and pems is not self._pems:
+        if pems is not None and pems is not self._pems and self.ready.is_set():
             self._pems = pems
             self.tell(pems=pems_value(pems))
 
@@ -337,40 +339,48 @@ class _Gateway:
             self._pems = self._house.pems
             control.send(settings=self._house.settings)
             connections = self._house.open_door(self.name, door)
-            connections.start()
+            runner: Runner | None = None
             try:
-                self._runner = self._house.run(theirs, their_door)
+                connections.start()
+                self._runner = runner = self._house.run(theirs, their_door)
                 theirs.close()
                 their_door.close()
                 self._control = control
-                return self._watch(control, self._runner)
+                return self._watch(control, runner)
             finally:
                 self._control = None
                 self._beat = {}
+                if runner is not None:  # or it would go on to listen beside the next one
+                    runner.kill()
+                    runner.wait(LEAVE_S)
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
-        heard_s, beat_s = time.monotonic(), 0.0
-        while True:
-            messages = control.receive(BEAT_S / 2)
+        """Return why it has ended, or is to be ended."""
+        unheard, untaken, beat_s = Silence(), Silence(), 0.0
+        while not (self._house.stopping and not self.ready.is_set()):  # one that starts has no calls
+            try:
+                messages = control.receive(BEAT_S / 2)
+            except ProtocolError as error:
+                log.warning("%s is ended: it says %s", self.name, error)
+                return FAILED
             if messages is None:
-                break
-            now = time.monotonic()
+                return runner.wait(LEAVE_S) or HUNG  # it has closed its end
             for message in messages:
-                heard_s = now
                 self._hear(message)
-            if now - heard_s > (SILENT_S_MAX if self.ready.is_set() else READY_S_MAX):
-                runner.kill()
-                runner.wait(LEAVE_S)
+            silent_s = max(unheard.look(bool(messages)), untaken.look(self._takes(control)))
+            if silent_s > (SILENT_S_MAX if self.ready.is_set() else READY_S_MAX):
                 return HUNG
-            if now - beat_s >= BEAT_S:
-                beat_s = now
+            if time.monotonic() - beat_s >= BEAT_S:
+                beat_s = time.monotonic()
                 self.tell(beat=1)
-        why = runner.wait(LEAVE_S)  # it has closed its end
-        if why is None:
-            runner.kill()
-            runner.wait(LEAVE_S)
-        return why or HUNG
+        return KILLED
+
+    def _takes(self, control: Control) -> bool:
+        try:
+            return control.flush()
+        except OSError:
+            return True  # it has ended
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "ready" in message:
