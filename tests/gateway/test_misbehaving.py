@@ -123,6 +123,7 @@ def test_one_that_says_what_none_says_is_ended(fake: Fake, said: bytes) -> None:
         f"""
         say(ready=1)
         if first:
+            heard()
             control.sendall({said!r})
             time.sleep(1000)
         """,
