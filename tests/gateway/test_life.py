@@ -97,6 +97,18 @@ def _is_free(address: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_node_that_was_killed_has_its_port_again_at_once(stopped: bool) -> None:
+    """Its gateway listened there a moment longer, or as long as it was stopped."""
+    with NodeProcess(*FLAGS) as node:
+        port = node.address.rpartition(":")[2]
+        if stopped:
+            os.kill(gateways(node.pid)[0], signal.SIGSTOP)
+        node.kill()
+        with NodeProcess(*FLAGS, "--port", port) as again:
+            assert again.address.endswith(port)
+
+
 def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(process: NodeProcess, frames: Frames) -> None:
     key = b"k" * 32
     with channel_to(process.address) as channel, channel_to(process.address) as other:
