@@ -239,6 +239,20 @@ def test_grpc_can_have_an_interface_of_its_own() -> None:
             socket.create_connection(("127.0.0.2", node.bulk_port), 20.0).close()
 
 
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_grpc_is_served_at_addresses_of_ipv6(host: str) -> None:
+    """gRPC finds out by a port of its own whether there is IPv6; its sandbox must let it."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with NodeProcess(*FLAGS, "--grpc-host", host) as node:
+        with grpc.insecure_channel(f"[::1]:{node.address.rpartition(':')[2]}") as channel:
+            assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port == node.bulk_port
+        assert node.stop() == 0
+
+
 def test_several_gateways_share_a_port_and_all_are_used() -> None:
     with NodeProcess(*FLAGS, "--grpc-processes", "3") as node:
         pids = gateways(node.pid)
