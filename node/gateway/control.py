@@ -5,22 +5,25 @@ gateway -> node   ready | failed, beat
 """
 
 import base64
-import contextlib
 import json
 import select
 import socket
 import threading
+import time
 from typing import Any
 
 from kvstore.certificates import Pems
+from kvstore.errors import ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 
 BEAT_S = 0.5  # each tells the other that it lives
-SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; a gateway that leaves as much hangs
-RECEIVE_NBYTES = 64 << 10
+SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; it gives what its own limit allows
+RECEIVE_NBYTES = 64 << 10  # of a gateway at a time, and of one line at most
+BEAT = {"rss_nbytes", "call_count"}
+COUNT_MAX = 1 << 62  # in a beat
+STEP_S_MAX = 1.0  # between two looks at what is silent: more is a pause of this process, or of the machine
 EXIT_MEMORY = 86  # with this status a gateway's process ends when it has more memory than it may
 LINE_NBYTES_MAX = 16 << 20
-HEARD_NBYTES_MAX = 4 << 10  # of a line that a gateway says; who has taken one over says anything
 
 
 class Control:
@@ -30,30 +33,42 @@ class Control:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
         self._sock = sock
         self._lock = threading.Lock()
+        self._unsent = memoryview(b"")  # of a line that has begun
+        self._next: dict[str, Any] = {}  # what is told behind it, of each kind the newest
+        self._sent_nbytes, self._seen_nbytes = 0, 0
         self._rest = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message without waiting. Raise OSError if the gateway is gone, or hangs and reads nothing.
-
-        After a failure nothing more is sent: a gateway that has lost a part of a line must end.
-        """
-        data = line(message)
+        """Send a message without waiting; what the gateway does not take now, `flush` sends. Raise OSError if the
+        gateway is gone."""
         with self._lock:
+            self._next |= message
+            self._flush()
+
+    def flush(self) -> bool:
+        """Tell what waits. Return whether the gateway takes something, or has all. Raises OSError if it is gone."""
+        with self._lock:
+            self._flush()
+            takes = not self._unsent or self._sent_nbytes > self._seen_nbytes
+            self._seen_nbytes = self._sent_nbytes
+            return takes
+
+    def _flush(self) -> None:
+        while self._unsent or self._next:
+            if not self._unsent:
+                self._unsent, self._next = memoryview(line(self._next)), {}
             try:
-                if self._sock.send(data, socket.MSG_DONTWAIT) < len(data):
-                    raise BlockingIOError("the gateway does not take what it is told")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_WR)
-                raise
+                sent = self._sock.send(self._unsent, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self._sent_nbytes += sent
+            self._unsent = self._unsent[sent:]
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Return the messages that have come, perhaps none; None: the gateway has closed its end.
-
-        Raise ValueError for a line that is too long or no JSON object.
-        """
+        """Return the messages that have come, perhaps none; None: the gateway has closed its end. Raise ProtocolError
+        for what no gateway says."""
         waiting = select.poll()
-        waiting.register(self._sock, select.POLLIN)
+        waiting.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
         if not waiting.poll(timeout_s * 1000):
             return []
         try:
@@ -65,23 +80,46 @@ class Control:
         if not data:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > HEARD_NBYTES_MAX:
-            raise ValueError(f"a line of more than {HEARD_NBYTES_MAX} bytes")
-        return [_heard(one) for one in lines]
+        if len(self._rest) > RECEIVE_NBYTES:
+            raise ProtocolError("a line that does not end")
+        return [_said(one) for one in lines]
 
     def close(self) -> None:
         self._sock.close()
 
 
-def _heard(line: bytes) -> dict[str, Any]:
-    """Return the message in a line. Raise ValueError if it is no JSON object."""
+class Silence:
+    """For how long nothing was heard, looked at now and then. Time in which nobody looked counts little: then this
+    process did not run, and perhaps nobody did."""
+
+    def __init__(self) -> None:
+        self._looked_s = time.monotonic()
+        self._silent_s = 0.0
+
+    def look(self, heard: bool) -> float:
+        now = time.monotonic()
+        passed_s, self._looked_s = now - self._looked_s, now
+        self._silent_s = 0.0 if heard else self._silent_s + min(passed_s, STEP_S_MAX)
+        return self._silent_s
+
+
+def _said(text: bytes) -> dict[str, Any]:
+    """What a gateway has said. It may be anybody's by now: what it says is believed only as far as it goes here."""
     try:
-        message = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("a line that is nested deeply") from error
-    if not isinstance(message, dict):
-        raise ValueError("a line that is no object")
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"no line of JSON ({type(error).__name__})") from error
+    if not isinstance(message, dict) or not isinstance(message.get("failed", ""), str):
+        raise ProtocolError("no message of a gateway")
+    if "beat" in message:
+        beat = message["beat"]
+        if not isinstance(beat, dict) or set(beat) != BEAT or not all(map(_is_count, beat.values())):
+            raise ProtocolError("a beat that is none")
     return message
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < COUNT_MAX
 
 
 def line(message: dict[str, Any]) -> bytes:

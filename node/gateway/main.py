@@ -5,6 +5,7 @@ at its start it gives up the rights that it does not need (`node.gateway.sandbox
 """
 
 import argparse
+import ctypes
 import logging
 import os
 import resource
@@ -26,6 +27,7 @@ WATCH_S = 0.02
 NICENESS = 10  # where processors are short, engines on the node's other ports come first
 # Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole arena.
 OOM_SCORE = "1000"
+_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 def _watch_memory(nbytes_max: int) -> None:
@@ -54,6 +56,7 @@ def main() -> None:
     handler.addFilter(LogRate())
     handler.setFormatter(formatter(arguments.log_format))
     logging.basicConfig(level=arguments.log_level, handlers=[handler])
+    _end_with_node()
     os.nice(NICENESS)
     _yield_memory_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
@@ -68,6 +71,13 @@ def main() -> None:
     serve(Gateway(*sockets))
     logging.shutdown()
     os._exit(0)  # whatever gRPC's threads do
+
+
+def _end_with_node() -> None:
+    """Have the kernel kill this process when the node ends, however it ends: a node that is started anew needs the
+    port at once."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL):
+        log.info("a killed node's port is free only when its gateway has noticed")
 
 
 def _yield_memory_first() -> None:

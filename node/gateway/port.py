@@ -1,7 +1,13 @@
 """Hold the gRPC port of a node all its life, whether or not a gateway listens just then."""
 
 import contextlib
+import errno
 import socket
+import time
+
+# So long a node waits for a port that is taken: gateways of one that was killed just before end a moment after it.
+TAKEN_S_MAX = 3.0
+PAUSE_S = 0.05
 
 
 class Port:
@@ -18,13 +24,13 @@ class Port:
         try:
             first = self._socket(host)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            first.bind((host, port))
+            _bind(first, host, port)
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.numeric_host: str = first.getsockname()[0]
             self.number: int = first.getsockname()[1]
         except OSError as error:
             self.close()
-            raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running?") from error
+            raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running? ({error})") from error
         second = self._socket(host)
         second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         with contextlib.suppress(OSError):  # for a minute after another program that did not share the port
@@ -40,3 +46,14 @@ class Port:
     def close(self) -> None:
         for one in self._sockets:
             one.close()
+
+
+def _bind(sock: socket.socket, host: str, port: int) -> None:
+    end = time.monotonic() + TAKEN_S_MAX
+    while True:
+        try:
+            return sock.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise
+        time.sleep(PAUSE_S)

@@ -16,11 +16,11 @@ from typing import Any
 
 from kvstore.certificates import Pems
 from kvstore.cluster.view import View
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ProtocolError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig, missing
-from node.gateway.control import BEAT_S, Control, pems_value, view_value
+from node.gateway.control import BEAT_S, Control, Silence, pems_value, view_value
 from node.gateway.port import Port
 from node.gateway.runners import FAILED, HUNG, KILLED, MEMORY, GatewayProcess, GatewayThread, Runner
 from node.peers.membership import Membership
@@ -108,14 +108,15 @@ class Gateways:
     @property
     def _state(self) -> dict[str, Any]:
         """Return the state to send to a gateway that has become ready."""
-        told: dict[str, Any] = {"health": self._health, "view": self._view_value()}
+        told: dict[str, Any] = {"health": dict(self._health), "view": self._view_value()}
         return {**told, "serve": True} if self._serving else told
 
     def set_ready(self, gateway: "_Supervisor") -> None:
-        """Mark a gateway as ready and send it the current state."""
+        """Mark a gateway as ready and send it the current state. Certificates may have changed while it started."""
         with self._lock:
             gateway.ready.set()
             gateway.tell(**self._state)
+            gateway.renew()
 
     def _view_value(self) -> dict[str, Any]:
         alone = self._view is None and not self.membership.joining
@@ -158,7 +159,7 @@ class Gateways:
     def _set_health(self, good: dict[str, bool]) -> None:
         with self._lock:
             self._health |= good
-            self._tell(health=self._health)
+            self._tell(health=dict(self._health))
 
     @property
     def serving(self) -> bool:
@@ -172,8 +173,9 @@ class Gateways:
 
     def look(self) -> None:
         """Send certificates that have changed to the gateways. Call it periodically."""
-        for gateway in self._gateways:
-            gateway.renew()
+        with self._lock:
+            for gateway in self._gateways:
+                gateway.renew()
 
     def _tell(self, **message: Any) -> None:
         for gateway in self._gateways:
@@ -219,13 +221,13 @@ class _Supervisor:
         """Send a message to a gateway that is ready. Ignore failures: the watching thread sees the end."""
         control = self._control
         if control is not None and (self.ready.is_set() or "stop" in message):
-            with contextlib.suppress(OSError):  # it has ended, or hangs: the thread finds out
+            with contextlib.suppress(OSError):  # it has ended: the thread finds out
                 control.send(**message)
 
     def renew(self) -> None:
         """Send the certificates if they have changed."""
         pems = self._all.pems
-        if pems is not None and pems is not self._pems:
+        if pems is not None and pems is not self._pems and self.ready.is_set():
             self._pems = pems
             self.tell(pems=pems_value(pems))
 
@@ -286,54 +288,56 @@ class _Supervisor:
             self._pems = self._all.pems
             control.send(settings=self._all.settings)
             connections = self._all.open_door(self.name, door)
-            connections.start()
+            runner: Runner | None = None
             try:
-                runner = self._runner = self._all.run(theirs, their_door)
+                connections.start()
+                self._runner = runner = self._all.run(theirs, their_door)
                 theirs.close()
                 their_door.close()
                 self._control = control
-                try:
-                    return self._watch(control, runner)
-                except BaseException:  # it says what no gateway says, and must not go on taking calls at the port
-                    runner.kill()
-                    runner.wait(LEAVE_S)
-                    raise
+                return self._watch(control, runner)
             finally:
                 self._control = None
                 self._beat = pb.GatewayStatus()
+                if runner is not None:  # or it would go on to listen beside the next one
+                    runner.kill()
+                    runner.wait(LEAVE_S)
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
-        """Exchange messages until the gateway ends, or kill it when it is silent. Return why it ended."""
-        heard_s, beat_s = time.monotonic(), 0.0
-        while True:
-            messages = control.receive(BEAT_S / 2)
+        """Exchange messages until the gateway ends, or has to. Return why."""
+        unheard, untaken, beat_s = Silence(), Silence(), 0.0
+        while not (self._all.stopping and not self.ready.is_set()):  # one that starts has no calls
+            try:
+                messages = control.receive(BEAT_S / 2)
+            except ProtocolError as error:
+                log.warning("%s is ended: it says %s", self.name, error)
+                return FAILED
             if messages is None:
-                break
-            now = time.monotonic()
+                return runner.wait(LEAVE_S) or HUNG  # it has closed its end
             for message in messages:
-                heard_s = now
                 self._on_message(message)
+            silent_s = max(unheard.look(bool(messages)), untaken.look(self._takes(control)))
             silent_s_max = SILENT_S_MAX if self.ready.is_set() else READY_S_MAX
-            if now - heard_s > silent_s_max and not self._all.embedded:  # nobody can end a thread
-                runner.kill()
-                runner.wait(LEAVE_S)
+            if silent_s > silent_s_max and not self._all.embedded:  # nobody can end a thread
                 return HUNG
-            if now - beat_s >= BEAT_S:
-                beat_s = now
+            if time.monotonic() - beat_s >= BEAT_S:
+                beat_s = time.monotonic()
                 self.tell(beat=1)
-        why = runner.wait(LEAVE_S)  # it has closed its end
-        if why is None:
-            runner.kill()
-            runner.wait(LEAVE_S)
-        return why or HUNG
+        return KILLED
+
+    def _takes(self, control: Control) -> bool:
+        try:
+            return control.flush()
+        except OSError:
+            return True  # it has ended
 
     def _on_message(self, message: dict[str, Any]) -> None:
-        """Apply a message of the gateway. Raise KeyError, TypeError or ValueError for one that no gateway sends."""
+        """Apply a message of the gateway, which `Control` has checked."""
         if "ready" in message:
             self._was_ready = True
             self._all.set_ready(self)
         if "beat" in message:
-            beat = message["beat"]  # checked here: whoever has taken a gateway over says anything
+            beat = message["beat"]
             self._beat = pb.GatewayStatus(rss_nbytes=beat["rss_nbytes"], call_count=beat["call_count"])
         self.failed = message.get("failed", self.failed)

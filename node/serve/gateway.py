@@ -84,16 +84,17 @@ class GatewayDoor(ConnectionServer):
             if not data:
                 return
             for fd in fds:  # none: there was no descriptor left for it, and the gateway finds it closed
-                try:
-                    sock = socket.socket(fileno=fd)
-                except OSError as error:
-                    log.warning("%s: a descriptor that is no socket: %s", self._name, error)
-                    os.close(fd)
-                else:
-                    self._take(sock)
+                self._take(fd)
 
-    def _take(self, sock: socket.socket) -> None:
+    def _take(self, fd: int) -> None:
         try:
+            sock = socket.socket(fileno=fd)
+        except OSError as error:
+            log.warning("%s: a descriptor that is no connection: %s", self._name, error)
+            return os.close(fd)
+        try:
+            if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
+                raise Exhausted("a gateway's connections are Unix sockets")
             if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN):
                 raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
             if self.count >= CONNECTIONS_MAX:

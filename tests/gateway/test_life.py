@@ -97,6 +97,18 @@ def _is_free(address: str) -> bool:
     return False
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_node_that_was_killed_has_its_port_again_at_once(stopped: bool) -> None:
+    """Its gateway listened there a moment longer, or as long as it was stopped."""
+    with NodeProcess(*FLAGS) as node:
+        port = node.address.rpartition(":")[2]
+        if stopped:
+            os.kill(gateways(node.pid)[0], signal.SIGSTOP)
+        node.kill()
+        with NodeProcess(*FLAGS, "--port", port) as again:
+            assert again.address.endswith(port)
+
+
 def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(process: NodeProcess, frames: Frames) -> None:
     key = b"k" * 32
     with channel_to(process.address) as channel, channel_to(process.address) as other:
@@ -225,6 +237,20 @@ def test_grpc_can_have_an_interface_of_its_own() -> None:
             socket.create_connection(("127.0.0.1", int(port)), 20.0).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", node.bulk_port), 20.0).close()
+
+
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_grpc_is_served_at_addresses_of_ipv6(host: str) -> None:
+    """gRPC finds out by a port of its own whether there is IPv6; its sandbox must let it."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with NodeProcess(*FLAGS, "--grpc-host", host) as node:
+        with grpc.insecure_channel(f"[::1]:{node.address.rpartition(':')[2]}") as channel:
+            assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port == node.bulk_port
+        assert node.stop() == 0
 
 
 def test_several_gateways_share_a_port_and_all_are_used() -> None:

@@ -1,7 +1,5 @@
 """What a gateway that was taken over may do: what its callers may, and nothing to its node."""
 
-import contextlib
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -14,8 +12,6 @@ from kvstore.identity_file import add, new_token, token_line
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import FrameSocket
 from kvstore.wires.status import Code
-from node.access.caller import THE_NODE
-from node.gateway.control import HEARD_NBYTES_MAX, RECEIVE_NBYTES, Control
 from node.serve.gateway import GatewayConnection
 from node.serve.limits import REQUEST_NBYTES_FREE
 from node.server import Node
@@ -128,54 +124,6 @@ def test_what_gateways_ask_is_refused_on_the_bulk_wire_whatever_its_size(
         assert asked(frames, hello=pb.HelloRequest(token=secure[2])).WhichOneof("op") == "hello"
         reply = asked(frames, **{op: request})
         assert (reply.error.code, reply.error.message) == (Code.UNIMPLEMENTED, f"{op} is for the node's own gateways")
-
-
-# ---- what it says to its node ----------------------------------------------------------------
-
-BEAT = {"rss_nbytes": 1, "call_count": 1}
-NO_LINE = [
-    b"no JSON\n",
-    b"[1]\n",
-    b"7\n",
-    b"\xff\n",
-    b"[" * 60_000 + b"\n",
-    b"[" * (HEARD_NBYTES_MAX + 1),
-    json.dumps({"beat": {**BEAT, "rss_nbytes": -1}}).encode() + b"\n",
-    json.dumps({"beat": {"name": "x"}}).encode() + b"\n",
-    json.dumps({"beat": 7}).encode() + b"\n",
-    json.dumps({"beat": {**BEAT, "call_count": "many"}}).encode() + b"\n",
-]
-
-
-@pytest.mark.parametrize("line", NO_LINE, ids=range(len(NO_LINE)))
-def test_a_gateway_that_says_what_none_says_is_ended_and_replaced(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would keep its port, where callers bring their tokens."""
-    monkeypatch.setattr("node.gateway.supervisor.PAUSE_S_MAX", 0.05)
-    with rogue_node() as (node, rogues):
-        rogues[0].control.sendall(line)
-        wait_until(lambda: len(rogues) == 2)
-        assert rogues[0].is_killed
-        rogues[1].say(beat=BEAT)
-        wait_until(lambda: node.grpc.status()[0].rss_nbytes == 1)
-        reply = node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
-        assert [gateway.ready for gateway in reply.gateways] == [True]
-
-
-def test_a_line_without_an_end_takes_no_memory_of_the_node() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        control = Control(ours)
-        theirs.setblocking(False)
-
-        def hear() -> None:
-            for _ in range(1000):
-                with contextlib.suppress(BlockingIOError):
-                    theirs.send(b"x" * 1024)
-                control.receive(0.0)
-
-        with pytest.raises(ValueError, match="a line of more than"):
-            hear()
-        assert len(control._rest) <= HEARD_NBYTES_MAX + RECEIVE_NBYTES
 
 
 # ---- what it brings as connections -----------------------------------------------------------
