@@ -162,4 +162,4 @@ def test_each_call_gets_its_own_answer_whatever_becomes_of_the_others(seed: int)
     node.join()
     theirs.close()
     assert node.wrong == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors, done
+    assert len(os.listdir("/proc/self/fd")) <= descriptors, done
