@@ -39,6 +39,7 @@ from node.ram.regroup import set_ram_limits
 from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
+from node.serve.gateway import connections_max
 from node.serve.http_host import is_trusted_host
 from node.serve.metrics import metrics_text
 from node.serve.metrics_server import MetricsServer
@@ -106,7 +107,8 @@ class Node:
             if self.console is not None:
                 undo.callback(self.console.server.stop)
             self.registry = self._open_registry()
-            allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max)
+            of_gateways = config.grpc_processes * connections_max(config.grpc_threads)
+            allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max + of_gateways)
             self._listen(config)
             undo.pop_all()
 

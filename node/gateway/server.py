@@ -46,6 +46,8 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _BEGIN, _COMMIT = pb.PutFrameReply.BEGIN_FIELD_NUMBER, pb.PutFrameReply.COMMIT_FIELD_NUMBER
 _GET_BEGIN = pb.GetFrame.BEGIN_FIELD_NUMBER
 
+ADMITTED_MAX = 64  # callers at a time whom the node is asked about: each takes a connection from other calls
+
 Result = TypeVar("Result")
 Messages = AsyncIterator[Any]
 Behaviour = Callable[[Call, Messages], Awaitable[Any]]
@@ -70,6 +72,7 @@ class Servicer:
         self._followers = Places(cap("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them"))
         self._reflections = Places(cap("reflection streams", REFLECTION_STREAMS_MAX, remedy))
         self.places = (self._calls, self._health_calls, self._followers, self._reflections)
+        self._admitting = asyncio.Semaphore(ADMITTED_MAX)
         self._reflection = reflection.ReflectionServicer((SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME))
 
     @property
@@ -212,8 +215,9 @@ class Servicer:
 
     async def _admitted(self, call: Call, op: str) -> None:
         """Ask the node whether the caller may do `op`. Raise the node's error if not."""
-        with self.upstream.lease(call.on_behalf) as connection:
-            await connection.exchange("admit", pb.AdmitRequest(op=op).SerializeToString())
+        async with self._admitting:
+            with self.upstream.lease(call.on_behalf) as connection:
+                await connection.exchange("admit", pb.AdmitRequest(op=op).SerializeToString())
 
     async def _follow(self, call: Call, messages: Messages) -> None:
         call.stay_idle()

@@ -38,8 +38,15 @@ log = logging.getLogger(__name__)
 WIRE = "grpc"
 ON_BEHALF = pb.BulkRequest.ON_BEHALF_FIELD_NUMBER
 ADMITTED = ("follow", "reflection")  # calls that a gateway answers by itself
-CONNECTIONS_MAX = 1 << 12  # of one gateway, which has a connection for each call that it forwards at a time
+CONNECTIONS_MAX = 1 << 12  # of one gateway, however many calls it may have
+CONNECTIONS_MORE = 256  # beside those of calls: who asks to follow or to reflect, and those that just end
 STALL_MORE_S = 2.0  # a gateway ends calls that stall; the node does so a little later, should the gateway hang
+
+
+def connections_max(threads: int) -> int:
+    """Of one gateway, which has a connection for each call that it forwards at a time, and as many that just end.
+    `threads`: of four, as many calls (grpc_threads). Each costs the node a thread and a descriptor."""
+    return min(CONNECTIONS_MAX, 8 * threads + CONNECTIONS_MORE)
 
 
 class GatewayCalls:
@@ -47,6 +54,7 @@ class GatewayCalls:
 
     def __init__(self, service: Service, threads: int) -> None:
         """`threads`: the setting grpc_threads. It admits 3/4 as many transfers, and four times as many calls."""
+        self._threads = threads
         remedy = "make fewer at a time"
         more = f"{remedy}, or raise grpc_threads"
         transfers = max(1, threads * 3 // 4)
@@ -57,12 +65,19 @@ class GatewayCalls:
         self.durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), more))
         self.loads = Budget(cap("gRPC gets from disk", max(1, transfers * 3 // 4), remedy))
 
+    @property
+    def connections_max(self) -> int:
+        """Of each gateway."""
+        return connections_max(self._threads)
+
 
 class GatewayDoor(ConnectionServer):
     """Accepts the connections of one gateway, which arrive as descriptors over a socket that only it has."""
 
     def __init__(self, name: str, door: socket.socket, service: Service, calls: GatewayCalls, stall_s: float) -> None:
-        super().__init__(name, door, stall_s, cap("connections of a gateway", CONNECTIONS_MAX, "make fewer calls"))
+        super().__init__(
+            name, door, stall_s, cap("connections of a gateway", calls.connections_max, "make fewer calls")
+        )
         self._service = service
         self._calls = calls
 
@@ -90,15 +105,15 @@ class GatewayDoor(ConnectionServer):
         try:
             sock = socket.socket(fileno=fd)
         except OSError as error:
-            log.warning("%s: a descriptor that is no connection: %s", self._name, error)
+            log.info("%s: a descriptor that is no connection: %s", self._name, error)
             return os.close(fd)
         try:
             if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
                 raise Exhausted("a gateway's connections are Unix sockets")
             if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN):
                 raise Exhausted(f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n")
-            if self.count >= CONNECTIONS_MAX:
-                raise Exhausted(f"this gateway has {CONNECTIONS_MAX} connections, and may have no more")
+            if self.count >= self._calls.connections_max:
+                raise Exhausted(f"this gateway has {self.count} connections, and may have no more")
             self._begin(self.connection(sock, ""))
         except Exhausted as error:
             self._refuse(sock, error)

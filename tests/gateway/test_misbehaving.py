@@ -18,12 +18,14 @@ from fleets import SMALL
 from test_life import is_running
 from waiting import wait_until
 
+from kvstore import Client, ClientConfig
 from kvstore.certificates import Pems
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import THE_NODE
 from node.config import NodeConfig
 from node.gateway import supervisor
 from node.gateway.port import Port
+from node.serve.gateway import connections_max
 from node.server import Node
 
 BEGIN = """
@@ -172,12 +174,49 @@ def test_one_that_passes_what_is_no_connection_keeps_its_door(fake: Fake) -> Non
         then=OBEY,
     )
     wait_until(Path(f"{fake.seen}.done").exists)
-    connections = [thread for thread in threading.enumerate() if thread.name.startswith("gateway-0-accept")]
-    assert connections
-    wait_until(lambda: any(t.name.startswith("gateway-0-gateway") for t in threading.enumerate()))
+    assert any(thread.name.startswith("gateway-0-accept") for thread in threading.enumerate())
+    wait_until(connections)
     node.stop()
     fake.nodes.clear()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+
+
+def test_one_that_floods_its_door_has_no_more_threads_than_its_calls_need(fake: Fake) -> None:
+    node = fake.start(
+        """
+        import threading
+        say(ready=1)
+        def flood():
+            kept = []
+            for count in range(450):
+                ours, theirs = socket.socketpair()
+                socket.send_fds(door, [b"c"], [theirs.fileno()])
+                theirs.close()
+                try:
+                    ours.send(bytes([16, 0, 0]))  # half a frame
+                except BrokenPipeError:
+                    pass  # refused
+                kept.append(ours)
+            open(seen + ".done", "w").close()
+            time.sleep(1000)
+        threading.Thread(target=flood, daemon=True).start()
+        """,
+        then=OBEY,
+        grpc_threads=4,
+    )
+    wait_until(Path(f"{fake.seen}.done").exists)
+    most = connections_max(4)
+    assert most < 450
+    wait_until(lambda: connections() == most)
+    with Client(ClientConfig(f"bulk://127.0.0.1:{node.bulk.port}", timeout_s=30.0)) as client:
+        assert client.node_status().gateways[0].ready
+    node.stop()
+    fake.nodes.clear()
+    wait_until(lambda: connections() == 0)
+
+
+def connections() -> int:
+    return sum(thread.name.startswith("gateway-0-gateway") for thread in threading.enumerate())
 
 
 def test_a_stop_does_not_wait_for_one_that_starts(fake: Fake) -> None:
