@@ -30,7 +30,8 @@ class Port:
             self.number: int = first.getsockname()[1]
         except OSError as error:
             self.close()
-            raise OSError(f"gRPC port {port} on {host} can not be bound; is another node running? ({error})") from error
+            asked = "; is another node running?" if error.errno == errno.EADDRINUSE else ""
+            raise OSError(f"gRPC port {port} on {host} can not be bound{asked} ({error})") from error
         second = self._socket(host)
         second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         with contextlib.suppress(OSError):  # for a minute after another program that did not share the port
