@@ -66,7 +66,9 @@ class Onlooker:
                 outcomes = self._client.put(self._space, [key], [page])
                 if outcomes != [PutOutcome.STORED]:
                     self.wrong.append(f"a put that is {outcomes}")
-                if self._client.get(self._space, [key], [found]) != [True] or found != page:
+                if self._client.get(self._space, [key], [found]) != [True]:
+                    self.wrong.append("a page that is gone")
+                elif found != page:
                     self.wrong.append("a page that is not what was put")
                 self.rounds += 1
                 self._stop.wait(0.005)
@@ -200,7 +202,8 @@ class Store:
 
         wait_until(served)
         assert page == content(key)
-        assert [one.wrong for one in self.onlookers] == [[], []]
+        wrong = [one.wrong for one in self.onlookers]
+        assert wrong == [[], []], wrong  # pytest shows no more of what is compared outside a module of tests
 
     def status(self) -> pb.NodeStatusReply:
         reply: pb.NodeStatusReply = self.node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
