@@ -219,7 +219,8 @@ def connections() -> int:
     return sum(thread.name.startswith("gateway-0-gateway") for thread in threading.enumerate())
 
 
-def test_a_stop_does_not_wait_for_one_that_starts(fake: Fake) -> None:
+def test_a_stop_does_not_wait_for_one_that_starts(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "READY_S_MAX", 1000.0)
     node = fake.start(
         """
         if first:
