@@ -21,6 +21,7 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
 from kvstore.measure.node_process import NodeProcess
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
+from node.serve.gateway import connections_max
 from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
 from node.serve.metrics_server import _CACHED_MAX, Answer, Asker, MetricsServer
 from node.server import DESCRIPTORS_OF_SESSION, Node
@@ -218,9 +219,10 @@ def test_a_node_raises_its_own_limit_of_descriptors(tmp_path: pathlib.Path) -> N
     limited = tmp_path / "python"
     limited.write_text(f'#!/bin/sh\nulimit -Sn 64\nexec {sys.executable} "$@"\n')
     limited.chmod(0o700)
-    with NodeProcess("--ram-bytes", "1MiB", "--sessions-max", "100", python=str(limited)) as process:
+    flags = ("--ram-bytes", "1MiB", "--sessions-max", "100", "--grpc-threads", "8", "--grpc-processes", "2")
+    with NodeProcess(*flags, python=str(limited)) as process:
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-    assert soft == min(hard, 64 + 100 * DESCRIPTORS_OF_SESSION)
+    assert soft == min(hard, 64 + 100 * DESCRIPTORS_OF_SESSION + 2 * connections_max(8))
 
 
 @pytest.fixture
