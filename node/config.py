@@ -200,11 +200,17 @@ class NodeConfig:
     @property
     def insecurity(self) -> str:
         """What strangers may do on this node's network; empty: nothing."""
-        if is_loopback(self.host):
+        open_to = " and ".join(host for host in self._interfaces if not is_loopback(host))
+        if not open_to:
             return ""
         if not self.identities:
-            return f"everybody who reaches {self.host} may read, change and remove all"
-        return "" if self.tls_cert else f"tokens and pages cross the network of {self.host} unencrypted"
+            return f"everybody who reaches {open_to} may read, change and remove all"
+        return "" if self.tls_cert else f"tokens and pages cross the network of {open_to} unencrypted"
+
+    @property
+    def _interfaces(self) -> list[str]:
+        """All on which it listens: gRPC may have one of its own."""
+        return [self.host, *({self.grpc_host} - {"", "none", self.host})]
 
     def _check_access(self) -> None:
         if self.token and self.token_file:
@@ -215,7 +221,8 @@ class NodeConfig:
             raise ConfigError(f"shm_trust={self.shm_trust} must be tenants' names, a,b,c; operators need none")
         if self.insecurity and not self.insecure:
             raise ConfigError(
-                f"host={self.host} lets others reach this node, which has to know them then: set "
+                f"host={self.host}{f', grpc_host={self.grpc_host},' if len(self._interfaces) > 1 else ''} lets others "
+                "reach this node, which has to know them then: set "
                 "identities, tls_cert and tls_key, or say --insecure by name if strangers may do everything"
             )
 

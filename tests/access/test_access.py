@@ -278,6 +278,19 @@ def test_a_node_for_its_own_host_need_not(host: str) -> None:
     assert not NodeConfig(host=host).insecurity
 
 
+def test_an_interface_of_grpc_alone_that_others_reach_counts_as_well() -> None:
+    """A node on loopback with --grpc-host 0.0.0.0 and without identities let everybody do everything, unasked."""
+    with pytest.raises(ConfigError, match=r"grpc_host=0\.0\.0\.0, lets others reach this node"):
+        NodeConfig(grpc_host="0.0.0.0")
+    with pytest.raises(ConfigError, match="say --insecure by name"):
+        NodeConfig(grpc_host="10.0.0.5", identities="x")
+    assert "who reaches 10.0.0.5 may read" in NodeConfig(grpc_host="10.0.0.5", insecure=True).insecurity
+    assert "reaches ::2 and 10.0.0.5" in NodeConfig(host="::2", grpc_host="10.0.0.5", insecure=True).insecurity
+    assert not NodeConfig(grpc_host="10.0.0.5", identities="x", tls_cert="c", tls_key="k").insecurity
+    assert not NodeConfig(grpc_host="none").insecurity
+    assert not NodeConfig(grpc_host="127.0.0.2").insecurity
+
+
 def test_trust_is_of_tenants() -> None:
     with pytest.raises(ConfigError, match="which only a node with identities has"):
         NodeConfig(shm_trust="team-a")

@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 import pytest
 from fleets import SMALL
-from gateway_store import PAGE_NBYTES, SPACE, Frames, Store, chunk, committed, content
+from gateway_store import PAGE_NBYTES, SPACE, Store, chunk, committed, content
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from request_stream import RequestStream
 from stopping import stop
 from waiting import wait_until
 
@@ -109,7 +110,7 @@ def test_a_node_that_was_killed_has_its_port_again_at_once(stopped: bool) -> Non
             assert again.address.endswith(port)
 
 
-def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(process: NodeProcess, frames: Frames) -> None:
+def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(process: NodeProcess, frames: RequestStream) -> None:
     key = b"k" * 32
     with channel_to(process.address) as channel, channel_to(process.address) as other:
         stub = KVStoreStub(channel)
@@ -142,7 +143,7 @@ def _refuses(address: str) -> bool:
     return False
 
 
-def test_what_a_stop_interrupts_is_told_so(frames: Frames) -> None:
+def test_what_a_stop_interrupts_is_told_so(frames: RequestStream) -> None:
     """Behind `drain_s`."""
     with NodeProcess(*FLAGS, "--drain-s", "0.5") as node, channel_to(node.address) as channel:
         (pid,) = gateways(node.pid)
@@ -247,7 +248,7 @@ def test_grpc_is_served_at_addresses_of_ipv6(host: str) -> None:
             pass
     except OSError:
         pytest.skip("there is no IPv6 here")
-    with NodeProcess(*FLAGS, "--grpc-host", host) as node:
+    with NodeProcess(*FLAGS, "--grpc-host", host, "--insecure") as node:
         with grpc.insecure_channel(f"[::1]:{node.address.rpartition(':')[2]}") as channel:
             assert KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=30.0).bulk_port == node.bulk_port
         assert node.stop() == 0
