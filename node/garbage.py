@@ -3,7 +3,7 @@
 A full collection looks at every page there is, with the GIL: 100 ms for 262,144 pages, and Python runs one
 whenever a quarter of them is new. Pages are in no cycles and are freed without it; what is left for it is
 little (a closed connection and its socket, an exception and its frame) and can wait. Where calls fail as fast
-as they can it adds up, so it does not wait for long, and less if their requests were large.
+as they can it adds up, so it does not wait for long.
 """
 
 import ctypes
@@ -14,21 +14,7 @@ import time
 PAUSE_SHARE = 1e-3  # of the time, at most, goes to full collections, unless they were rarer than
 INTERVAL_S_MAX = 120.0
 INTERVAL_S_MIN = 60.0
-REFUSED_NBYTES_MAX = 512 << 20  # what requests that were refused since the last one may have taken; then at most
-PAUSE_SHARE_REFUSED = 0.05
 _NEVER = 1 << 30  # collections of the middle generation between two full ones
-
-_refused_nbytes = 0
-_refused_much = threading.Event()
-
-
-def refused(nbytes: int) -> None:
-    """A request that took `nbytes` was refused: an exception may have kept it. Only counts; costs no lock, so one that
-    is counted at the same moment in another thread may be lost."""
-    global _refused_nbytes
-    _refused_nbytes += nbytes
-    if _refused_nbytes >= REFUSED_NBYTES_MAX:
-        _refused_much.set()
 
 
 class SeldomCollections:
@@ -44,14 +30,8 @@ class SeldomCollections:
         self._thread.start()
 
     def _run(self) -> None:
-        global _refused_nbytes
-        pause_s, interval_s = 0.0, self._interval_s_min
-        while not self._stopping.wait(pause_s / PAUSE_SHARE_REFUSED):
-            _refused_much.wait(interval_s - pause_s / PAUSE_SHARE_REFUSED)
-            if self._stopping.is_set():
-                return
-            _refused_nbytes = 0
-            _refused_much.clear()
+        interval_s = self._interval_s_min
+        while not self._stopping.wait(interval_s):
             start = time.monotonic()
             gc.collect()
             pause_s = time.monotonic() - start
@@ -61,7 +41,5 @@ class SeldomCollections:
 
     def stop(self) -> None:
         self._stopping.set()
-        _refused_much.set()  # it may wait for that
         self._thread.join()
-        _refused_much.clear()
         gc.set_threshold(*self._thresholds)

@@ -98,18 +98,3 @@ def test_full_collections_take_a_thousandth_of_the_time(monkeypatch: pytest.Monk
     threading.Event().wait(0.5)
     seldom.stop()
     assert len(times) == 1
-
-
-def test_large_requests_that_were_refused_are_a_reason_for_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage was limited by seconds alone: gigabytes in a minute."""
-    made = threading.Semaphore(0)
-    monkeypatch.setattr("node.garbage.gc.collect", made.release)
-    seldom = SeldomCollections(interval_s_min=3600.0)
-    try:
-        garbage.refused(garbage.REFUSED_NBYTES_MAX - 1)
-        assert not made.acquire(timeout=0.2)
-        for _ in range(3):
-            garbage.refused(garbage.REFUSED_NBYTES_MAX)
-            assert made.acquire(timeout=10.0)
-    finally:
-        seldom.stop()

@@ -49,7 +49,6 @@ def test_a_collection_is_followed_by_a_thousand_times_its_length(
         now[0] += took_s
 
     monkeypatch.setattr(garbage, "threading", SimpleNamespace(Event=Event, Thread=threading.Thread))
-    monkeypatch.setattr(garbage, "_refused_much", Event(), raising=False)  # where refused requests are counted
     monkeypatch.setattr(garbage, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("node.garbage.gc.collect", collect)
     seldom = SeldomCollections()
