@@ -219,13 +219,7 @@ class BulkWire:
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """Views from now on, for so long. `number`: of the one that is known. Raises ProtocolError for a node that
         knows no such frame."""
-        self._pool.check_process()
-        try:
-            connection = self._connect(deadline)
-        except Exception as error:
-            self._pool.raise_named(error, deadline)
-            raise
-        return FrameViews(connection, number, seconds, deadline, self._pool.raise_named)
+        return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
         connection, hello = self._connector.connect(deadline.sooner(self._config.connect_timeout_s))

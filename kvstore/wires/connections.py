@@ -160,6 +160,15 @@ class ConnectionPool(Generic[Socket]):
         """Raises InvalidRequest after a fork: two processes on one stream would read each other's answers."""
         check_process(self._pid)
 
+    def separate(self, deadline: Deadline) -> Socket:
+        """Open a connection beside those of the pool, which the caller closes. Raise errors of ours."""
+        self.check_process()
+        try:
+            return self._connect(deadline)
+        except Exception as error:
+            self.raise_named(error, deadline)
+            raise
+
     def raise_named(self, error: BaseException, deadline: Deadline) -> None:
         """Raises what went wrong on a connection as an error of ours, if it is none."""
         if isinstance(error, Refused):

@@ -117,13 +117,7 @@ class ShmWire:
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """As that of `BulkWire`."""
-        self._pool.check_process()
-        try:
-            connection = self._connect(deadline)
-        except Exception as error:
-            self._pool.raise_named(error, deadline)
-            raise
-        return FrameViews(connection, number, seconds, deadline, self._pool.raise_named)
+        return FrameViews(self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named)
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         with self._pool.connection(deadline) as connection:

@@ -84,9 +84,6 @@ class Control:
             raise ProtocolError("a line that does not end")
         return [_said(one) for one in lines]
 
-    def close(self) -> None:
-        self._sock.close()
-
 
 class Silence:
     """For how long nothing was heard, looked at now and then. Time in which nobody looked counts little: then this

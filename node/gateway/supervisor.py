@@ -210,7 +210,6 @@ class _Supervisor:
         self._runner: Runner | None = None
         self._pems: Pems | None = None
         self._beat = pb.GatewayStatus()  # what it said of itself last
-        self._began_s = 0.0
         self._recent: list[float] = []  # when it ended, of the last STREAK_S
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 

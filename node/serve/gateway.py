@@ -54,7 +54,7 @@ class GatewayCalls:
 
     def __init__(self, service: Service, threads: int) -> None:
         """`threads`: the setting grpc_threads. It admits 3/4 as many transfers, and four times as many calls."""
-        self._threads = threads
+        self.connections_max = connections_max(threads)  # of each gateway
         remedy = "make fewer at a time"
         more = f"{remedy}, or raise grpc_threads"
         transfers = max(1, threads * 3 // 4)
@@ -64,11 +64,6 @@ class GatewayCalls:
         # for pages in RAM.
         self.durable = Budget(cap("gRPC durable puts", max(1, transfers // 2), more))
         self.loads = Budget(cap("gRPC gets from disk", max(1, transfers * 3 // 4), remedy))
-
-    @property
-    def connections_max(self) -> int:
-        """Of each gateway."""
-        return connections_max(self._threads)
 
 
 class GatewayDoor(ConnectionServer):
@@ -231,7 +226,7 @@ class GatewayConnection(BulkConnection):
 
     def _serve_get(self, request: pb.GetRequest) -> None:
         with self._calls.transfers.lent(self.peer), self.service.sessions.open(self.caller) as session:
-            session.loading = self._loading
+            session.loading = lambda: self._calls.loads.lent(self.peer)
             self._get(session, request)
 
     def payload(self, nbytes: int, pieces: Iterator[memoryview]) -> tuple[int, Iterator[memoryview]]:
@@ -239,11 +234,6 @@ class GatewayConnection(BulkConnection):
         whole, rest = divmod(nbytes, GRPC_CHUNK_NBYTES)
         framed = whole * FRAME_NBYTES + (len(chunk_head(rest)) + rest if rest else 0)
         return framed, _framed(pieces)
-
-    @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        with self._calls.loads.lent(self.peer):
-            yield
 
 
 def _peer_at(address: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
-from gateway_store import Frames, Store
+from gateway_store import Store
+from request_stream import RequestStream
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def start_store() -> Iterator[Callable[..., Store]]:
 
 
 @pytest.fixture
-def frames() -> Iterator[Frames]:
-    made = Frames()
+def frames() -> Iterator[RequestStream]:
+    made = RequestStream()
     yield made
     made.end()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from fleets import SMALL
+from request_stream import RequestStream
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, PutOutcome, opaque_layout
@@ -28,22 +28,6 @@ PATIENT = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
 
 def content(key: bytes) -> bytes:
     return key * (PAGE_NBYTES // len(key))
-
-
-class Frames:
-    """A stream of requests, until `end`."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def say(self, message: Any) -> None:
-        self._queue.put(message)
-
-    def end(self) -> None:
-        self._queue.put(None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._queue.get, None)
 
 
 class Onlooker:
@@ -136,7 +120,7 @@ class Store:
     def key(self) -> bytes:
         return next(self._numbers).to_bytes(4, "big") * 8
 
-    def put(self, channel: grpc.Channel, key: bytes, frames: Frames) -> Any:
+    def put(self, channel: grpc.Channel, key: bytes, frames: RequestStream) -> Any:
         """The call, which has said what it will bring."""
         request = pb.PutRequest(namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES)
         frames.say(pb.PutFrame(begin=request))

@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from fleets import small_nodes
-from gateway_store import PAGE_NBYTES, SPACE, Frames, Store, chunk, committed, content
+from gateway_store import PAGE_NBYTES, SPACE, Store, chunk, committed, content
 from gateways import in_loop, servicer_of
+from request_stream import RequestStream
 from waiting import wait_until
 
 from kvstore.pb import kvstore_pb2 as pb
@@ -37,7 +38,7 @@ def store(start_store: Callable[..., Store]) -> Store:
 
 def test_a_gateway_has_only_so_many_connections_to_its_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should strangers have taken it over: each is a thread of the node's."""
-    monkeypatch.setattr("node.serve.gateway.CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(node.grpc.calls, "connections_max", 3)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door = GatewayDoor("many", theirs, node.service, node.grpc.calls, 1.0)
     door.start()
@@ -98,7 +99,7 @@ def allow(pid: int, count: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("phase", ["before its bytes", "before its commit"])
 def test_a_gateway_without_descriptors_refuses_new_calls_and_ends_those_that_run(
-    store: Store, frames: Frames, phase: str
+    store: Store, frames: RequestStream, phase: str
 ) -> None:
     key = store.key()
     with store.channel() as channel:

@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_store import PAGE_NBYTES, SPACE, Frames, Store, chunk, committed, content
+from gateway_store import PAGE_NBYTES, SPACE, Store, chunk, committed, content
+from request_stream import RequestStream
 from stopping import stop
 from waiting import wait_until
 
@@ -62,7 +63,7 @@ HOW = {"killed": kill, "hung": hang, "memory": fill}  # by what the node says of
 
 
 @contextlib.contextmanager
-def put_before_verdicts(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_verdicts(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     with store.channel() as channel, store.held_up("begin_put", patch) as entered:
         call = store.put(channel, key, frames)
         entered()
@@ -70,7 +71,7 @@ def put_before_verdicts(store: Store, key: bytes, frames: Frames, patch: pytest.
 
 
 @contextlib.contextmanager
-def put_after_verdicts(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_after_verdicts(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     with store.channel() as channel:
         call = store.put(channel, key, frames)
         assert next(call).begin.verdicts == [pb.WRITE]
@@ -78,21 +79,23 @@ def put_after_verdicts(store: Store, key: bytes, frames: Frames, patch: pytest.M
 
 
 @contextlib.contextmanager
-def put_amid_its_bytes(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_amid_its_bytes(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     with put_after_verdicts(store, key, frames, patch) as call:
         frames.say(chunk(content(key)[: PAGE_NBYTES // 2]))
         yield call
 
 
 @contextlib.contextmanager
-def put_before_its_commit(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_its_commit(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     with put_after_verdicts(store, key, frames, patch) as call:
         frames.say(chunk(content(key)))
         yield call
 
 
 @contextlib.contextmanager
-def put_before_it_is_committed(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_it_is_committed(
+    store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     with put_before_its_commit(store, key, frames, patch) as call, store.held_up("commit_put", patch) as entered:
         frames.say(committed(key))
         entered()
@@ -100,7 +103,7 @@ def put_before_it_is_committed(store: Store, key: bytes, frames: Frames, patch: 
 
 
 @contextlib.contextmanager
-def put_before_its_answer(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def put_before_its_answer(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     held = store.held_up("commit_put", patch, behind=True)
     with put_before_its_commit(store, key, frames, patch) as call, held as entered:
         frames.say(committed(key))
@@ -109,7 +112,7 @@ def put_before_its_answer(store: Store, key: bytes, frames: Frames, patch: pytes
 
 
 @contextlib.contextmanager
-def get_before_its_reply(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def get_before_its_reply(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     keys = store.stored(1)
     with store.channel() as channel, store.held_up("begin_get", patch) as entered:
         call = KVStoreStub(channel).Get(pb.GetRequest(namespace=SPACE.digest, prefix_hashes=keys), timeout=60.0)
@@ -118,7 +121,7 @@ def get_before_its_reply(store: Store, key: bytes, frames: Frames, patch: pytest
 
 
 @contextlib.contextmanager
-def get_amid_its_bytes(store: Store, key: bytes, frames: Frames, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+def get_amid_its_bytes(store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     """More bytes than sockets and gRPC take."""
     keys = store.stored(24)
     with store.channel() as channel:
@@ -137,7 +140,7 @@ STORED = (put_before_it_is_committed, put_before_its_answer)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("phase", [*PUTS, get_before_its_reply, get_amid_its_bytes])
 def test_a_gateway_that_ends_leaves_nothing_behind(
-    store: Store, frames: Frames, monkeypatch: pytest.MonkeyPatch, phase: Any, how: str
+    store: Store, frames: RequestStream, monkeypatch: pytest.MonkeyPatch, phase: Any, how: str
 ) -> None:
     monkeypatch.setattr("node.gateway.supervisor.SILENT_S_MAX", 2.0)
     key, count, why = store.key(), store.end_count, store.node.grpc.ends[how]

@@ -1,7 +1,6 @@
 """Calls over gRPC that say nothing, go on for ever, or are many: they cost no thread, end after a time, and small
 calls and health checks are answered beside them."""
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import pytest
 from gateways import in_loop, servicer_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from request_stream import RequestStream
 from waiting import wait_until
 
 from kvstore import Exhausted, PutOutcome
@@ -28,28 +28,12 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 PAGE = 1 << 20
 
 
-class Silence:
-    """A stream of requests without any, until `end`."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def say(self, message: Any) -> None:
-        self._queue.put(message)
-
-    def end(self) -> None:
-        self._queue.put(None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._queue.get, None)
-
-
 @pytest.fixture
-def silence() -> Iterator[Callable[[], Silence]]:
-    made: list[Silence] = []
+def silence() -> Iterator[Callable[[], RequestStream]]:
+    made: list[RequestStream] = []
 
-    def one() -> Silence:
-        made.append(Silence())
+    def one() -> RequestStream:
+        made.append(RequestStream())
         return made[-1]
 
     yield one
