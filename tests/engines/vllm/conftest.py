@@ -26,7 +26,8 @@ PATIENT = {
     "lookup_timeout_s": 30.0,
     "load_timeout_s": 60.0,
     "save_timeout_s": 60.0,
-    "connect_timeout_s": 5.0,
+    "timeout_s": 30.0,
+    "connect_timeout_s": 30.0,  # an engine that starts beside others may get no processor for seconds
     "backoff_s_max": 0.1,
     "slow_hits": "take",  # on a busy machine a load may seem slower than computing so little
 }

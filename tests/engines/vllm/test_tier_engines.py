@@ -34,7 +34,8 @@ STEP_S_MAX = 3.0
 PATIENT: dict[str, Any] = {
     "lookup_timeout_s": 20.0,
     "load_timeout_s": 20.0,
-    "connect_timeout_s": 5.0,
+    "timeout_s": 30.0,
+    "connect_timeout_s": 30.0,  # an engine that starts beside others may get no processor for seconds
     "backoff_s_max": 0.2,
 }
 
