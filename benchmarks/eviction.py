@@ -3,10 +3,9 @@
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
 pages (`kvstore.measure.replay`). The limit is what an exact LRU of the same capacity reaches on the same
 trace if a request's pages are used from the tail to the head, simulated here in a few lines.
-Aim: within 0.003 of it at every capacity, with `--eviction learned` not more than 0.001 below it, and no page that
-differs from what was stored.
+Aim: within 0.003 of it at every capacity, and no page that differs from what was stored.
 
-    python benchmarks/eviction.py traces/conversation_trace.jsonl [--limit N] [--eviction learned] [--capacities 5000]
+    python benchmarks/eviction.py traces/conversation_trace.jsonl [--limit N] [--capacities 5000]
 """
 
 import itertools
@@ -25,7 +24,7 @@ from kvstore.measure.trace import TraceRequest, read_trace
 
 CAPACITIES = (30_000, 10_000, 5_000, 1_000)
 PAGE_NBYTES = 4096
-AIM, AIM_BELOW = 0.003, 0.001
+AIM = 0.003
 
 
 def exact_lru(chains: Sequence[Sequence[int]], capacity: int) -> float:
@@ -43,23 +42,20 @@ def exact_lru(chains: Sequence[Sequence[int]], capacity: int) -> float:
     return hit / asked
 
 
-def live(requests: Sequence[TraceRequest], capacity: int, policy: str, tick: Callable[[], None]) -> ReplayReport:
+def live(requests: Sequence[TraceRequest], capacity: int, tick: Callable[[], None]) -> ReplayReport:
     """The same through a node of exactly this capacity."""
     with (
-        throwaway_node(capacity, PAGE_NBYTES, "--eviction", policy) as node,
+        throwaway_node(capacity, PAGE_NBYTES) as node,
         Client(client_config(address=node.address, timeout_s=60.0)) as client,
     ):
         return replay(client, requests, replay_namespace(PAGE_NBYTES), on_progress=lambda report: tick())
 
 
-def row(
-    requests: Sequence[TraceRequest], capacity: int, name: str, policy: str, tick: Callable[[], None]
-) -> dict[str, Any]:
+def row(requests: Sequence[TraceRequest], capacity: int, name: str, tick: Callable[[], None]) -> dict[str, Any]:
     limit = exact_lru([request.hash_ids for request in requests], capacity)
-    found = live(requests, capacity, policy, tick)
+    found = live(requests, capacity, tick)
     difference = found.prefix_hit_rate - limit
-    near = difference >= -AIM_BELOW if policy == "learned" else abs(difference) <= AIM
-    met = near and found.mismatches == 0
+    met = abs(difference) <= AIM and found.mismatches == 0
     return {
         "capacity, pages": name,
         "exact LRU": f"{limit:.4f}",
@@ -77,7 +73,6 @@ def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument("trace", type=Path, metavar="TRACE", help="JSONL, one request a line")
     options.add_argument("--limit", type=int, help="only so many requests")
-    options.add_argument("--eviction", choices=("lru", "learned"), default="lru", help="the node's policy")
     options.add_argument(
         "--capacities", type=int, nargs="+", default=CAPACITIES, help="pages; unbounded is measured too"
     )
@@ -93,8 +88,8 @@ def main(argv: list[str]) -> None:
     if not distinct:
         options.error(f"{args.trace} holds no request with pages")
     with progress(len(requests) * (1 + len(args.capacities))) as tick:
-        report.rows.append(row(requests, distinct, f"unbounded ({distinct})", args.eviction, tick))
-        report.rows += [row(requests, capacity, str(capacity), args.eviction, tick) for capacity in args.capacities]
+        report.rows.append(row(requests, distinct, f"unbounded ({distinct})", tick))
+        report.rows += [row(requests, capacity, str(capacity), tick) for capacity in args.capacities]
     report.show(args.json)
 
 

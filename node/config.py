@@ -22,7 +22,6 @@ from kvstore.wires.unix_sockets import check_path
 
 GIB = 1 << 30
 DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB
-POLICIES = ("lru", "learned")
 EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little
 
 
@@ -66,9 +65,6 @@ class NodeConfig:
     ram_nbytes: int = setting(GIB, "RAM for pages", SLOT_ALIGN_NBYTES, 1 << 46)
     extent_nbytes: int = setting(
         0, "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to 1GiB", 0, 1 << 40
-    )
-    eviction: str = setting(
-        "lru", "which page leaves RAM: the oldest, or what is worth least where that proves better", choices=POLICIES
     )
     batch_keys_max: int = setting(4096, "keys in one request", 1, 1 << 14)
     batch_nbytes_max: int = setting(0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40)

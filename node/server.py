@@ -80,8 +80,7 @@ class Node:
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
-        learns = config.eviction == "learned"
-        self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms, learns=learns)
+        self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
         self.quotas = Quotas()
         self.access = Access(config.identities, config.trusted, quota_of)
         self.access.on_change = self._take_quotas

@@ -139,19 +139,11 @@ def _tier_lines(reply: pb.NodeStatusReply) -> list[str]:
         f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
         f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
         f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}"
-        f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}"
-        f"{_eviction(ram.eviction)}",
+        f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}",
         f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
         f"{human_nbytes(ram.extent_nbytes)} each",
         *(_disk_lines(reply.disk) if reply.HasField("disk") else []),
     ]
-
-
-def _eviction(eviction: pb.EvictionStatus) -> str:
-    """Nothing of LRU, which goes without saying."""
-    if eviction.policy != "learned":
-        return ""
-    return f"  eviction learned in {eviction.pool_learned_count} of {eviction.pool_count} pools"
 
 
 def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:

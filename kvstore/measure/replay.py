@@ -72,13 +72,12 @@ def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespac
     return Namespace("kvstore-replay", opaque_layout(page_nbytes), tenant, salt=secrets.token_hex(8))
 
 
-def throwaway_node(capacity_pages: int, page_nbytes: int, *flags: str) -> NodeProcess:
-    """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many slots. `flags`: others
-    of its own."""
+def throwaway_node(capacity_pages: int, page_nbytes: int) -> NodeProcess:
+    """A node in a child process that holds exactly `capacity_pages` pages: one extent of so many slots."""
     if capacity_pages < 1:
         raise InvalidRequest(f"capacity {capacity_pages} must be at least 1 page")
     nbytes = capacity_pages * slot_nbytes(page_nbytes)
-    return NodeProcess("--ram-bytes", str(nbytes), "--extent-bytes", str(nbytes), "--log-level", "WARNING", *flags)
+    return NodeProcess("--ram-bytes", str(nbytes), "--extent-bytes", str(nbytes), "--log-level", "WARNING")
 
 
 def replay(

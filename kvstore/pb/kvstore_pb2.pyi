@@ -580,7 +580,7 @@ class SizeClass(_message.Message):
     def __init__(self, slot_nbytes: _Optional[int] = ..., block_count: _Optional[int] = ..., slot_count: _Optional[int] = ..., used_count: _Optional[int] = ...) -> None: ...
 
 class RamStatus(_message.Message):
-    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes", "huge_nbytes", "eviction")
+    __slots__ = ("capacity_nbytes", "used_nbytes", "extent_nbytes", "extent_count", "extent_free_count", "page_count", "writing_count", "held_count", "pinned_count", "size_classes", "huge_nbytes")
     CAPACITY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     USED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     EXTENT_NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -592,7 +592,6 @@ class RamStatus(_message.Message):
     PINNED_COUNT_FIELD_NUMBER: _ClassVar[int]
     SIZE_CLASSES_FIELD_NUMBER: _ClassVar[int]
     HUGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
-    EVICTION_FIELD_NUMBER: _ClassVar[int]
     capacity_nbytes: int
     used_nbytes: int
     extent_nbytes: int
@@ -604,26 +603,7 @@ class RamStatus(_message.Message):
     pinned_count: int
     size_classes: _containers.RepeatedCompositeFieldContainer[SizeClass]
     huge_nbytes: int
-    eviction: EvictionStatus
-    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ..., huge_nbytes: _Optional[int] = ..., eviction: _Optional[_Union[EvictionStatus, _Mapping]] = ...) -> None: ...
-
-class EvictionStatus(_message.Message):
-    __slots__ = ("policy", "pool_count", "pool_learned_count", "switches", "shadow_asked", "shadow_hits_lru", "shadow_hits_learned")
-    POLICY_FIELD_NUMBER: _ClassVar[int]
-    POOL_COUNT_FIELD_NUMBER: _ClassVar[int]
-    POOL_LEARNED_COUNT_FIELD_NUMBER: _ClassVar[int]
-    SWITCHES_FIELD_NUMBER: _ClassVar[int]
-    SHADOW_ASKED_FIELD_NUMBER: _ClassVar[int]
-    SHADOW_HITS_LRU_FIELD_NUMBER: _ClassVar[int]
-    SHADOW_HITS_LEARNED_FIELD_NUMBER: _ClassVar[int]
-    policy: str
-    pool_count: int
-    pool_learned_count: int
-    switches: int
-    shadow_asked: int
-    shadow_hits_lru: int
-    shadow_hits_learned: int
-    def __init__(self, policy: _Optional[str] = ..., pool_count: _Optional[int] = ..., pool_learned_count: _Optional[int] = ..., switches: _Optional[int] = ..., shadow_asked: _Optional[int] = ..., shadow_hits_lru: _Optional[int] = ..., shadow_hits_learned: _Optional[int] = ...) -> None: ...
+    def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ..., huge_nbytes: _Optional[int] = ...) -> None: ...
 
 class DiskStatus(_message.Message):
     __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read", "pages_read_in_part")

@@ -1,7 +1,7 @@
 """Who gives up a slot: of the tenants as `accounts.py` says, and of the pages of one, or of all who have no quota,
-exact LRU within one size, or what has proved better (`duel.py`), and LRU across sizes by whole blocks.
+exact LRU within one size, and LRU across sizes by whole blocks.
 
-    same size      the page that is next and that nobody holds goes; exactly as many as are needed
+    same size      the oldest page that nobody holds goes; exactly as many as are needed
     other sizes    if the oldest page of another slot size is older than ours, or none of ours may be
                    evicted, the coldest of the places where that size's oldest pages lie is cleared
                    and serves our size from now on
@@ -10,7 +10,7 @@ exact LRU within one size, or what has proved better (`duel.py`), and LRU across
                    where they have their share
 
 Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
-than most cleverer policies (docs/decisions/0005, 0033). Pinned pages, and those of tenants whose turn it is not, that
+than most cleverer policies (docs/decisions/0005). Pinned pages, and those of tenants whose turn it is not, that
 lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock guards it.
 """
 
@@ -42,12 +42,11 @@ class Eviction:
         slots: SlotAllocator,
         forget: Callable[[Page, str, Page | None], None],
         hold: Callable[[Sequence[Page]], None],
-        learns: bool = False,
     ) -> None:
         self._slots = slots
         self._forget = forget
         self.turn = Turn()
-        self.order = UseOrder(slots, self.turn, learns)
+        self.order = UseOrder(slots, self.turn)
         self._accounts = self.order.accounts
         self._clearing = Clearing(slots, self.turn, forget, hold, self._make_place)
         self.watchers = self._clearing.watchers
@@ -133,7 +132,7 @@ class Eviction:
         if is_full and account.is_over:
             return False
         pool = account.pool if is_full else self._accounts.first(account)
-        ours = pool.next_to_go(size)
+        ours = pool.oldest(size)
         if ours is None or self.turn.left <= 0 or self.order.pins.nbytes:
             return False
         if self._slots.block_of(ours.offset).closed or pool.is_younger(size):
@@ -173,7 +172,7 @@ class Eviction:
             for area in self._areas(other, size, pool):
                 if (yield from self._clearing.clear(area, pool)):
                     return True
-        ours = yield from self._next_to_go(size, pool)
+        ours = yield from self._oldest(size, pool)  # others may have had their turn
         if ours is None:
             return False
         self.turn.left -= 1
@@ -184,10 +183,9 @@ class Eviction:
         """A tenant at its quota gives up its oldest page, of whatever size; none for one that can never be had."""
         if account.too_small_for(size):
             return False
-        oldest = yield from self._oldest(size, account.pool)
-        ours = yield from self._next_to_go(size, account.pool)
-        for other in (yield from self._older_sizes(rank_ms(oldest) if oldest else None, size, account.pool)):
-            if (older := (yield from self._next_to_go(other, account.pool))) is not None:
+        ours = yield from self._oldest(size, account.pool)
+        for other in (yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)):
+            if (older := (yield from self._oldest(other, account.pool))) is not None:
                 ours = older
                 break
         if ours is None:
@@ -219,11 +217,6 @@ class Eviction:
     def _oldest(self, size: int, pool: Pool) -> Work[Page | None]:
         """Of this size, however many are held."""
         while (page := pool.oldest(size)) is None and self.turn.over:
-            yield None
-        return page
-
-    def _next_to_go(self, size: int, pool: Pool) -> Work[Page | None]:
-        while (page := pool.next_to_go(size)) is None and self.turn.over:
             yield None
         return page
 

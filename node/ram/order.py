@@ -10,27 +10,21 @@ from operator import attrgetter
 
 from kvstore.keys import short
 from node.ram.accounts import Accounts
-from node.ram.duel import Duel, DuelCounters
-from node.ram.habits import FIRST
-from node.ram.page import Page, Space, State
+from node.ram.page import Page, State
 from node.ram.pins import Pins
 from node.ram.pool import Pool
 from node.ram.turn import Turn
 from node.slots import SlotAllocator
 
 PINS_ENDED = 256  # at a time
-KEYS_A_STEP = 8  # of a chain that is learned from
 
 
 class UseOrder:
-    """`turn` is that of whoever has the lock. `learns`: what is worth least goes first, where that has proved better
-    than the oldest (`duel.py`)."""
+    """`turn` is that of whoever has the lock."""
 
-    def __init__(self, slots: SlotAllocator, turn: Turn, learns: bool = False) -> None:
+    def __init__(self, slots: SlotAllocator, turn: Turn) -> None:
         self._slots = slots
-        self._turn = turn
-        self.duels = DuelCounters()
-        self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn, Duel(self.duels) if learns else None))
+        self.accounts: Accounts[Pool] = Accounts(slots, lambda: Pool(turn))
         self.pins = Pins(slots)
 
     # ---- a page's life -------------------------------------------------------------------
@@ -45,45 +39,24 @@ class UseOrder:
             self.touch(reversed(chain), now_ms)
             return
         pool: Pool = pages[0].namespace.account.pool
-        if pool.duel is None and len(chain) == len(pages):
+        if len(chain) == len(pages):
             self._date(pages, now_ms)
             pool.admit(pages[::-1])
         else:
             pool.admit(pages)
             self.touch(reversed(chain), now_ms)
 
-    def use(
-        self, space: Space, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None], now_ms: int, new: bool = False
-    ) -> tuple[int, int]:
-        """A chain is used, of which these pages are here: tail first, so that its head is the newest page and the last
-        to go. `new`: the others are coming; the merit of these, and of the last of the chain."""
-        pool: Pool = space.account.pool
-        if pool.duel is None:
-            self.touch(reversed(pages), now_ms)
-            return FIRST, FIRST
-        size = space.slot_nbytes
-        merits = pool.chain_used(space.digest, prefix_hashes, pages, new)
-        self.touch(pages[-1:], now_ms)
-        self.touch(reversed(pages[:-1]), now_ms, merits.here)
-        if not new:
-            return FIRST, FIRST
-        self._turn.left -= len(pages) // KEYS_A_STEP
-        lacking = pages.count(None)
-        return pool.merits(merits.new, size, lacking > 0 and self._slots.free_count(size) < lacking)
-
-    def touch(self, chain: Iterable[Page | None], now_ms: int, merit: int = 0) -> None:
-        """Visible pages are used now, one after the other, in a chain of this merit."""
+    def touch(self, chain: Iterable[Page | None], now_ms: int) -> None:
+        """Visible pages are used now, one after the other: tail first, so that the head of a chain is the newest page
+        and the last to go."""
         visible = State.VISIBLE
         pages = [page for page in chain if page is not None and page.state is visible]
         if not pages:
             return
         self._date(pages, now_ms)
-        tick = -1
         for order, some in groupby(pages, attrgetter("order")):
             if order is not None:
-                if tick < 0:
-                    tick = order.pool.next_tick()
-                merit = order.use(some, tick, merit)
+                order.use(some)
 
     def _date(self, pages: Sequence[Page], now_ms: int) -> None:
         """They are used now."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from kvstore.keys import Namespace
 from node.ram.accounts import Account
 from node.ram.counters import Counters
-from node.ram.habits import FIRST
 
 
 class Space(Protocol):
@@ -31,8 +30,6 @@ class Space(Protocol):
 class Waiting(Protocol):
     """Where pages wait for their turn to go (`node.ram.pool.Pool`)."""
 
-    def next_tick(self) -> int: ...
-
     def came_back(self, page: Page) -> None: ...
 
     def withdraw(self, page: Page) -> None: ...
@@ -47,7 +44,7 @@ class Order(Protocol):
 
     pool: Waiting
 
-    def use(self, pages: Iterable[Page], tick: int, merit: int) -> int: ...
+    def use(self, pages: Iterable[Page]) -> None: ...
 
 
 class State(enum.IntEnum):
@@ -78,7 +75,6 @@ class Page:
         "holds",
         "is_copy",
         "leaves",
-        "merit",
         "namespace",
         "newer",
         "offset",
@@ -87,7 +83,6 @@ class Page:
         "prefix_hash",
         "state",
         "stored_ms",
-        "tick",
         "used_ms",
     )
 
@@ -102,8 +97,6 @@ class Page:
         self.holds = 0
         self.is_copy = is_copy  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
-        self.merit = FIRST  # only where the node learns (`node.ram.habits`) there are others
-        self.tick = 0  # when it was used, by the clock of its pool
         self.order: Order | None = None  # among those that may go
         self.older: Page | None = None
         self.newer: Page | None = None

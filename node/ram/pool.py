@@ -9,25 +9,16 @@ from itertools import islice
 
 from kvstore.keys import short
 from node.ram.ages import Ages
-from node.ram.duel import Duel
-from node.ram.habits import END, FIRST, Merits
 from node.ram.page import Page, State
-from node.ram.shadow import newcomers
 from node.ram.sizes import SizeOrder, rank_ms
 from node.ram.turn import Turn
 
-SAME = Merits(FIRST, FIRST)  # where nothing is learned
-
 
 class Pool:
-    """`turn` is that of whoever has the lock. `duel`: who says which page goes next; None: the oldest does."""
+    """`turn` is that of whoever has the lock."""
 
-    def __init__(self, turn: Turn, duel: Duel | None = None) -> None:
+    def __init__(self, turn: Turn) -> None:
         self._turn = turn
-        self.duel = duel
-        self._own_count = 0  # pages here that are no copies
-        self._is_grown = False  # since room was needed last
-        self._learned_rules = False  # as it was then
         self._lists: dict[int, SizeOrder] = {}  # by slot size
         self._ages = Ages(self._oldest_ms, lambda: turn.over)
 
@@ -35,9 +26,6 @@ class Pool:
 
     def admit(self, pages: Sequence[Page]) -> None:
         """From now on they may go, as the newest, one after the other. All have one size."""
-        if self.duel is not None:
-            for page in pages:
-                page.tick = self.duel.habits.next_tick()
         lru = self._list(pages)
         lru.push_newest(pages)
         for page in pages:
@@ -46,7 +34,6 @@ class Pool:
 
     def admit_oldest(self, page: Page) -> None:
         """The same, as the oldest."""
-        page.tick = 0
         lru = self._list([page])
         lru.push_oldest(page)
         self._make_known(lru, page)
@@ -59,8 +46,6 @@ class Pool:
             lru = self._lists[size] = SizeOrder(self)
         for page in pages:
             page.order = lru
-            self._own_count += not page.is_copy
-        self._is_grown = True
         return lru
 
     def _make_known(self, lru: SizeOrder, page: Page) -> None:
@@ -79,7 +64,6 @@ class Pool:
         lru = self._lists[size]
         lru.unlink(page)
         page.order = None
-        self._own_count -= not page.is_copy
         if not lru.count:
             del self._lists[size]
             self._ages.discard(size)
@@ -89,34 +73,6 @@ class Pool:
         lru = self._lists[page.namespace.slot_nbytes]
         if lru.give_back(page):
             self._make_known(lru, page)
-
-    # ---- how they are used ---------------------------------------------------------------
-
-    def next_tick(self) -> int:
-        """Later than all before; 0 where nothing is learned, and one list has the order."""
-        return self.duel.habits.next_tick() if self.duel is not None else 0
-
-    def asked(self, digest: bytes, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None]) -> None:
-        """Somebody looks for these; what is here of them, in the same order."""
-        if self.duel is not None:
-            self.duel.ask(_keys(digest, prefix_hashes), _leading(pages))
-
-    def chain_used(
-        self, digest: bytes, prefix_hashes: Sequence[bytes], pages: Sequence[Page | None], new: bool
-    ) -> Merits:
-        """The merits of a chain that is used. `new`: what of it is not here is coming."""
-        if self.duel is None:
-            return SAME
-        here = _leading(pages)
-        return self.duel.use(_keys(digest, prefix_hashes if new else prefix_hashes[: len(here)]), here)
-
-    def merits(self, merit: int, slot_nbytes: int, is_full: bool) -> tuple[int, int]:
-        """Of new pages of a chain with this merit, and of its last page. `is_full`: others have to go for them."""
-        assert self.duel is not None
-        lru = self._lists.get(slot_nbytes)
-        if is_full and lru is not None and self.duel.learned_rules:
-            merit = newcomers(self.duel.habits, merit, lru.least_worth(self.duel.habits))
-        return merit, min(merit, END)
 
     # ---- who is oldest -------------------------------------------------------------------
 
@@ -129,21 +85,6 @@ class Pool:
         """Oldest page of a slot size that nobody holds. None: there is none, or the turn is over."""
         lru = self._lists.get(slot_nbytes)
         return lru.oldest(self._turn) if lru is not None else None
-
-    def next_to_go(self, slot_nbytes: int) -> Page | None:
-        """The same by what rules: the oldest, or that which is worth least."""
-        if self.duel is None:
-            return self.oldest(slot_nbytes)
-        if self._is_grown:
-            self._is_grown = False
-            self.duel.fill(self._own_count)
-        learned = self.duel.learned_rules
-        if learned != self._learned_rules:
-            self._learned_rules = learned
-            for lru in self._lists.values():
-                lru.think_again()
-        found = self._lists.get(slot_nbytes)
-        return found.next_to_go(self._turn, self.duel.habits if learned else None) if found is not None else None
 
     def is_younger(self, slot_nbytes: int) -> bool:
         """Whether another size has a page that is older than the oldest of this one, which may be held."""
@@ -182,36 +123,16 @@ class Pool:
 
     def check(self) -> list[str]:
         """Violations of what must always hold; empty if all is well."""
-        wrong = self.duel.check() if self.duel is not None else []
-        own_count = 0
+        wrong: list[str] = []
         for size, lru in self._lists.items():
             wrong += [f"LRU of {size}: {problem}" for problem in lru.check()]
             if lru.is_known != (size in self._ages) or not lru.count:
                 wrong.append(f"LRU of {size}: {lru.count} pages, known is {lru.is_known}")
-            own_count += sum(not page.is_copy for page in lru.pages())
             for page in lru.pages():
                 if page.state is not State.VISIBLE or page.namespace.slot_nbytes != size or page.order is not lru:
                     wrong.append(f"LRU of {size}: page {short(page.prefix_hash)} does not belong there")
-        if own_count != self._own_count:
-            wrong.append(f"{own_count} pages of its own, counted {self._own_count}")
         return wrong
 
     def __contains__(self, page: Page) -> bool:
         lru = self._lists.get(page.namespace.slot_nbytes)
         return lru is not None and page.order is lru and page in lru
-
-
-def _leading(pages: Sequence[Page | None]) -> list[Page]:
-    """Those before the first that is not here."""
-    found, visible = [], State.VISIBLE
-    for page in pages:
-        if page is None or page.state is not visible:
-            break
-        found.append(page)
-    return found
-
-
-def _keys(digest: bytes, prefix_hashes: Sequence[bytes]) -> list[int]:
-    """As numbers that nobody can choose."""
-    salt = hash(digest)
-    return [salt ^ hash(prefix_hash) for prefix_hash in prefix_hashes]

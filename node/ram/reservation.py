@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from node.ram.habits import FIRST
 from node.ram.namespace import NamespaceIndex
 from node.ram.page import Page, State
 
@@ -25,7 +24,6 @@ class Reservation:
 
     namespace: NamespaceIndex
     prefix_hashes: Sequence[bytes]
-    merits: tuple[int, int] = (FIRST, FIRST)  # of new pages, and of the last one of the chain
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     chain: list[Page] = field(default_factory=list)
@@ -33,13 +31,8 @@ class Reservation:
 
     def write(self, pages: Sequence[Page]) -> None:
         """The next keys are those of new pages, some of `pages`."""
-        merit, of_last = self.merits
-        for page in pages:
-            page.merit = merit
         self.verdicts += [Verdict.WRITE] * len(pages)
         self.chain += pages
-        if len(self.verdicts) == len(self.prefix_hashes):
-            pages[-1].merit = of_last
 
     def refuse(self, page: Page | None, is_below: bool) -> None:
         """The next key is stored already, in RAM or only below, is being written, or has no room."""

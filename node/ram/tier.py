@@ -44,7 +44,6 @@ class RamTier:
         copy: Callable[[int, int, int], None],
         clock_ms: Callable[[], int],
         clock_s: Callable[[], int] = unix_s,
-        learns: bool = False,
     ) -> None:
         self.slots = slots
         self.below: Below = Nothing()
@@ -55,7 +54,7 @@ class RamTier:
         self.lock = threading.Lock()
         self._copy = copy
         self.ghosts = Ghosts()
-        self.eviction = Eviction(slots, self._forget, self.hold_all, learns)
+        self.eviction = Eviction(slots, self._forget, self.hold_all)
         self.loads = Loads(self.lock, self.place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
@@ -99,10 +98,9 @@ class RamTier:
         if False in present:
             self._look_closer(index, prefix_hashes, pages, present)
         if touch:
-            self._order.use(index, prefix_hashes, pages, self.clock_ms())
+            self._order.touch(reversed(pages), self.clock_ms())
             self.below.touch(digest, prefix_hashes)
         else:
-            index.account.pool.asked(digest, prefix_hashes, pages)
             there = zip(prefix_hashes, present, pages, strict=True)
             absent = [h for h, here, page in there if not here and page is None]
             index.count_lookup(present, absent, self.ghosts)
@@ -168,10 +166,10 @@ class RamTier:
         here = self.live_all(index, prefix_hashes)
         known = [page for page in here if page is not None]
         self._own([page for page in known if page.is_copy and page.prefix_hash not in copies])
-        merits = self._order.use(index, prefix_hashes, here, now_ms, new=True)
+        self._order.touch(reversed(here), now_ms)
         self.hold_all(known)  # making room for the batch must not evict the batch
         index.busy += 1
-        result = Reservation(index, prefix_hashes, merits)
+        result = Reservation(index, prefix_hashes)
         try:
             below = self.below.present(digest, prefix_hashes)
             yield from reserve_all(self, result, list(zip(prefix_hashes, below, strict=True)), copies, now_ms)
@@ -302,7 +300,7 @@ class RamTier:
     ) -> Work[Acquired]:
         index = self.namespaces.find(digest)
         acquired = yield from hold_all(self, index, prefix_hashes, prefix_only, parts, elsewhere)
-        self._order.use(index, prefix_hashes, acquired.pages, self.clock_ms())
+        self._order.touch(reversed(acquired.pages), self.clock_ms())
         self.below.touch(digest, prefix_hashes)
         misses = acquired.pages.count(None)
         index.counters.count_get(len(prefix_hashes) - misses, misses, wanted_nbytes)

@@ -125,7 +125,6 @@ class NodeCollector:
         yield CounterMetricFamily("kvstore_refused_calls", text, status.refused_calls)
         for name in _RAM:
             yield GaugeMetricFamily(f"kvstore_ram_{_label(name)}", f"RAM tier: {name}", getattr(status.ram, name))
-        yield from self._of_eviction(status.ram.eviction)
         yield from self._of_gateways(status)
         if status.HasField("disk"):
             yield from self._of_disk(status.disk)
@@ -137,21 +136,6 @@ class NodeCollector:
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", text, status.shm.orphan_page_count)
         yield from self._of_tls(status)
         yield from self._of_requests()
-
-    def _of_eviction(self, eviction: pb.EvictionStatus) -> Iterator[Metric]:
-        text = "Pools (tenants with a quota, and all others) where this policy says which page leaves RAM"
-        rules = GaugeMetricFamily("kvstore_eviction_pools", text, labels=["policy"])
-        rules.add_metric(["lru"], eviction.pool_count - eviction.pool_learned_count)
-        rules.add_metric(["learned"], eviction.pool_learned_count)
-        yield rules
-        yield CounterMetricFamily("kvstore_eviction_switches", "From one policy to the other", eviction.switches)
-        text = "Pages of lookups, of those chosen for the shadow caches"
-        yield CounterMetricFamily("kvstore_eviction_shadow_pages", text, eviction.shadow_asked)
-        text = "Of these, leading ones that a policy would have kept"
-        hits = CounterMetricFamily("kvstore_eviction_shadow_hits", text, labels=["policy"])
-        hits.add_metric(["lru"], eviction.shadow_hits_lru)
-        hits.add_metric(["learned"], eviction.shadow_hits_learned)
-        yield hits
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_disk_serving", "0 while the disk tier is stopped", disk.state == "SERVING")

@@ -84,20 +84,6 @@ class Status:
             pinned_count=tier.pinned_count,
             huge_nbytes=self._arena.huge_nbytes,
             size_classes=classes,
-            eviction=self._eviction(),
-        )
-
-    def _eviction(self) -> pb.EvictionStatus:
-        order = self._tier.eviction.order
-        with self._tier.lock:
-            pools = order.pools()
-            learned_count = sum(pool.duel is not None and pool.duel.learned_rules for pool in pools)
-        return in_range(
-            pb.EvictionStatus,
-            policy=self._config.eviction,
-            pool_count=len(pools),
-            pool_learned_count=learned_count,
-            **asdict(order.duels),
         )
 
     def _disk_status(self, disk: DiskTier) -> pb.DiskStatus:

@@ -232,11 +232,11 @@ def bystander() -> type[Bystander]:
 class Sandbox:
     """A RAM tier with a bytearray for its arena and a clock that is moved by hand."""
 
-    def __init__(self, ram_nbytes: int, extent_nbytes: int, learns: bool = False) -> None:
+    def __init__(self, ram_nbytes: int, extent_nbytes: int) -> None:
         self.arena = bytearray(ram_nbytes)
         self.now_ms = 1
         self.slots = SlotAllocator(ram_nbytes, extent_nbytes)
-        self.tier = RamTier(Namespaces(64, extent_nbytes), self.slots, self._copy, lambda: self.now_ms, learns=learns)
+        self.tier = RamTier(Namespaces(64, extent_nbytes), self.slots, self._copy, lambda: self.now_ms)
 
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         self.arena[target : target + nbytes] = self.arena[source : source + nbytes]

@@ -120,7 +120,6 @@ class Life:
             self._no_copy,
             lambda: self._now_ms,
             lambda: self._now_ms // 1000,
-            learns=rng.random() < 0.5,
         )
         self._has_peers = rng.random() < 0.5
         self._tier.eviction.copy_nbytes_max = int(arena_units * UNIT * rng.choice((0.1, 0.5, 1.0)))
@@ -146,9 +145,6 @@ class Life:
                 users.append(self._user())
             if not users:
                 break
-            for pool in self._tier.eviction.order.pools():  # who rules is no matter of who holds what
-                if pool.duel is not None:
-                    pool.duel.learned_rules = self._rng.random() < 0.5
             user = self._rng.choice(users)
             if next(user, StopIteration) is StopIteration:
                 users.remove(user)

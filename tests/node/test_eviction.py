@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvstore.errors import Exhausted
-from node.ram.habits import FIRST
 from node.ram.page import State
 from node.ram.reservation import Verdict
 from node.ram.reserving import KEYS_A_TURN
@@ -41,10 +40,9 @@ class ReferenceLru:
         self.touch(chain)
 
 
-@pytest.mark.parametrize("learns", [False, True], ids=["lru", "learned without proof"])
-def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any, learns: bool) -> None:
+def test_one_page_size_is_exact_lru_tail_to_head(seed: int, sandbox: Any) -> None:
     rng = random.Random(seed)
-    box = sandbox(8 * EXTENT, EXTENT, learns)
+    box = sandbox(8 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     reference = ReferenceLru(128)
     universe = pages.keys(*range(400))
@@ -315,7 +313,7 @@ DAMAGES = {
     "use not recorded": lambda tier, page: setattr(page, "used_ms", 77),
     "page out of the list": lambda tier, page: page.order.pool.withdraw(page),
     "pinned and in the list": lambda tier, page: tier.eviction.pins.add(page, 5),
-    "list counts wrongly": lambda tier, page: setattr(page.namespace.account.pool._lists[PAGE]._own[FIRST], "count", 9),
+    "list counts wrongly": lambda tier, page: setattr(page.namespace.account.pool._lists[PAGE]._own, "count", 9),
     "forgotten, keeps its slot": lambda tier, page: page.namespace.pages.pop(page.prefix_hash),
     "state": lambda tier, page: setattr(page, "state", State.DOOMED),
 }

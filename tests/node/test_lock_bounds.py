@@ -219,13 +219,6 @@ def test_a_chain_of_several_turns_goes_from_its_tail(sandbox: Any) -> None:
     assert [key for key in keys if box.tier.lookup(pages.namespace.digest, [key], touch=False) == [True]] == chain[:10]
 
 
-@pytest.mark.parametrize("make", [make_held, make_batch, make_batch_over_pins, make_other_size, make_quotas_come])
-def test_nor_is_it_longer_where_the_node_learns(make: Any, sandbox: Any) -> None:
-    few, many = (make(lambda *nbytes: sandbox(*nbytes, learns=True), count)() for count in (FEW, MANY))
-    assert many < LONGEST
-    assert many < 4 * few + 60_000, f"{few} bytecodes with {FEW} pages, {many} with {MANY}"
-
-
 def placement(sandbox: Any, sizes: int, removed: bool) -> int:
     """Bytecodes of a few placements on a full tier, after pages of so many sizes were stored."""
     box = sandbox(1 << 25, 1 << 22)

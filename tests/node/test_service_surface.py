@@ -94,27 +94,6 @@ def test_metrics_parse_and_tell_what_happened(node: Node, connect: Any, pages: A
         assert found[name][()] == 0
 
 
-def test_who_rules_eviction_is_told(start_node: Callable[..., Node], connect: Any, pages: Any) -> None:
-    node = start_node(ram_nbytes=1024 * PAGE, extent_nbytes=1024 * PAGE, eviction="learned")
-    client = connect(node)
-    for start in range(0, 1600, 32):
-        keys = pages.keys(*range(start, start + 32))
-        client.lookup(pages.namespace, keys)
-        pages.put(client, keys)
-    eviction, found = client.node_status().ram.eviction, metrics(node.metrics.port)
-    assert (eviction.policy, eviction.pool_count, eviction.pool_learned_count, eviction.switches) == (
-        "learned",
-        1,
-        0,
-        0,
-    )
-    assert 0 < eviction.shadow_asked < 1600
-    assert found["kvstore_eviction_pools"] == {("lru",): 1, ("learned",): 0}
-    assert found["kvstore_eviction_switches_total"][()] == 0
-    assert found["kvstore_eviction_shadow_pages_total"][()] == eviction.shadow_asked
-    assert found["kvstore_eviction_shadow_hits_total"] == {("lru",): 0, ("learned",): 0}
-
-
 def test_metrics_survive_a_model_name_of_any_kind(node: Node, connect: Any, make_pages: Any) -> None:
     odd = make_pages('a "quoted"\\name\nin two lines, é')
     odd.put(connect(node), odd.keys(0))
