@@ -49,7 +49,9 @@ class Box:
     def __init__(self, pages: int, full: bool = True) -> None:
         self.now_ms = 1
         self.slots = SlotAllocator(pages * PAGE_NBYTES, EXTENT_NBYTES)
-        self.tier = RamTier(Namespaces(64, EXTENT_NBYTES), self.slots, lambda *_: None, lambda: self.now_ms)
+        self.tier = RamTier(
+            Namespaces(64, EXTENT_NBYTES), self.slots, lambda *_: None, lambda *_: None, lambda: self.now_ms
+        )
         self.digest = self.open(PAGE_NBYTES)
         self.keys = [number.to_bytes(32, "big") for number in range(pages)]
         self.new = [b"n" + number.to_bytes(31, "big") for number in range(BATCH)]

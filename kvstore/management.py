@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 
 PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
 REMOVALS_MAX = 8  # of a tenant that goes on putting pages
-FORGET_TIMEOUT_S = 600.0  # free space of a disk is written and read at its pace
-_FORGOTTEN = ("namespaces", "pages", "ram_nbytes", "disk_nbytes", "keys_destroyed", "left")
+FORGET_TIMEOUT_S = 600.0  # the rows of a large disk are rewritten and scanned at its pace
+_FORGOTTEN = ("namespaces", "pages", "ram_nbytes", "keys_destroyed", "left")
 RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so then
 
 
@@ -222,23 +222,25 @@ class Management:
 
     def forget(self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None) -> pb.ForgetReply:
         """Erases all that a tenant has, in RAM and on disk: sums over the nodes. `left` is 0 if nothing is left; `why`
-        says what is. A page that the tenant puts meanwhile may stay, as a new one."""
+        says what is. `plain_disk`: of a disk that is not encrypted, bytes may stay on the medium until other pages
+        overwrite them. A page that the tenant puts meanwhile may stay, as a new one."""
         deadline = self._deadline(timeout_s)
         request = pb.ForgetRequest(tenant=tenant, removal=os.urandom(REMOVAL_NBYTES))
         request.remove_only = self.view(timeout_s) is not None
-        pages = 0
+        total = pb.ForgetReply()
         for _ in range(REMOVALS_MAX if request.remove_only else 0):
             # As `remove` does it: one of them may have handed a page to another meanwhile.
-            count = sum(int(reply.pages) for reply in self._all("forget", request, None, deadline, away))
-            pages += count
+            replies = self._all("forget", request, None, deadline, away)
+            total.pages += (count := sum(int(reply.pages) for reply in replies))
+            total.ram_nbytes += sum(int(reply.ram_nbytes) for reply in replies)
             if not count:
                 break
         request.remove_only = False
         request.wait_ms = wait_ms(deadline)
-        total = pb.ForgetReply(pages=pages)
         for reply in self._all("forget", request, None, deadline, away):
             for field in _FORGOTTEN:
                 setattr(total, field, getattr(total, field) + getattr(reply, field))
+            total.plain_disk |= reply.plain_disk
             total.why.extend(reply.why)
         return total
 

@@ -80,7 +80,7 @@ class Node:
         self.arena = Arena(config.ram_nbytes)
         slots = SlotAllocator(config.ram_nbytes, config.extent_nbytes)
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
-        self.tier = RamTier(namespaces, slots, self.arena.copy, _clock_ms)
+        self.tier = RamTier(namespaces, slots, self.arena.copy, self.arena.zero, _clock_ms)
         self.quotas = Quotas()
         self.access = Access(config.identities, config.trusted, quota_of)
         self.access.on_change = self._take_quotas
@@ -151,7 +151,7 @@ class Node:
 
     def _forget_namespace(self, digest: bytes) -> None:
         with contextlib.suppress(UnknownNamespace):
-            self.tier.remove_namespace(digest)
+            self.tier.remove_namespace(digest, zero=True)  # perhaps of a tenant that is erased
 
     def _listen(self, config: NodeConfig) -> None:
         try:

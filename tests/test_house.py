@@ -82,7 +82,6 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "pb/",
             "slots.py",
             "tls.py",
-            "vacancy.py",
         ),
         ("access/",),
         ("ram/",),

@@ -20,11 +20,11 @@ def forget(
     tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose pages and descriptions are erased.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int:
-    """Erase all that a tenant has: removed, and overwritten in RAM and on disk, or its keys destroyed.
+    """Erase all that a tenant has: removed, zeroed in RAM, and its disk keys destroyed.
 
-    Free space of each node is overwritten with it, because pages may have lain there before; on a large disk that
-    takes minutes. A page that the tenant puts meanwhile may stay. Exit 4 if something is left, 3 if a member of a
-    cluster does not answer: run it again then.
+    Without encryption, bytes of its pages may stay on the disk's medium until other pages overwrite them. A page that
+    the tenant puts meanwhile may stay. Exit 4 if something is left, 3 if a member of a cluster does not answer: run it
+    again then.
 
     \b
     Examples:
@@ -41,15 +41,17 @@ def forget(
             report(1.0)
         alone = client.view() is None
     if run.as_json:
-        counts = ("namespaces", "pages", "ram_nbytes", "disk_nbytes", "keys_destroyed", "left")
+        counts = ("namespaces", "pages", "ram_nbytes", "keys_destroyed", "left", "plain_disk")
         found = {name: getattr(told, name) for name in counts}
         emit({"tenant": tenant, **found, "why": list(told.why), **away_json(None if alone else away)})
     else:
         print(
-            f"{tenant}: {told.pages:,} pages of {told.namespaces:,} namespaces are gone; overwritten "
-            f"{human_nbytes(told.ram_nbytes)} of RAM and {human_nbytes(told.disk_nbytes)} of disk, "
-            f"{told.keys_destroyed:,} keys destroyed; left: {told.left:,}"
+            f"{tenant}: {told.pages:,} pages of {told.namespaces:,} namespaces are gone; "
+            f"{human_nbytes(told.ram_nbytes)} of RAM zeroed, {told.keys_destroyed:,} keys destroyed; "
+            f"left: {told.left:,}"
         )
+    if told.plain_disk:
+        note("the disk is not encrypted: bytes of these pages may stay on its medium until other pages overwrite them")
     for reason in told.why:
         note(f"{reason}; run it again")
     code = without(away, "; what it has of this tenant is there: run it again when it answers")

@@ -870,22 +870,22 @@ class ForgetRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., removal: _Optional[bytes] = ..., remove_only: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class ForgetReply(_message.Message):
-    __slots__ = ("namespaces", "pages", "ram_nbytes", "disk_nbytes", "keys_destroyed", "left", "why")
+    __slots__ = ("namespaces", "pages", "ram_nbytes", "keys_destroyed", "left", "why", "plain_disk")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     RAM_NBYTES_FIELD_NUMBER: _ClassVar[int]
-    DISK_NBYTES_FIELD_NUMBER: _ClassVar[int]
     KEYS_DESTROYED_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_DISK_FIELD_NUMBER: _ClassVar[int]
     namespaces: int
     pages: int
     ram_nbytes: int
-    disk_nbytes: int
     keys_destroyed: int
     left: int
     why: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, namespaces: _Optional[int] = ..., pages: _Optional[int] = ..., ram_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., keys_destroyed: _Optional[int] = ..., left: _Optional[int] = ..., why: _Optional[_Iterable[str]] = ...) -> None: ...
+    plain_disk: bool
+    def __init__(self, namespaces: _Optional[int] = ..., pages: _Optional[int] = ..., ram_nbytes: _Optional[int] = ..., keys_destroyed: _Optional[int] = ..., left: _Optional[int] = ..., why: _Optional[_Iterable[str]] = ..., plain_disk: bool = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("wait_ms",)

@@ -229,7 +229,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Erases all namespaces of a tenant here: removed, and overwritten or its keys destroyed, in RAM and on disk.
+        """Erases all namespaces of a tenant here: removed, zeroed in RAM, its disk keys destroyed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

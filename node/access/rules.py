@@ -45,7 +45,7 @@ RULES = {
     "drain": _OF_NODE,
     "sweep": _OF_NODE,
     "record": _OF_NODE,  # of everybody's requests, though it does not say whose nor what they are
-    "forget": _OF_NODE,  # it overwrites all that no page has, whoever had it
+    "forget": _OF_NODE,  # it rewrites the rows of all tenants
     "reflection": Rule(Role.ADMIN),
 }
 # What a node does in the name of others.

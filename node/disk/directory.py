@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from node.disk.extent_files import Overwritten, Range, Slot
+from node.disk.extent_files import Slot
 from node.disk.rows import PageRow
 
 
@@ -43,9 +43,6 @@ class PageFiles(Protocol):
 
     def read(self, offset: int, view: memoryview) -> bool:
         """Any thread; False if there is less in the file."""
-
-    def wipe(self, ranges: Sequence[Range]) -> Overwritten:
-        """Overwrites what lies between these offsets, and looks whether it did."""
 
     def sync(self) -> None: ...
 

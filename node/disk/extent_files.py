@@ -13,12 +13,10 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.checksum import leaf
-from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.disk.seal import UNIT_NBYTES, Place
 
 log = logging.getLogger(__name__)
@@ -27,8 +25,6 @@ log = logging.getLogger(__name__)
 # copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not copied.
 RUN_NBYTES_MAX = 256 * 1024
 
-Range = tuple[int, int]  # of offsets on disk
-
 
 class Slot(NamedTuple):
     """A page to be written: where it lies in the arena, and where on disk."""
@@ -36,13 +32,6 @@ class Slot(NamedTuple):
     arena_offset: int
     nbytes: int
     place: Place
-
-
-class Overwritten(NamedTuple):
-    """Bytes that were overwritten with zeros, and pieces of them that are not zero when they are read back."""
-
-    nbytes: int
-    left: int
 
 
 class FileLayer:
@@ -228,33 +217,6 @@ class ExtentFiles:
         """See `OpenExtents.read`."""
         return self._open.read(offset, view)
 
-    def wipe(self, ranges: Sequence[Range]) -> Overwritten:
-        """Overwrites these parts, syncs, and looks. What was never written is passed over."""
-        pieces = [piece for start, end in ranges for piece in self._written(start, end)]
-        self._run[:] = bytes(UNIT_NBYTES)
-        for start, end in pieces:
-            self._write(start, self._run[: end - start])
-        self.sync()
-        zero, left = leaf(self._run), 0
-        for start, end in pieces:
-            view = self._run[: end - start]
-            if not self.read(start, view) or leaf(self._run) != zero:
-                left += 1
-                self._run[:] = bytes(UNIT_NBYTES)
-        return Overwritten(sum(end - start for start, end in pieces), left)
-
-    def _written(self, start: int, end: int) -> Iterator[Range]:
-        """Of a part, what has been written, in pieces that lie in one extent and have a unit at most."""
-        while start < end:
-            number, fd, within = self._open.find(start)
-            first = start - within
-            until = min(end, first + self._extent_nbytes)
-            if number in self._allocated:
-                for at, stop in _data(fd, within, until - first):
-                    for some in range(at, stop, UNIT_NBYTES):
-                        yield first + some, first + min(some + UNIT_NBYTES, stop)
-            start = until
-
     def _allocate(self, number: int, fd: int) -> None:
         """Gives an extent all its blocks, so that it can not run out of them later."""
         had_nbytes = os.fstat(fd).st_size
@@ -296,18 +258,3 @@ class ExtentFiles:
 
     def close(self) -> None:
         self._open.close()
-
-
-def _data(fd: int, start: int, end: int) -> Iterator[Range]:
-    """Parts of a file between these offsets that its file system does not know to be empty, in whole sectors."""
-    while start < end:
-        try:
-            data = os.lseek(fd, start, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing from there on
-                return
-            raise
-        if data >= end:
-            return
-        start = -(-min(end, os.lseek(fd, data, os.SEEK_HOLE)) // SLOT_ALIGN_NBYTES) * SLOT_ALIGN_NBYTES
-        yield data - data % SLOT_ALIGN_NBYTES, start

@@ -76,8 +76,6 @@ class Keeper:
         elif kind == Kind.SOME_ROWS:
             nbytes, first = orders.unpack_question(body)
             yield next(_packed(self._directory.rows.scan(first), nbytes))
-        elif kind == Kind.WIPE:
-            yield self._wiped(orders.unpack_counts(body))
         elif kind == Kind.PURGE_ROWS:
             yield orders.pack_counts(self._directory.rows.purge(orders.unpack_rows(body)[1]))
         else:
@@ -88,13 +86,6 @@ class Keeper:
         for slot in slots:
             self._check(slot)
         self._directory.files.write_all(slots)
-
-    def _wiped(self, offsets: list[int]) -> bytes:
-        ranges = list(zip(offsets[::2], offsets[1::2], strict=True))
-        end = self._directory.extent_count * self._directory.extent_nbytes
-        if not all(0 <= first <= last <= end for first, last in ranges):
-            raise Broken("a part is outside of the disk")
-        return orders.pack_counts(*self._directory.files.wipe(ranges))
 
     def _check(self, slot: Slot) -> None:
         (arena_offset, nbytes, place), directory = slot, self._directory

@@ -25,7 +25,7 @@ from node.disk.data_dir import (
     take_lock,
     warn_if_open,
 )
-from node.disk.extent_files import FileLayer, OpenExtents, Overwritten, Range, Slot
+from node.disk.extent_files import FileLayer, OpenExtents, Slot
 from node.disk.keeper_process import END_S, KeeperProcess, Patience, Silent
 from node.disk.orders import Kind, Pair, Task
 from node.disk.rows import PageRow, numbered, page_at, pairs
@@ -211,10 +211,6 @@ class KeptFiles:
     def read(self, offset: int, view: memoryview) -> bool:
         """Not by the keeper: a read waits for no write, and the thread that wants the page lets the others run."""
         return self._open.read(offset, view)
-
-    def wipe(self, ranges: Sequence[Range]) -> Overwritten:
-        numbers = [number for some in ranges for number in some]
-        return Overwritten(*orders.unpack_counts(self._directory.order(Kind.WIPE, orders.pack_counts(*numbers))))
 
     def sync(self) -> None:
         self._directory.order(Kind.SYNC_PAGES)

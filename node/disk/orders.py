@@ -11,7 +11,6 @@
     TRIAL
     ALL_ROWS      first byte of their keys                            pairs
     SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes; none: the end
-    WIPE          (offset, offset of the end)...                      bytes overwritten | pieces that are not zero
     PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
     CLOSE                                                             the keeper ends
 
@@ -62,8 +61,7 @@ class Kind(IntEnum):
     ALL_ROWS = 6
     SOME_ROWS = 7
     CLOSE = 8
-    WIPE = 9
-    PURGE_ROWS = 10
+    PURGE_ROWS = 9
 
 
 class Outcome(IntEnum):

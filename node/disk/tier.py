@@ -12,12 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvstore.errors import Exhausted
 from kvstore.keys import Namespace
 from node.clock import unix_s
 from node.disk.directory import Directory
-from node.disk.extent_files import Overwritten
 from node.disk.index import AGAIN, DiskIndex
 from node.disk.reading import Reading
 from node.disk.records import Records
@@ -25,7 +25,6 @@ from node.disk.regroup import regroup
 from node.disk.rows import hashes_of, page_key
 from node.disk.shortage import Shortages, is_shortage
 from node.disk.vault import PLAIN, Vault
-from node.disk.wiping import Dropped, Vacant, vacant
 from node.disk.writer import DiskWriter
 from node.ram.accounts import Limits, Use
 from node.ram.below import BelowInfo
@@ -35,6 +34,13 @@ log = logging.getLogger(__name__)
 
 RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
 PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
+
+
+class Dropped(NamedTuple):
+    """Namespaces that were on disk, and in how many of the rows' files something of them is left."""
+
+    spaces: int
+    left: int
 
 
 class DiskTier:
@@ -188,18 +194,6 @@ class DiskTier:
         """Digests of the namespaces of a tenant."""
         with self._lock:
             return [value.digest for value in self._index.spaces.values.values() if value.tenant == tenant]
-
-    def wipe_some(self, start: int, end: int) -> tuple[Vacant, Overwritten]:
-        """Overwrites some of what no page has there: see `node.disk.wiping`. Raises OSError."""
-        with self._io:  # nothing is stored meanwhile: what is free stays free
-            with self._lock:
-                found = vacant(self.records, start, end)
-            try:
-                return found, self.files.wipe(found.free)
-            except OSError:
-                with self._lock:
-                    self._index.medium.fail_sync()
-                raise
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
         """Keeps pages on disk for `ttl_s`; True for each that is there. 0 ends pins; True for each pinned.

@@ -27,8 +27,8 @@ NUMBER_MAX = 1 << 63  # a view's number is etcd's revision plus a base, each bel
 
 class Identity:
     """`applied`: number of the newest view of whose removals none is left to do here; `to_erase`: digests of namespaces
-    of which that is so, but what they had is to be overwritten still. Without a data directory nothing is kept: then it
-    is another node after each start. Raises ConfigError."""
+    of which that is so, but whose rows and keys are to be erased still. Without a data directory nothing is kept: then
+    it is another node after each start. Raises ConfigError."""
 
     def __init__(self, data_dir: str, cluster: str, member: str) -> None:
         self._path = Path(data_dir) / FILE_NAME if data_dir else None

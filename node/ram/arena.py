@@ -21,6 +21,7 @@ _POPULATE_STEP_NBYTES = 16 << 20  # 8 ms, on some virtual machines 160
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _GIVING = re.compile(rb"\[(always|within_size|advise|force)\]")
+_ZEROS = memoryview(bytes(1 << 20))
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap names it only from Python 3.14 on
 
 
@@ -65,6 +66,12 @@ class Arena:
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
         copy(self.view(target, nbytes), self.view(source, nbytes))
+
+    def zero(self, offset: int, nbytes: int) -> None:
+        """Overwrites so many bytes with zeros."""
+        for start in range(offset, offset + nbytes, _ZEROS.nbytes):
+            piece = self.view(start, min(_ZEROS.nbytes, offset + nbytes - start))
+            copy(piece, _ZEROS[: piece.nbytes])
 
     def close(self) -> None:
         """Unmaps. Views handed out before must be gone; a transfer that still runs keeps the map."""

@@ -27,8 +27,8 @@ LOOKED_AT_LEAST = 64
 
 class Clearing:
     """Part of eviction. `forget(page, reason, None)` takes a page out of its namespace, `hold(pages)` keeps them until
-    they are moved, `make_place(size, pool)` frees a slot of this size elsewhere without moving anything, at the cost
-    of other sizes in this pool."""
+    they are moved, `zero(offset, nbytes)` clears a slot. `make_place(size, pool)` frees a slot of this size elsewhere
+    without moving anything, at the cost of other sizes in this pool."""
 
     def __init__(
         self,
@@ -36,12 +36,14 @@ class Clearing:
         turn: Turn,
         forget: Callable[[Page, str, Page | None], None],
         hold: Callable[[Sequence[Page]], None],
+        zero: Callable[[int, int], None],
         make_place: Callable[[int, Pool], Work[bool]],
     ) -> None:
         self._slots = slots
         self._turn = turn
         self._forget = forget
         self._hold = hold
+        self._zero = zero
         self._make_place = make_place
         self.watchers: list[list[Page]] = []  # of those who want to know which pages are moved
 
@@ -143,6 +145,7 @@ class Clearing:
             self._hold([page])
             yield Move(page, targets[page])
             if not _may_go(page):
+                self._zero_copy(page, targets[page])
                 return False
             target = targets.pop(page)
             self._slots.free(page.offset).used_sum -= page.used_ms
@@ -152,6 +155,11 @@ class Clearing:
             for watcher in self.watchers:
                 watcher.append(page)
         return True
+
+    def _zero_copy(self, page: Page, target: int) -> None:
+        """Zeroes the copy of a page that was removed meanwhile: its tenant may be erased."""
+        if page.state is State.DOOMED:
+            self._zero(target, page.namespace.slot_nbytes)
 
 
 def _look(block: Block, pool: Pool, staying: list[Page], loose: dict[int, int]) -> bool:

@@ -35,20 +35,21 @@ PAGES_LOOKED_AT = 16  # in search of them
 
 class Eviction:
     """`forget(page, reason, successor)` takes a page out of its namespace and calls back `release`, and its
-    order's `withdraw`; `hold(pages)` keeps them where they are."""
+    order's `withdraw`; `hold(pages)` keeps them where they are, `zero(offset, nbytes)` clears a slot."""
 
     def __init__(
         self,
         slots: SlotAllocator,
         forget: Callable[[Page, str, Page | None], None],
         hold: Callable[[Sequence[Page]], None],
+        zero: Callable[[int, int], None],
     ) -> None:
         self._slots = slots
         self._forget = forget
         self.turn = Turn()
         self.order = UseOrder(slots, self.turn)
         self._accounts = self.order.accounts
-        self._clearing = Clearing(slots, self.turn, forget, hold, self._make_place)
+        self._clearing = Clearing(slots, self.turn, forget, hold, zero, self._make_place)
         self.watchers = self._clearing.watchers
         self.copy_count = self.copy_nbytes = 0  # that have a slot
         self.copy_nbytes_max = slots.region_nbytes

@@ -1,6 +1,6 @@
 """The RAM tier: which page is in which slot of the arena, who may not lose it, who goes next.
 
-It deals in offsets, never in bytes (`copy` moves a slot for it) and takes its clock as an argument,
+It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its clock as an argument,
 so the same code runs in a simulation. One lock, held for the length of a batch's bookkeeping and
 never for a transfer: between `reserve` and `commit` the writer alone may touch a slot, between
 `acquire` and `release` the slot can not change or go, whatever is removed or evicted meanwhile.
@@ -9,7 +9,7 @@ says what each takes at most.
 """
 
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kvstore.errors import Exhausted, LayoutMismatch
@@ -42,6 +42,7 @@ class RamTier:
         namespaces: Namespaces,
         slots: SlotAllocator,
         copy: Callable[[int, int, int], None],
+        zero: Callable[[int, int], None],
         clock_ms: Callable[[], int],
         clock_s: Callable[[], int] = unix_s,
     ) -> None:
@@ -53,12 +54,15 @@ class RamTier:
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
+        self._zero = zero
         self.ghosts = Ghosts()
-        self.eviction = Eviction(slots, self._forget, self.hold_all)
+        self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
         self.loads = Loads(self.lock, self.place, self.eviction.lend, self._settle, self._offer, clock_ms)
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
+        self._to_zero: set[Page] = set()  # removed pages whose slots are zeroed when they become free
+        self.zeroed_nbytes = 0
         self.writing_count = 0
         self.held_count = 0
         self.visible_count = 0
@@ -270,7 +274,7 @@ class RamTier:
             assert page.state is State.WRITING
             self._unwanted.discard(page)
             page.namespace.drop(page)
-            self.eviction.release(page)
+            self._free(page)
         self.writing_count -= len(reservation.pages)
 
     # ---- read ----------------------------------------------------------------------------
@@ -329,7 +333,7 @@ class RamTier:
             if page.holds == 0:
                 self.held_count -= 1
                 if page.state is State.DOOMED:
-                    self.eviction.release(page)
+                    self._free(page)
                 elif page.newer is None:
                     self._order.give_back(page)
 
@@ -354,12 +358,13 @@ class RamTier:
         below = self.below.remove(index.digest, prefix_hashes)
         return [here or there for here, there in zip(removed, below, strict=True)]
 
-    def remove_namespace(self, digest: bytes) -> int:
+    def remove_namespace(self, digest: bytes, zero: bool = False) -> int:
         """Forgets all pages of a namespace in every tier; how many there were, a page that was in RAM and
-        below counting once. Pages that are put meanwhile may stay."""
+        below counting once. Pages that are put meanwhile may stay. `zero`: their slots in RAM are zeroed when they
+        become free."""
         index = self.namespace(digest)
-        removed = remove_all(self, index) + self.below.remove_namespace(digest)
-        remove_all(self, index)  # what was loaded from below meanwhile, which is counted already
+        removed = remove_all(self, index, zero) + self.below.remove_namespace(digest)
+        remove_all(self, index, zero)  # what was loaded from below meanwhile, which is counted already
         return removed
 
     def drop_corrupt(self, page: Page) -> None:
@@ -379,7 +384,42 @@ class RamTier:
         page.state = State.DOOMED
         self._order.withdraw(page)
         if page.holds == 0:
-            self.eviction.release(page, successor)
+            self._free(page, successor)
+
+    def _free(self, page: Page, successor: Page | None = None) -> None:
+        """Frees the slot of a page that is neither visible nor held, or gives it to the successor."""
+        if self._to_zero and page in self._to_zero:
+            self._to_zero.discard(page)
+            self._zero_slot(page)
+        self.eviction.release(page, successor)
+
+    # ---- zero ----------------------------------------------------------------------------
+
+    def zero_when_free(self, pages: Iterable[Page]) -> None:
+        """Zeroes the slots of these removed pages before other pages can get them. The caller has the lock."""
+        self._to_zero.update(pages)
+
+    def zero_removed(self, pages: Sequence[Page]) -> None:
+        """Zeroes and releases removed pages that the caller holds. Call it without the lock.
+
+        Nobody finds a removed page, so a page that only the caller holds stays so, and its slot is zeroed without
+        the lock. The slot of another one is zeroed when its last reader releases it.
+        """
+        alone = [page for page in pages if page.holds == 1 and page.state is State.DOOMED]
+        for page in alone:
+            self._zero_slot(page)
+        with self.lock:
+            self._to_zero.difference_update(alone)
+            self.let_go(pages)
+
+    def _zero_slot(self, page: Page) -> None:
+        self._zero(page.offset, page.namespace.slot_nbytes)
+        self.zeroed_nbytes += page.namespace.slot_nbytes
+
+    def to_zero_count(self, digests: Container[bytes]) -> int:
+        """Removed pages of these namespaces that readers or writers still have, and that are not zeroed yet."""
+        with self.lock:
+            return sum(page.namespace.digest in digests for page in self._to_zero)
 
     # ---- check ---------------------------------------------------------------------------
 

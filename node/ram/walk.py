@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol
 
 from node.ram.eviction import Eviction
@@ -23,58 +23,101 @@ class Pages(Protocol):
 
     def remove_some(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[bool]: ...
 
+    def hold_all(self, pages: Sequence[Page]) -> None: ...
 
-def remove_all(tier: Pages, index: NamespaceIndex) -> int:
-    """Forgets the pages of a namespace; how many there were."""
+    def zero_when_free(self, pages: Iterable[Page]) -> None: ...
+
+    def zero_removed(self, pages: Sequence[Page]) -> None: ...
+
+
+def remove_all(tier: Pages, index: NamespaceIndex, zero: bool = False) -> int:
+    """Forgets the pages of a namespace; how many there were. `zero`: their slots are zeroed when they become free."""
     counts: list[int] = []
+    held: list[Page] = []  # or their slots would be free, and zeroed under the lock
 
     def remove(pages: list[Page]) -> None:
+        if zero:
+            visible = [page for page in pages if page.state is State.VISIBLE]
+            tier.zero_when_free(pages)
+            tier.hold_all(visible)
+            held.extend(visible)
         counts.append(sum(tier.remove_some(index, [page.prefix_hash for page in pages])))
 
-    walk(tier, index, remove)
+    def release() -> None:
+        tier.zero_removed(held)
+        held.clear()
+        time.sleep(0)  # else this thread would have the lock again
+
+    walk(tier, index, remove, release if zero else None)
     return sum(counts)
 
 
-def walk(tier: Pages, space: Space | None, visit: Callable[[list[Page]], None]) -> None:
+def zero_leftovers(tier: Pages, digests: Container[bytes]) -> None:
+    """Zeroes slots of pages that left before, when the readers that still hold them release them."""
+    unit = slot = 0
+    while unit < tier.slots.unit_count:
+        with tier.lock:
+            unit, slot, owners = _some(tier.slots, unit, slot, None)
+            tier.zero_when_free(
+                page
+                for page in owners
+                if page is not None and page.state is State.DOOMED and page.namespace.digest in digests
+            )
+        time.sleep(0)  # else this thread would have the lock again
+
+
+def walk(
+    tier: Pages,
+    space: Space | None,
+    visit: Callable[[list[Page]], None],
+    between: Callable[[], None] | None = None,
+) -> None:
     """Calls `visit`, under the lock, with the pages that can be found: of this namespace, or of all. Each page
-    that is there from the first call to the last is visited, one that comes or goes meanwhile perhaps."""
+    that is there from the first call to the last is visited, one that comes or goes meanwhile perhaps. `between` is
+    called after each visit, without the lock."""
+    rest = between or (lambda: time.sleep(0))  # else this thread would have the lock again
     slots, moved = tier.slots, []  # type: ignore[var-annotated]
     unit = slot = 0
     with tier.lock:
-        if space is not None and len(space.pages) <= SLOTS:
+        is_small = space is not None and len(space.pages) <= SLOTS
+        if space is not None and is_small:
             visit(list(space.pages.values()))
-            return
-        tier.eviction.watchers.append(moved)
+        else:
+            tier.eviction.watchers.append(moved)
+    if is_small:
+        rest()
+        return
     try:
         while unit < slots.unit_count:
             with tier.lock:
-                unit, slot, pages = _some(slots, unit, slot, space)
-                visit(pages)
-            time.sleep(0)  # else this thread would have the lock again
+                unit, slot, owners = _some(slots, unit, slot, space)
+                visit(_found(owners, space))
+            rest()
     finally:
         with tier.lock:  # not by `remove`: that of another walk may be equal to it
             tier.eviction.watchers[:] = [others for others in tier.eviction.watchers if others is not moved]
     for start in range(0, len(moved), SLOTS):  # pages that may have moved to where we had been
         with tier.lock:
             visit(_found(moved[start : start + SLOTS], space))
+        rest()
 
 
-def _some(slots: SlotAllocator, unit: int, slot: int, space: Space | None) -> tuple[int, int, list[Page]]:
-    """(unit and slot to go on from, pages from here to there)."""
-    pages: list[Page] = []
+def _some(slots: SlotAllocator, unit: int, slot: int, space: Space | None) -> tuple[int, int, list[Page | None]]:
+    """(unit and slot to go on from, owners of the slots from here to there)."""
+    owners: list[Page | None] = []
     slots_left, units_left = SLOTS, UNITS
     while unit < slots.unit_count and slots_left > 0 and units_left > 0:
         block = slots.block_at(unit)
         units_left -= 1
         if block is not None and (space is None or block.kind.slot_nbytes == space.slot_nbytes):
-            owners = block.owners[slot : slot + slots_left]
-            pages += _found(owners, space)
-            slots_left -= len(owners)
-            slot += len(owners)
+            some = block.owners[slot : slot + slots_left]
+            owners += some
+            slots_left -= len(some)
+            slot += len(some)
             if slot < len(block.owners):
                 break
         unit, slot = unit + 1, 0
-    return unit, slot, pages
+    return unit, slot, owners
 
 
 def _found(owners: Sequence[Page | None], space: Space | None) -> list[Page]:

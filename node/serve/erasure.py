@@ -1,11 +1,13 @@
-"""Forgetting a tenant: what it had is removed, then overwritten, or made unreadable, and looked for.
+"""Erases a tenant: removes what it had, zeroes that in RAM, destroys its keys, and scans for what is left.
 
     remove   its namespaces in RAM and on disk; its pages in the writer's queue and on their way to other members
-    RAM      all that no page has is overwritten with zeros: where its pages lay, whenever that was
-    disk     its namespaces' rows, and their former versions; then
-               encrypted: nothing more, their keys are gone
-               plain: all that no page has is overwritten, synced and read back
+    RAM      the slots of removed pages are zeroed before other pages get them; one that is still read or
+             written, when that ends
+    disk     its namespaces' rows and their former versions, with the wrapped page keys: the rows' files are
+             rewritten and scanned
 
+Page bytes on the disk are not overwritten: on an SSD that proves nothing. On an encrypted disk they are noise without
+their key. On a plain disk they may stay on the medium until other pages are written there, and the reply says so.
 A put of the tenant that is under way ends without a page. One that begins later is a new page and stays.
 """
 
@@ -13,24 +15,23 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvstore.errors import Exhausted, InvalidRequest, Unavailable, UnknownNamespace
+from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from kvstore.keys import REMOVAL_NBYTES, check_removal
 from kvstore.pb import kvstore_pb2 as pb
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
-from node.disk.wiping import wipe
 from node.peers.couriers import Couriers
-from node.ram.page import Page
 from node.ram.tier import RamTier
-from node.ram.wiping import Wiping, close_namespaces
+from node.ram.walk import zero_leftovers
 
 log = logging.getLogger(__name__)
 
 FORGET_S = 60.0
-BUSY_S = 10.0  # for slots that are in use, when all others are done
+BUSY_S = 10.0  # for slots that are in use
+LOOK_S = 0.05  # between two looks at them
 
 
 class Waiting(Protocol):
@@ -49,7 +50,7 @@ class Cluster(Protocol):
 
 
 class Erasure:
-    """Thread-safe. `view(offset, nbytes)` is the arena's memory, `stops` says whether the node does."""
+    """Thread-safe. `stops` says whether the node does."""
 
     def __init__(
         self,
@@ -57,14 +58,12 @@ class Erasure:
         disk: DiskTier | None,
         durability: Durability,
         couriers: Couriers,
-        view: Callable[[int, int], memoryview],
         stops: Callable[[], bool],
     ) -> None:
         self._tier = tier
         self._disk = disk
         self._durability = durability
         self._couriers = couriers
-        self._view = view
         self._stops = stops
         self.cluster: Cluster | None = None  # of a node that is registered
 
@@ -76,7 +75,7 @@ class Erasure:
         end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
         if self.cluster is not None:
             self.cluster.begin_erasure(request.removal)
-        digests = self._digests(request.tenant)
+        digests, zeroed_nbytes = self._digests(request.tenant), self._tier.zeroed_nbytes
         pages = sum(map(self._removed, digests))
         if self.cluster is not None:
             for digest in digests:
@@ -85,6 +84,7 @@ class Erasure:
         self._couriers.drop_gone()
         if not request.remove_only:
             self._erase(digests, reply, end, caller.gone)
+        reply.ram_nbytes = self._tier.zeroed_nbytes - zeroed_nbytes
         return reply
 
     def catch_up(self, digests: list[bytes]) -> None:
@@ -93,23 +93,14 @@ class Erasure:
         self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
 
     def _erase(self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]) -> None:
-        """What was removed."""
-
-        def check() -> None:
-            if self._stops():
-                raise Unavailable("this node is draining; what it had of the tenant is removed, but not overwritten")
-            if gone():
-                raise Unavailable("the caller is gone")
-            if time.monotonic() >= end:
-                raise Exhausted("not all could be overwritten in the time of the call; ask again, with more of it")
-
+        """Finishes what removal began, and counts what is left."""
         try:
             self._durability.settle()  # pages that waited to be written are let go of
         finally:  # of a disk that is stopped, too
-            self._erase_ram(set(digests), reply, check)
+            self._wait_for_slots(digests, reply, end, gone)
         if self._disk is not None:
-            self._erase_disk(self._disk, digests, reply, check)
-        if open_count := close_namespaces(self._tier, digests):
+            self._erase_rows(self._disk, digests, reply)
+        if open_count := self._close_namespaces(digests):
             log.info("%d namespaces that were erased have new pages", open_count)
         log.warning(
             "namespaces of a tenant were erased: %d with %d pages, %d slots or rows are left",
@@ -128,41 +119,42 @@ class Erasure:
 
     def _removed(self, digest: bytes) -> int:
         try:
-            return self._tier.remove_namespace(digest)
+            return self._tier.remove_namespace(digest, zero=True)
         except UnknownNamespace:  # on disk, but could not be opened
             return self._tier.below.remove_namespace(digest)
 
-    def _erase_ram(self, digests: Container[bytes], reply: pb.ForgetReply, check: Callable[[], None]) -> None:
-        def erased(page: Page) -> bool:
-            return page.namespace.digest in digests
-
-        wiped = Wiping(self._tier, self._view, erased).run(check, BUSY_S)
-        reply.ram_nbytes = wiped.nbytes
-        if wiped.left:
-            reply.left += wiped.left
-            reply.why.append(f"{wiped.left} slots of RAM are still being read or written")
-
-    def _erase_disk(
-        self, disk: DiskTier, digests: Sequence[bytes], reply: pb.ForgetReply, check: Callable[[], None]
+    def _wait_for_slots(
+        self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
     ) -> None:
+        """Waits a while for readers and writers of removed pages: their slots are zeroed when they end."""
+        erased = frozenset(digests)
+        zero_leftovers(self._tier, erased)
+        end = min(end, time.monotonic() + BUSY_S)
+        while left := self._tier.to_zero_count(erased):
+            if time.monotonic() >= end or gone() or self._stops():
+                reply.left += left
+                reply.why.append(f"{left} slots of RAM are still being read or written")
+                return
+            time.sleep(LOOK_S)
+
+    def _erase_rows(self, disk: DiskTier, digests: Sequence[bytes], reply: pb.ForgetReply) -> None:
+        reply.plain_disk = not disk.encrypted
         try:
             dropped = disk.drop_spaces(digests)
-            if dropped.left:
-                reply.left += dropped.left
-                reply.why.append(f"{dropped.left} files of rows still have rows of the tenant")
-            if disk.encrypted:
-                reply.keys_destroyed = dropped.spaces
-                return
-            wiped = wipe(disk, check, BUSY_S)
         except OSError as error:
             disk.blame("erasing", error)
-            raise Exhausted(
-                f"removed and overwritten in RAM, but the disk fails: {error}; mend it, ask again"
-            ) from error
-        reply.disk_nbytes = wiped.nbytes
-        if wiped.left:
-            reply.left += wiped.left
-            reply.why.append(f"{wiped.left} slots on disk are still being read, or are not zero although overwritten")
+            raise Exhausted(f"removed, and zeroed in RAM, but the disk fails: {error}; mend it, ask again") from error
+        if dropped.left:
+            reply.left += dropped.left
+            reply.why.append(f"{dropped.left} files of rows still have rows of the tenant")
+        if disk.encrypted:
+            reply.keys_destroyed = dropped.spaces
+
+    def _close_namespaces(self, digests: Sequence[bytes]) -> int:
+        """Forgets namespaces that have no pages any more, and why pages are gone, of whomever. How many had some."""
+        with self._tier.lock:
+            self._tier.ghosts.forget()
+            return len([digest for digest in digests if not self._tier.namespaces.close(digest)])
 
 
 def removal_of(removal: bytes, digest: bytes) -> bytes:

@@ -96,7 +96,7 @@ class Service:
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
         disk_calls = DiskCalls(self.durability, lambda: self.draining)
-        self.erasure = Erasure(tier, disk, self.durability, peers.couriers, arena.view, lambda: self.draining)
+        self.erasure = Erasure(tier, disk, self.durability, peers.couriers, lambda: self.draining)
         self.promises = Promises(self.durability, sessions, peers)
         self.requests = Budget(
             cap("bytes of large requests", REQUESTS_NBYTES_MAX, "send smaller batches, or fewer at a time")

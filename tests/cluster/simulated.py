@@ -58,6 +58,7 @@ class SimNode:
             Namespaces(16, EXTENT_NBYTES),
             SlotAllocator(RAM_NBYTES, EXTENT_NBYTES),
             self._copy,
+            self._zero,
             lambda: int(self.world.now * 1000),
             lambda: int(self.world.now),
         )
@@ -81,6 +82,9 @@ class SimNode:
 
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         self.arena[target : target + nbytes] = self.arena[source : source + nbytes]
+
+    def _zero(self, offset: int, nbytes: int) -> None:
+        self.arena[offset : offset + nbytes] = bytes(nbytes)
 
     def memory(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self.arena)[offset : offset + nbytes]

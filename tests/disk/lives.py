@@ -85,7 +85,7 @@ class Life:
         self.disk = DiskTier(directory, self.arena.view, QUEUE_NBYTES, vault=vault)
         spaces.below_count = self.disk.page_count
         slots = SlotAllocator(RAM_NBYTES, EXTENT_NBYTES)
-        self.ram = RamTier(spaces, slots, self.arena.copy, lambda: time.monotonic_ns() // 1_000_000)
+        self.ram = RamTier(spaces, slots, self.arena.copy, self.arena.zero, lambda: time.monotonic_ns() // 1_000_000)
         self.disk.restore(lambda value, digest: spaces.open(value, digest, restored=True))
         self.space, _ = self.ram.open_namespace(SPACE, SPACE.digest)
         self.durability = LateDurability(self.ram, self.disk, 10.0)

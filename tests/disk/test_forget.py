@@ -1,4 +1,7 @@
-"""A tenant that is forgotten: what it had is in no file of the node and nowhere in its RAM, and others have theirs."""
+"""A tenant that is forgotten: its pages are nowhere in RAM, its rows and keys in no file, and others have theirs.
+
+A plain disk may keep the bytes of its pages, which the reply says. An encrypted one has no key for them.
+"""
 
 import threading
 from collections.abc import Iterable
@@ -49,19 +52,17 @@ def test_nothing_of_it_is_found_and_all_of_the_others(
     keys = gone.keys(*range(8))
     for pages in (gone, kept):
         pages.put(client, keys[:6], durable=True)
-    client.remove(gone.namespace, keys[:1])  # long gone, and still where it was
     gone.put(client, keys[6:])
-    secrets = [*pieces(gone, keys), *keys[:1]]
     assert in_ram(node, pieces(gone, keys))
     told = client.forget("gone")
-    assert (told.namespaces, told.pages, told.left, list(told.why)) == (1, 7, 0, [])
+    assert (told.namespaces, told.pages, told.left, list(told.why)) == (1, 8, 0, [])
     encrypted = "encrypt_key_file" in settings
-    assert told.keys_destroyed == encrypted
-    assert (told.disk_nbytes == 0) if encrypted else (told.disk_nbytes >= 6 * nbytes)
-    assert told.ram_nbytes >= 7 * nbytes
-    assert not in_ram(node, secrets)
-    assert not found_in(nodes.data_dir, pieces(gone, keys))
-    assert not found_in(nodes.data_dir, SECRETS)
+    assert (told.keys_destroyed, told.plain_disk) == (encrypted, not encrypted)
+    assert told.ram_nbytes == 8 * node.tier.namespace(kept.digest).slot_nbytes
+    assert not in_ram(node, pieces(gone, keys))
+    assert not found_in(nodes.data_dir / "rows", SECRETS)
+    if encrypted:
+        assert not found_in(nodes.data_dir, pieces(gone, keys))
     assert gone.digest not in {namespace.digest for namespace, _ in client.namespaces()}
     assert kept.get(client, keys[:6]) == [True] * 6
     kept.drop_from_ram(node)
@@ -71,7 +72,7 @@ def test_nothing_of_it_is_found_and_all_of_the_others(
     client = nodes.connect(node)
     assert kept.get(client, keys[:6]) == [True] * 6
     assert gone.get(client, keys) == [False] * 8
-    assert not found_in(nodes.data_dir, [*pieces(gone, keys), *SECRETS])
+    assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
 def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(
@@ -86,10 +87,10 @@ def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(
     node = nodes.restart(node, **{**settings, "extent_nbytes": 256 << 10})
     client = nodes.connect(node)
     assert gone.digest not in {namespace.digest for namespace, _ in client.namespaces()}
-    assert found_in(nodes.data_dir, pieces(gone, keys)) or "encrypt_key_file" in settings
+    assert found_in(nodes.data_dir / "rows", SECRETS) or "encrypt_key_file" in settings
     told = client.forget("gone")
     assert (told.namespaces, told.left) == (1, 0)
-    assert not found_in(nodes.data_dir, [*pieces(gone, keys), *SECRETS])
+    assert not found_in(nodes.data_dir / "rows", SECRETS)
     node = nodes.restart(node, **settings)
     assert gone.get(nodes.connect(node), keys) == [False] * 4
 
@@ -97,20 +98,6 @@ def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(
 def behind(pages: Any, keys: list[bytes]) -> list[bytes]:
     """Pieces from the end of its pages: behind the end of a shorter page in the same slot."""
     return [pages.content(key)[-64:] for key in keys]
-
-
-def test_what_is_left_of_a_page_behind_a_shorter_one_is_gone(nodes: Any, make_pages: Any) -> None:
-    node = nodes.start(**SIZES, data_dir="")
-    client = nodes.connect(node)
-    first, second = of(make_pages, "gone", 8192), make_pages("kept", 4097, tenant="kept")
-    keys = first.keys(*range(4))
-    first.put(client, keys)
-    client.remove_namespace(first.namespace)
-    second.put(client, keys)
-    assert in_ram(node, behind(first, keys))
-    assert client.forget("gone").left == 0
-    assert not in_ram(node, behind(first, keys))
-    assert second.get(client, keys) == [True] * 4
 
 
 def test_nothing_behind_a_page_comes_to_the_disk(nodes: Any, make_pages: Any) -> None:
@@ -133,7 +120,7 @@ def test_nothing_behind_a_page_comes_to_the_disk(nodes: Any, make_pages: Any) ->
 def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(
     nodes: Any, make_pages: Any, tmp_path: Path
 ) -> None:
-    """An encrypted disk is not overwritten: whoever has its bytes, and the operator's key, has nothing."""
+    """Who has the bytes of the disk, and the operator's key, has nothing."""
     settings = {**SIZES, "encrypt_key_file": key_file(tmp_path / "key")}
     node = nodes.start(**settings)
     client = nodes.connect(node)
@@ -170,7 +157,7 @@ def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
         while page not in node.tier._unwanted:
             threading.Event().wait(0.01)
         call.join(0.3)
-        assert call.is_alive(), "its slot can not be overwritten yet"
+        assert call.is_alive(), "its slot can not be zeroed yet"
     finally:
         node.tier.commit(reservation, [bytes(16)])
         call.join()
@@ -179,7 +166,6 @@ def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
     assert gone.get(client, [one, two]) == [False, False]
     gone.put(client, [three], durable=True)
     assert gone.get(client, [three]) == [True]
-    assert not found_in(nodes.data_dir, pieces(gone, [one, two]))
 
 
 def test_a_page_that_was_removed_before_its_commit_is_not_shown_to_the_disk(
@@ -217,48 +203,33 @@ def test_a_slot_that_is_read_to_the_end_is_told_as_left(
         assert not in_ram(node, pieces(gone, keys[1:]))
     finally:
         node.tier.release(held)
+    assert not in_ram(node, pieces(gone, keys)), "the last reader's release zeroes it"
     assert client.forget("gone").left == 0
-    assert not in_ram(node, pieces(gone, keys))
     assert kept.get(client, keys) == [True, True]
 
 
 def test_a_disk_that_fails_is_an_error_and_what_was_removed_stays_so(
-    nodes: Any, make_pages: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
     gone = of(make_pages, "gone")
     keys = gone.keys(1, 2)
     gone.put(client, keys, durable=True)
-    wipe = node.disk.files.wipe
 
-    def broken(ranges: Any) -> Any:
-        layer.fail["write"] = 5
-        return wipe(ranges)
+    def broken(needles: Any) -> int:
+        raise OSError(5, "purge")
 
-    monkeypatch.setattr(node.disk.files, "wipe", broken)
-    with pytest.raises(Exhausted, match="removed and overwritten in RAM, but the disk fails"):
+    monkeypatch.setattr(node.disk.rows, "purge", broken)
+    with pytest.raises(Exhausted, match="removed, and zeroed in RAM, but the disk fails"):
         client.forget("gone")
     monkeypatch.undo()
-    layer.heal()
     assert node.disk.poisoned
+    assert not in_ram(node, pieces(gone, keys))
     client.recover()
     assert gone.get(client, keys) == [False, False]
     assert client.forget("gone").left == 0
-    assert not found_in(nodes.data_dir, pieces(gone, keys))
-
-
-def test_zeros_that_do_not_reach_the_disk_are_told(
-    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = nodes.start(**SIZES)
-    client = nodes.connect(node)
-    gone = of(make_pages, "gone")
-    gone.put(client, gone.keys(1), durable=True)
-    monkeypatch.setattr(node.disk.files, "_write", lambda offset, view: None)
-    told = client.forget("gone")
-    assert told.left > 0
-    assert "not zero although overwritten" in told.why[0]
+    assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
 def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Any, make_pages: Any) -> None:
@@ -272,29 +243,30 @@ def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Any, make_pages: Any) -> Non
     assert not in_ram(node, pieces(gone, gone.keys(1, 2)))
     client.recover()
     assert client.forget("gone").left == 0
-    assert not found_in(nodes.data_dir, pieces(gone, gone.keys(1, 2)))
+    assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
-def test_parts_that_are_read_meanwhile_do_not_hide_what_lies_behind_them(nodes: Any, make_pages: Any) -> None:
-    """Their slot is smaller than the page."""
+def test_parts_that_are_read_meanwhile_are_zeroed_with_their_last_reader(
+    nodes: Any, make_pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody finds them by a key."""
+    monkeypatch.setattr("node.serve.erasure.BUSY_S", 0.2)
     node = nodes.start(**{**SIZES, "extent_nbytes": 4 * MIB, "disk_extent_nbytes": 4 * MIB})
     client = nodes.connect(node)
-    large, gone = make_pages("kept", 4 * MIB, tenant="kept"), of(make_pages, "gone", MIB)
-    (key,) = large.keys(1)
-    large.put(client, [key], durable=True)
-    large.drop_from_ram(node)
-    parts = parts_wanted(node.tier.namespace(large.digest), [(0, 9)])
-    acquired = node.tier.acquire(large.digest, [key], False, 9, parts)
+    gone = of(make_pages, "gone", 4 * MIB)
+    (key,) = gone.keys(1)
+    gone.put(client, [key], durable=True)
+    gone.drop_from_ram(node)
+    parts = parts_wanted(node.tier.namespace(gone.digest), [(0, 9)])
+    acquired = node.tier.acquire(gone.digest, [key], False, 9, parts)
     ((page, record),) = acquired.loads
-    gone.put(client, gone.keys(1))
     assert node.disk.read(record, page)
-    try:
-        assert page.offset // MIB + 1 == node.tier.namespace(gone.digest).pages[gone.keys(1)[0]].offset // MIB
-        assert client.forget("gone").left == 0
-    finally:
-        node.tier.loads.end(page, intact=True)
-        node.tier.release([page])
-    assert not in_ram(node, pieces(gone, gone.keys(1)))
+    node.tier.loads.end(page, intact=True)
+    head = [gone.content(key)[:64]]
+    assert in_ram(node, head)
+    assert client.forget("gone").left == 1
+    node.tier.release([page])
+    assert not in_ram(node, head)
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc", "shm"])

@@ -236,10 +236,13 @@ class Sandbox:
         self.arena = bytearray(ram_nbytes)
         self.now_ms = 1
         self.slots = SlotAllocator(ram_nbytes, extent_nbytes)
-        self.tier = RamTier(Namespaces(64, extent_nbytes), self.slots, self._copy, lambda: self.now_ms)
+        self.tier = RamTier(Namespaces(64, extent_nbytes), self.slots, self._copy, self._zero, lambda: self.now_ms)
 
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         self.arena[target : target + nbytes] = self.arena[source : source + nbytes]
+
+    def _zero(self, offset: int, nbytes: int) -> None:
+        self.arena[offset : offset + nbytes] = bytes(nbytes)
 
     def open(self, name: str, page_nbytes: int, **fields: Any) -> Pages:
         pages = Pages(name, page_nbytes, **fields)

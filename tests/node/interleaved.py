@@ -8,6 +8,7 @@ token for each 4 KiB instead of bytes. After every step
     a visible page            has its own tokens, all of them
     a page that is written    keeps its slot and what was written so far
     a page that is held       keeps its slot, its tokens and its key
+    a page that is erased     leaves no token of its own in the slot that it frees
 """
 
 import itertools
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 from kvstore import Namespace, opaque_layout
 from kvstore.errors import Exhausted
+from node.blocks import Block
 from node.ram.below import Nothing
 from node.ram.namespace import Namespaces
 from node.ram.page import Page, State
@@ -26,6 +28,7 @@ from node.ram.pinning import Pinning
 from node.ram.reservation import Reservation, Verdict
 from node.ram.tier import RamTier
 from node.ram.turn import Move, Work
+from node.ram.walk import zero_leftovers
 from node.slots import SlotAllocator
 
 T = TypeVar("T")
@@ -55,6 +58,17 @@ class Arena:
 
     def copy(self, source: int, target: int, number: int) -> None:
         self._tokens[target // UNIT + number] = self._tokens[source // UNIT + number]
+
+    def zero(self, offset: int, nbytes: int) -> None:
+        start, count = offset // UNIT, nbytes // UNIT
+        self._tokens[start : start + count] = [(b"", 0)] * count
+
+    def is_zero(self, offset: int, nbytes: int) -> bool:
+        start, count = offset // UNIT, nbytes // UNIT
+        return self._tokens[start : start + count] == [(b"", 0)] * count
+
+    def mentions(self, offset: int, checksum: bytes) -> bool:
+        return self._tokens[offset // UNIT][0] == checksum
 
     def has(self, page: Page, checksum: bytes, first: int | None = None) -> bool:
         """Whether the first so many units of the page, or all of them, are there."""
@@ -114,13 +128,17 @@ class Life:
         self._users_max = rng.choice((2, 4, 8))
         self._versions = itertools.count(1)
         self._arena = Arena(arena_units)
+        self._erased: set[Page] = set()
         self._tier = RamTier(
             Namespaces(64, extent_units * UNIT),
             SlotAllocator(arena_units * UNIT, extent_units * UNIT),
             self._no_copy,
+            self._arena.zero,
             lambda: self._now_ms,
             lambda: self._now_ms // 1000,
         )
+        self._free = self._tier.slots.free
+        self._tier.slots.free = self._checked_free  # type: ignore[method-assign]
         self._has_peers = rng.random() < 0.5
         self._tier.eviction.copy_nbytes_max = int(arena_units * UNIT * rng.choice((0.1, 0.5, 1.0)))
         self._below = Stored(rng)
@@ -136,6 +154,14 @@ class Life:
 
     def _no_copy(self, source: int, target: int, nbytes: int) -> None:
         raise AssertionError("moves are made by `_in_turns` of this class")
+
+    def _checked_free(self, offset: int) -> Block:
+        block = self._tier.slots.block_of(offset)
+        page, nbytes = block.owners[(offset - block.offset) // block.kind.slot_nbytes], block.kind.slot_nbytes
+        if page in self._erased:
+            assert self._arena.is_zero(offset, nbytes), "an erased page leaves its bytes in a free slot"
+            self.done["erased"] += 1
+        return self._free(offset)
 
     def run(self) -> None:
         users: list[Task[None]] = []
@@ -177,9 +203,10 @@ class Life:
             self._unpin,
             self._remove,
             self._remove_all,
+            self._erase,
             self._keep,
         )
-        (kind,) = self._rng.choices(kinds, (60, 40, 12, 2, 6, 6, 2))
+        (kind,) = self._rng.choices(kinds, (60, 40, 12, 2, 6, 4, 2, 2))
         prefix_hashes = [bytes([self._rng.randrange(KEYS)] * 16) for _ in range(self._rng.randint(1, 5))]
         try:
             yield from kind(self._rng.choice(self._spaces), list(dict.fromkeys(prefix_hashes)))
@@ -195,6 +222,7 @@ class Life:
             self._at_work -= 1
 
     def _turns(self, work: Work[T]) -> Task[T]:
+        copied: Move | None = None
         while True:
             with self._tier.lock:
                 self._tier.eviction.turn.left = self._rng.choice((1, 1, 2, 3, 8, 256))
@@ -203,9 +231,15 @@ class Life:
                 except StopIteration as end:
                     result: T = end.value
                     return result
+                finally:
+                    if copied is not None and copied.page in self._erased:
+                        assert not self._arena.mentions(copied.target, copied.page.checksum), "a copy is left"
+                        self.done["erased copies"] += 1
+                        copied = None
             yield
             if move is not None:
                 yield from self._move(move)
+                copied = move
             else:
                 self.done["yields"] += 1
                 if self._may_cancel and self._rng.random() < 0.02:
@@ -338,6 +372,14 @@ class Life:
     def _remove_all(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
         """Many at once: places that others look at, or empty, are free then."""
         self.done["removes"] += self._tier.remove_namespace(space.digest)
+        yield
+
+    def _erase(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
+        """As a tenant that is forgotten: what is read or written now is erased when that ends."""
+        owners = [page for block in self._tier.slots.blocks() for page in block.owners]
+        self._erased |= {p for p in owners if p is not None and p.offset >= 0 and p.namespace.digest == space.digest}
+        self._tier.remove_namespace(space.digest, zero=True)
+        zero_leftovers(self._tier, [space.digest])
         yield
 
     def _keep(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:

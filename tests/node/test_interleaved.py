@@ -32,5 +32,6 @@ def test_pages_keep_their_bytes_whoever_comes_in_between(seed: int, part: int) -
         "removes",
         "exhausted",
         "copies fetched",
+        "erased",
     ):
         assert done[event] > 0, done

@@ -219,6 +219,18 @@ def test_a_chain_of_several_turns_goes_from_its_tail(sandbox: Any) -> None:
     assert [key for key in keys if box.tier.lookup(pages.namespace.digest, [key], touch=False) == [True]] == chain[:10]
 
 
+def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
+    sandbox: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = sandbox(1 << 22, 1 << 22)
+    pages, locked = box.open("gone", PAGE), []
+    box.put(pages, pages.keys(*range(600)))
+    monkeypatch.setattr(box.tier, "_zero", lambda offset, nbytes: locked.append(box.tier.lock.locked()))
+    assert box.tier.remove_namespace(pages.namespace.digest, zero=True) == 600
+    assert locked == [False] * 600
+    assert box.tier.check() == []
+
+
 def placement(sandbox: Any, sizes: int, removed: bool) -> int:
     """Bytecodes of a few placements on a full tier, after pages of so many sizes were stored."""
     box = sandbox(1 << 25, 1 << 22)

@@ -77,6 +77,18 @@ def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot(sandbox
     assert moving.box.tier.check() == []
 
 
+def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot(sandbox: Any) -> None:
+    moving = MovingSandbox(
+        sandbox, lambda moving: moving.box.tier.remove_namespace(moving.small.namespace.digest, zero=True)
+    )
+    piece = moving.small.content(moving.pinned)[:64]
+    assert piece in moving.box.arena
+    moving.put_large()
+    assert moving.copies == 1
+    assert piece not in moving.box.arena
+    assert moving.box.tier.check() == []
+
+
 @pytest.mark.parametrize("another", [False, True])
 def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
     sandbox: Any, monkeypatch: pytest.MonkeyPatch, another: bool
