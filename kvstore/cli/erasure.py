@@ -22,9 +22,9 @@ def forget(
 ) -> int:
     """Erase all that a tenant has: removed, zeroed in RAM, and its disk keys destroyed.
 
-    Without encryption, bytes of its pages may stay on the disk's medium until other pages overwrite them. A page that
-    the tenant puts meanwhile may stay. Exit 4 if something is left, 3 if a member of a cluster does not answer: run it
-    again then.
+    Without encryption, bytes of its pages may stay on the disk's medium until other pages overwrite
+    them. A page that the tenant puts meanwhile may stay. Exit 4 if something is left, 3 if a member
+    of a cluster does not answer: run it again then.
 
     \b
     Examples:
@@ -47,8 +47,8 @@ def forget(
     else:
         print(
             f"{tenant}: {told.pages:,} pages of {told.namespaces:,} namespaces are gone; "
-            f"{human_nbytes(told.ram_nbytes)} of RAM zeroed, {told.keys_destroyed:,} keys destroyed; "
-            f"left: {told.left:,}"
+            f"{human_nbytes(told.ram_nbytes)} of RAM zeroed, "
+            f"{told.keys_destroyed:,} keys destroyed; left: {told.left:,}"
         )
     if told.plain_disk:
         note("the disk is not encrypted: bytes of these pages may stay on its medium until other pages overwrite them")

@@ -37,7 +37,7 @@ PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: 
 
 
 class Dropped(NamedTuple):
-    """Namespaces that were on disk, and in how many of the rows' files something of them is left."""
+    """Namespaces that were on disk, and how many files of rows still have something of them."""
 
     spaces: int
     left: int

@@ -47,8 +47,10 @@ class UseOrder:
             self.touch(reversed(chain), now_ms)
 
     def touch(self, chain: Iterable[Page | None], now_ms: int) -> None:
-        """Visible pages are used now, one after the other: tail first, so that the head of a chain is the newest page
-        and the last to go."""
+        """Visible pages are used now, one after the other.
+
+        Pass a chain tail first: its head is the newest page then, and the last to go.
+        """
         visible = State.VISIBLE
         pages = [page for page in chain if page is not None and page.state is visible]
         if not pages:

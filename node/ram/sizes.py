@@ -1,4 +1,4 @@
-"""The use order of the pages of one slot size: copies go first, then what the node keeps for good."""
+"""The use order of the pages of one slot size: copies go first, then the node's own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

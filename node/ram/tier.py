@@ -1,7 +1,7 @@
 """The RAM tier: which page is in which slot of the arena, who may not lose it, who goes next.
 
-It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its clock as an argument,
-so the same code runs in a simulation. One lock, held for the length of a batch's bookkeeping and
+It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its clock
+as an argument, so the same code runs in a simulation. One lock, held for the length of a batch's bookkeeping and
 never for a transfer: between `reserve` and `commit` the writer alone may touch a slot, between
 `acquire` and `release` the slot can not change or go, whatever is removed or evicted meanwhile.
 What may take long (making room, going through all pages) is done in turns (`turn.py`): docs/decisions/0015
@@ -61,7 +61,7 @@ class RamTier:
         self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
-        self._to_zero: set[Page] = set()  # removed pages whose slots are zeroed when they become free
+        self._to_zero: set[Page] = set()  # removed pages: their slots are zeroed when free
         self.zeroed_nbytes = 0
         self.writing_count = 0
         self.held_count = 0
@@ -360,8 +360,8 @@ class RamTier:
 
     def remove_namespace(self, digest: bytes, zero: bool = False) -> int:
         """Forgets all pages of a namespace in every tier; how many there were, a page that was in RAM and
-        below counting once. Pages that are put meanwhile may stay. `zero`: their slots in RAM are zeroed when they
-        become free."""
+        below counting once. Pages that are put meanwhile may stay. `zero`: their slots in RAM are
+        zeroed when they become free."""
         index = self.namespace(digest)
         removed = remove_all(self, index, zero) + self.below.remove_namespace(digest)
         remove_all(self, index, zero)  # what was loaded from below meanwhile, which is counted already
@@ -387,7 +387,7 @@ class RamTier:
             self._free(page, successor)
 
     def _free(self, page: Page, successor: Page | None = None) -> None:
-        """Frees the slot of a page that is neither visible nor held, or gives it to the successor."""
+        """Frees the slot of a page neither visible nor held, or gives it to the successor."""
         if self._to_zero and page in self._to_zero:
             self._to_zero.discard(page)
             self._zero_slot(page)
@@ -396,14 +396,14 @@ class RamTier:
     # ---- zero ----------------------------------------------------------------------------
 
     def zero_when_free(self, pages: Iterable[Page]) -> None:
-        """Zeroes the slots of these removed pages before other pages can get them. The caller has the lock."""
+        """Zeroes the slots of removed pages before other pages get them. The caller has the lock."""
         self._to_zero.update(pages)
 
     def zero_removed(self, pages: Sequence[Page]) -> None:
         """Zeroes and releases removed pages that the caller holds. Call it without the lock.
 
-        Nobody finds a removed page, so a page that only the caller holds stays so, and its slot is zeroed without
-        the lock. The slot of another one is zeroed when its last reader releases it.
+        Nobody finds a removed page, so a page that only the caller holds stays so, and its slot is
+        zeroed without the lock. The slot of another one is zeroed when its last reader releases it.
         """
         alone = [page for page in pages if page.holds == 1 and page.state is State.DOOMED]
         for page in alone:
@@ -417,7 +417,7 @@ class RamTier:
         self.zeroed_nbytes += page.namespace.slot_nbytes
 
     def to_zero_count(self, digests: Container[bytes]) -> int:
-        """Removed pages of these namespaces that readers or writers still have, and that are not zeroed yet."""
+        """Removed pages of these namespaces that are read or written still, and not zeroed yet."""
         with self.lock:
             return sum(page.namespace.digest in digests for page in self._to_zero)
 

@@ -31,7 +31,10 @@ class Pages(Protocol):
 
 
 def remove_all(tier: Pages, index: NamespaceIndex, zero: bool = False) -> int:
-    """Forgets the pages of a namespace; how many there were. `zero`: their slots are zeroed when they become free."""
+    """Forgets the pages of a namespace; how many there were.
+
+    `zero`: their slots are zeroed when they become free.
+    """
     counts: list[int] = []
     held: list[Page] = []  # or their slots would be free, and zeroed under the lock
 
@@ -53,7 +56,7 @@ def remove_all(tier: Pages, index: NamespaceIndex, zero: bool = False) -> int:
 
 
 def zero_leftovers(tier: Pages, digests: Container[bytes]) -> None:
-    """Zeroes slots of pages that left before, when the readers that still hold them release them."""
+    """Zeroes slots of pages that left before, as soon as their readers release them."""
     unit = slot = 0
     while unit < tier.slots.unit_count:
         with tier.lock:
@@ -73,8 +76,8 @@ def walk(
     between: Callable[[], None] | None = None,
 ) -> None:
     """Calls `visit`, under the lock, with the pages that can be found: of this namespace, or of all. Each page
-    that is there from the first call to the last is visited, one that comes or goes meanwhile perhaps. `between` is
-    called after each visit, without the lock."""
+    that is there from the first call to the last is visited, one that comes or goes meanwhile perhaps.
+    `between` is called after each visit, without the lock."""
     rest = between or (lambda: time.sleep(0))  # else this thread would have the lock again
     slots, moved = tier.slots, []  # type: ignore[var-annotated]
     unit = slot = 0

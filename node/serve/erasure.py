@@ -1,13 +1,15 @@
-"""Erases a tenant: removes what it had, zeroes that in RAM, destroys its keys, and scans for what is left.
+"""Erases a tenant: removes its pages, zeroes them in RAM, destroys its keys, scans for the rest.
 
-    remove   its namespaces in RAM and on disk; its pages in the writer's queue and on their way to other members
-    RAM      the slots of removed pages are zeroed before other pages get them; one that is still read or
-             written, when that ends
-    disk     its namespaces' rows and their former versions, with the wrapped page keys: the rows' files are
-             rewritten and scanned
+    remove   its namespaces in RAM and on disk; its pages in the writer's queue and on their way to
+             other members
+    RAM      the slots of removed pages are zeroed before other pages get them; one that is still
+             read or written, when that ends
+    disk     its namespaces' rows and their former versions, with the wrapped page keys: the rows'
+             files are rewritten and scanned
 
-Page bytes on the disk are not overwritten: on an SSD that proves nothing. On an encrypted disk they are noise without
-their key. On a plain disk they may stay on the medium until other pages are written there, and the reply says so.
+Page bytes on the disk are not overwritten: on an SSD that proves nothing. On an encrypted disk they
+are noise without their key. On a plain disk they may stay on the medium until other pages are
+written there, and the reply says so.
 A put of the tenant that is under way ends without a page. One that begins later is a new page and stays.
 """
 
@@ -126,7 +128,7 @@ class Erasure:
     def _wait_for_slots(
         self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
     ) -> None:
-        """Waits a while for readers and writers of removed pages: their slots are zeroed when they end."""
+        """Waits a while for readers and writers of removed pages, which zero their slots."""
         erased = frozenset(digests)
         zero_leftovers(self._tier, erased)
         end = min(end, time.monotonic() + BUSY_S)
@@ -151,7 +153,7 @@ class Erasure:
             reply.keys_destroyed = dropped.spaces
 
     def _close_namespaces(self, digests: Sequence[bytes]) -> int:
-        """Forgets namespaces that have no pages any more, and why pages are gone, of whomever. How many had some."""
+        """Forgets empty namespaces, and why pages of any tenant left. Returns how many have pages."""
         with self._tier.lock:
             self._tier.ghosts.forget()
             return len([digest for digest in digests if not self._tier.namespaces.close(digest)])
