@@ -235,7 +235,7 @@ def test_forget_needs_a_yes_and_erases_one_tenant(
     told = kvstore("forget", "--tenant", "gone", "--yes", "--json").json
     assert told["ram_nbytes"] > 0
     assert told == {
-        **{"tenant": "gone", "namespaces": 1, "pages": 3, "ram_nbytes": told["ram_nbytes"], "disk_nbytes": 0},
+        **{"tenant": "gone", "namespaces": 1, "pages": 3, "ram_nbytes": told["ram_nbytes"], "plain_disk": False},
         **{"keys_destroyed": 0, "left": 0, "why": []},
     }
     assert client.lookup(space, hashes).prefix_pages == 3
