@@ -156,7 +156,7 @@ OTLP := opentelemetry-sdk opentelemetry-exporter-otlp-proto-http opentelemetry-e
 test-otlp:
 	@for version in 1.27.0 1.45.2; do \
 		$(PYTHON) -m venv .venv-otlp/$$version; \
-		.venv-otlp/$$version/bin/python -m pip install --quiet --disable-pip-version-check '.[node]' cryptography pytest \
+		.venv-otlp/$$version/bin/python -m pip install --quiet --disable-pip-version-check '.[node]' pytest \
 			$(addsuffix ==$$version,$(OTLP)) || exit 1; \
 		echo "opentelemetry $$version"; \
 		.venv-otlp/$$version/bin/python -m pytest tests/tracing $(ARGS) || exit 1; \

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from measure import Report, parser, progress
+from network_hosts import Hosts, missing
+from node_fleet import HERE, EtcdProcess, Fleet, Place
+from trial import Event, Trial
 
 from kvstore.keys import Namespace
-from kvstore.measure.fleet import HERE, EtcdProcess, Fleet, Place
-from kvstore.measure.hosts import Hosts, missing
 from kvstore.measure.replay import ReplayReport, replay_namespace
 from kvstore.measure.trace import TraceRequest, conversations, read_trace, trace_prefix_hash
-from kvstore.measure.trial import Event, Trial
 
 NODES = 3
 PAGE_NBYTES = 4096

@@ -19,12 +19,12 @@ import time
 from typing import Any
 
 from measure import Report, median, parser, progress
+from node_fleet import HERE, Fleet
 from workplace import cpu_s
 
 from kvstore import Client, client_config
 from kvstore.keys import Namespace
 from kvstore.measure.content import page_content
-from kvstore.measure.fleet import HERE, Fleet
 from kvstore.measure.node_process import NodeProcess
 from kvstore.measure.replay import replay_namespace
 from kvstore.measure.trace import trace_prefix_hash

@@ -22,11 +22,11 @@ from typing import Any
 
 from demo import status_of
 from measure import progress
+from node_fleet import HERE, EtcdProcess, Fleet
+from trial import Event, Second, Trial, plot
 
-from kvstore.measure.fleet import HERE, EtcdProcess, Fleet
 from kvstore.measure.replay import ReplayReport, replay_namespace
 from kvstore.measure.trace import TraceRequest, conversations, read_trace
-from kvstore.measure.trial import Event, Second, Trial, plot
 
 NODES = 3
 PAUSE_S = 5.0

@@ -21,8 +21,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+# Benchmarks that import this file find the helpers, too.
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from ports import free_port
+
 import kvstore
-from kvstore.measure.ports import free_port
 
 try:
     from rich.console import Console

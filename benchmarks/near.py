@@ -26,10 +26,10 @@ from typing import Any
 
 from batch import TURN, Batch, Batches, Contender, get, put, turn
 from measure import Report, Samples, median, parser, progress, rounds, timed
+from ports import free_ports
 
 from kvstore import Client, client_config
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_ports
 
 PAGE_KIB = (1024, 4096)
 BATCH = 16

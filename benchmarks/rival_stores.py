@@ -22,8 +22,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.measure.fleet import HERE, Fleet
-from kvstore.measure.ports import free_ports
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from node_fleet import HERE, Fleet
+from ports import free_ports
+
 from kvstore.measure.replay import replay_namespace
 from kvstore.results import PutOutcome
 

@@ -29,11 +29,11 @@ from typing import Any
 
 from demo import status_of
 from measure import parser, progress
+from node_fleet import HERE, Fleet
+from trial import plot
 
 from kvstore import ByteRange, Client, InvalidRequest, Keep, KVStoreError, Namespace, opaque_layout
 from kvstore.measure.content import page_content
-from kvstore.measure.fleet import HERE, Fleet
-from kvstore.measure.trial import plot
 
 THREADS = 4
 SIZES = (4 << 10, 64 << 10, 200_000)

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_server import store_config
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 
-from kvstore.measure.ports import free_port, free_ports
+from ports import free_port, free_ports
+from vllm_server import store_config
 
 NAMES = ("none", "store", "offloading", "lmcache", "lmcache-server", "lmcache-store", "lmcache-lm")
 START_S = 120.0

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.measure.ports import free_port
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 UP_S = 600.0  # imports alone take 10 s on two idle cores, and minutes beside other work

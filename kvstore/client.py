@@ -42,7 +42,7 @@ from kvstore.link import Link
 from kvstore.management import PREFIX_HASHES_MAX, Management
 from kvstore.page_keys import page_keys
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.pieces import Pieces, copy_pieces, page_pieces
+from kvstore.pieces import Pieces, page_pieces
 from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult
 from kvstore.results import PutOutcome as PutOutcome
 from kvstore.wires.mapped_slots import AcquiredSlots, ReservedSlots
@@ -256,28 +256,14 @@ class Client(Management):
         # What is missing at one member may be at another: no member knows where the prefix ends.
         asked = replace(wanted, prefix=False) if several else wanted
 
-        def read(
-            link: Link, deadline: Deadline, places: Places, into: Sequence[Pieces], asked: Wanted = asked
-        ) -> list[bool]:
-            hashes = chosen(prefix_hashes, places)
+        def ask(link: Link, deadline: Deadline, places: Places, asked: Wanted = asked) -> list[bool]:
+            hashes, into = chosen(prefix_hashes, places), chosen(views, places)
             found = get_pages(link, namespace, hashes, into, asked, deadline)
             forged.update(found.forged)
             self._complaints.about(found, link, namespace, deadline)
             return found.hits
 
-        def ask(link: Link, deadline: Deadline, places: Places) -> list[bool]:
-            return read(link, deadline, places, chosen(views, places))
-
-        def ask_near(link: Link, deadline: Deadline, places: Places) -> list[bool]:
-            return read(link, deadline, places, views, replace(wanted, near=True))
-
-        def ask_apart(link: Link, deadline: Deadline, places: Places) -> list[Pieces | None]:
-            """Into memory of its own: two members may be asked for a page, and who is late may write when the call has
-            returned."""
-            apart = [(memoryview(bytearray(wanted.nbytes)),) for _ in places]
-            hits = read(link, deadline, places, apart)
-            return [page if hit else None for page, hit in zip(apart, hits, strict=True)]
-
+        ask_near = partial(ask, asked=replace(wanted, near=True))
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
         if hits is not None and forged:  # it may have them from one owner, and another have the page
             left = [place for place, hit in enumerate(hits) if not hit and prefix_hashes[place] in forged]
@@ -290,12 +276,6 @@ class Client(Management):
                 again = self._fan_out.per_key(ask_again, namespace, hashes, not_, False, deadline)
                 for place, hit in zip(left, again, strict=True):
                     hits[place] = hit
-        elif hits is None and several and self.config.hedge_s:
-            found = self._fan_out.hedged(ask_apart, namespace, prefix_hashes, not_, None, deadline)
-            for view_, page in zip(views, found, strict=True):
-                if page is not None:
-                    copy_pieces(view_, page)
-            hits = [page is not None for page in found]
         elif hits is None:
             hits = self._fan_out.per_key(ask, namespace, prefix_hashes, not_, False, deadline)
         length = leading(hits) if wanted.prefix else len(hits)

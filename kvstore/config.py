@@ -316,9 +316,6 @@ class ClientConfig(PageKeyConfig):
     token: str = secret("who this is, to a node that asks")
     token_file: str = setting("", "file that holds the token, read at each connection")
     insecure: bool = setting(False, "sends the token unencrypted to other hosts, too")
-    hedge_s: float = setting(
-        0.0, "a get that a member has not answered by then is also asked of the next owner; 0: it is not", 0.0, 3600.0
-    )
     backoff_s_max: float = setting(10.0, "longest pause of the circuit breaker of a node that fails", 0.01, 600.0)
     tls_ca: str = setting(
         "", "PEM file of the authorities that nodes' certificates are from; system: this host's; empty: no TLS"

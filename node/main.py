@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # SIGHUP comes from a terminal that closes, and must not cost pages that are in RAM only.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Import names of the packages that the extra `node` installs, and that this process imports.
-EXTRA = ("prometheus_client", "rocksdict")
+EXTRA = ("cryptography", "prometheus_client", "rocksdict")
 UMASK = 0o077  # the files name tenants and prompt hashes: only the node's user may read them
 # How long one thread may keep the others from running Python (default 5 ms): the disk writer prepares
 # its batches in Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007, 0029).

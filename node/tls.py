@@ -13,12 +13,13 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvstore.certificates import NEAR_END_S, PemFiles, Pems, date
+from kvstore.certificates import NEAR_END_S, SYSTEM, PemFiles, Pems, date
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.x509 import check_dates, first_expiry, validity
 from node.config import NodeConfig
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,22 @@ class Shown:
         return tuple(filter(None, (self.common_name, *self.alternatives)))
 
 
+class _InForce(NamedTuple):
+    """`ends`: when the certificate expires; `roots_end`: when the first of the authorities does, 0 for those of the
+    host. Both in seconds of Unix time."""
+
+    pems: Pems
+    context: ssl.SSLContext
+    ends: float
+    roots_end: float
+
+
 class Certificates:
     """Thread-safe. The constructor raises ConfigError for files that can not be used."""
 
     def __init__(self, config: NodeConfig) -> None:
-        self._files = PemFiles(config.tls_client_ca, config.tls_cert, config.tls_key, SETTINGS)
+        self._config = config
+        self._files = PemFiles(config.tls_client_ca, config.tls_cert, config.tls_key, SETTINGS, self._check)
         self._in_force = self._made(self._files.look())
         self._warned_s = -WARN_AGAIN_S
         self._warn()
@@ -53,12 +65,12 @@ class Certificates:
     @property
     def pems(self) -> Pems:
         """In force now."""
-        return self._in_force[0]
+        return self._in_force.pems
 
     @property
     def context(self) -> ssl.SSLContext:
         """For a new connection of a client."""
-        return self._in_force[1]
+        return self._in_force.context
 
     def look(self) -> None:
         """Now and then (`node.access.watch`): what is good comes into force."""
@@ -68,27 +80,31 @@ class Certificates:
         self._warn()
 
     def status(self) -> pb.TlsStatus:
-        pems = self.pems
-        ends = {"tls_cert": pems.ends, "tls_client_ca": pems.roots_end}
+        in_force = self._in_force
+        ends = {"tls_cert": in_force.ends, "tls_client_ca": in_force.roots_end}
         return pb.TlsStatus(
             certificates=[
                 pb.CertificateStatus(setting=name, ends_unix_s=int(end)) for name, end in ends.items() if end
             ],
-            client_certificates=bool(pems.roots),
+            client_certificates=bool(in_force.pems.roots),
             problem=self._files.problem,
         )
 
-    @staticmethod
-    def _made(pems: Pems) -> tuple[Pems, ssl.SSLContext]:
+    def _check(self, pems: Pems) -> None:
+        check_dates(f"tls_cert={self._config.tls_cert}", pems.chain)
+
+    def _made(self, pems: Pems) -> _InForce:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # nobody resumes; a client asks an idle connection whether it is quiet
         if pems.roots:
             context.verify_mode = ssl.CERT_REQUIRED
-        return pems, pems.into(context)
+        has_files = pems.roots and self._config.tls_client_ca != SYSTEM
+        roots_end = first_expiry(pems.roots) if has_files else 0.0
+        return _InForce(pems, pems.into(context), validity(pems.chain)[1], roots_end)
 
     def _warn(self) -> None:
-        ends, now = self.pems.ends, time.monotonic()
+        ends, now = self._in_force.ends, time.monotonic()
         if ends - time.time() < NEAR_END_S and now - self._warned_s >= WARN_AGAIN_S:
             self._warned_s = now
             log.warning("the certificate in tls_cert is valid until %s; renew it", date(ends))

@@ -40,7 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("kvstore/spans.py",),
     "xxhash": ("kvstore/checksum.py",),
     "prometheus_client": ("node/serve/metrics.py",),
-    "cryptography": ("kvstore/cli/authority.py", "node/disk/cipher.py"),
+    "cryptography": ("kvstore/x509.py", "kvstore/cli/authority.py", "node/disk/cipher.py"),
     "rocksdict": ("node/disk/rows.py",),
     "typer": ("kvstore/cli/",),
     "click": ("kvstore/cli/",),
@@ -270,9 +270,9 @@ assert kvstore.Client and kvstore.__version__
 @pytest.mark.parametrize(
     ("module", "strangers"),
     [
-        ("kvstore", {"node", "gpu_agent", "torch", "typer", "rich", "prometheus_client", "numpy"}),
+        ("kvstore", {"node", "gpu_agent", "torch", "typer", "rich", "prometheus_client", "numpy", "cryptography"}),
         ("node.server", {"gpu_agent", "torch", "typer", "rich", "transformers", "numpy"}),
-        ("gpu_agent", {"node", "typer", "rich", "prometheus_client", "transformers", "cupy", "numpy"}),
+        ("gpu_agent", {"node", "typer", "rich", "prometheus_client", "transformers", "cupy", "numpy", "cryptography"}),
     ],
 )
 def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]) -> None:

@@ -14,8 +14,6 @@ from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.load import WireOption
 from kvstore.cli.output import console, emit, printable, progress
-from kvstore.doctor.check import run_all
-from kvstore.doctor.examination import Examination, Wanted
 from kvstore.doctor.finding import Finding, State
 
 STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
@@ -43,6 +41,10 @@ def doctor(
       kvstore doctor --wire shm --gpu
       kvstore doctor --data-dir /var/lib/kvstore
     """
+    # Imports `cryptography`, which takes 20 ms that other commands need not pay.
+    from kvstore.doctor.check import run_all
+    from kvstore.doctor.examination import Examination, Wanted
+
     examination = Examination(run.config(wire), Wanted(data_dir, gpu))
     found: list[tuple[str, Finding]] = []
     out = console()

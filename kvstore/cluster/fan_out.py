@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvstore.cluster.hedge import hedged
 from kvstore.cluster.nodes import Nodes
 from kvstore.cluster.spread import ELSEWHERE, FIRST_SHARE, Away, everywhere, of_all, spread
 from kvstore.cluster.view import View
@@ -46,7 +45,6 @@ class FanOut:
 
     def __init__(self, config: ClientConfig) -> None:
         self.nodes = Nodes(config)
-        self._hedge_s = config.hedge_s
         self._abreast = Abreast(THREADS_MAX, "kvstore-members")
 
     def close(self) -> None:
@@ -76,29 +74,17 @@ class FanOut:
         absent: Answer,
         deadline: Deadline,
     ) -> list[Answer]:
-        """An answer per key: its first member's that has one, as `spread` says it."""
-        how = partial(spread, lacks=lacks, absent=absent, deadline=deadline)
-        return self._or_absent(how, ask, namespace, prefix_hashes, absent, deadline)
+        """Return an answer per key, from the first of its members that has one; see `spread`.
 
-    def hedged(
-        self,
-        ask: Ask[Answer],
-        namespace: Namespace,
-        prefix_hashes: Sequence[bytes],
-        lacks: Callable[[Answer], bool],
-        absent: Answer,
-        deadline: Deadline,
-    ) -> list[Answer]:
-        """As `per_key`, but the next member is asked while the first is silent, as `hedged` says it."""
-        how = partial(
-            hedged,
-            begin=self._abreast.start,
-            lacks=lacks,
-            absent=absent,
-            deadline=deadline,
-            hedge_s=self._hedge_s,
-        )
-        return self._or_absent(lambda routes, ask, _: how(routes, ask), ask, namespace, prefix_hashes, absent, deadline)
+        A member that failed has nothing while another is well, also when it owns all keys of the call.
+        """
+        how = partial(spread, lacks=lacks, absent=absent, deadline=deadline)
+        try:
+            return self._put_together(how, ask, namespace, prefix_hashes, deadline)
+        except (Unavailable, DeadlineExceeded):
+            if not self.nodes.some_fail:
+                raise
+            return [absent] * len(prefix_hashes)
 
     def every_copy(
         self,
@@ -164,23 +150,6 @@ class FanOut:
         outcomes, view = self.each(call, namespace, deadline), self.nodes.view
         ids = {member.address: member.id for member in view.members} if view else {}
         return list(of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values())
-
-    def _or_absent(
-        self,
-        how: Callable[..., list[Answer]],
-        ask: Ask[Answer],
-        namespace: Namespace,
-        prefix_hashes: Sequence[bytes],
-        absent: Answer,
-        deadline: Deadline,
-    ) -> list[Answer]:
-        """A member that failed has nothing while another is well, also when it owns all keys of the call."""
-        try:
-            return self._put_together(how, ask, namespace, prefix_hashes, deadline)
-        except (Unavailable, DeadlineExceeded):
-            if not self.nodes.some_fail:
-                raise
-            return [absent] * len(prefix_hashes)
 
     def _put_together(
         self,

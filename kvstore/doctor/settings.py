@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterator
 
-from kvstore.certificates import NEAR_END_S, SYSTEM, OutOfDate, Pems, date
+from kvstore.certificates import NEAR_END_S, SYSTEM, date
 from kvstore.config import ClientConfig
 from kvstore.credentials import token_of
 from kvstore.doctor.finding import Finding, fail, ok, warn
 from kvstore.errors import ConfigError
 from kvstore.page_keys import page_keys
 from kvstore.wires.tls import client_tls
+from kvstore.x509 import check_dates, first_expiry, validity
 
 
 def findings(config: ClientConfig) -> Iterator[Finding]:
@@ -47,24 +48,25 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
         return
     try:
         pems = tls.files.look()
-    except OutOfDate as error:
-        yield fail(
-            "TLS files", str(error), "kvstore certs client NAME --force makes a new one, if the authority is ours"
-        )
-        return
+        roots_end = 0.0 if config.tls_ca == SYSTEM else first_expiry(pems.roots)
     except ConfigError as error:
         yield fail("TLS files", str(error), "KVSTORE_TLS_CA, KVSTORE_TLS_CERT and KVSTORE_TLS_KEY name them")
         return
-    yield from _dates(config, pems)
-
-
-def _dates(config: ClientConfig, pems: Pems) -> Iterator[Finding]:
-    if config.tls_ca == SYSTEM:
-        yield ok("TLS files", "the authorities that this host believes")
+    if roots_end:
+        yield ends("TLS files", f"tls_ca={config.tls_ca}", roots_end)
     else:
-        yield ends("TLS files", f"tls_ca={config.tls_ca}", pems.roots_end)
-    if pems.ends:
-        yield ends("own certificate", f"tls_cert={config.tls_cert}", pems.ends)
+        yield ok("TLS files", "the authorities that this host believes")
+    if pems.chain:
+        yield _own_certificate(f"tls_cert={config.tls_cert}", pems.chain)
+
+
+def _own_certificate(file: str, pem: bytes) -> Finding:
+    try:
+        check_dates(file, pem)
+    except ConfigError as error:
+        remedy = "kvstore certs client NAME --force makes a new one, if the authority is ours"
+        return fail("own certificate", str(error), remedy)
+    return ends("own certificate", file, validity(pem)[1])
 
 
 def _token(config: ClientConfig) -> Finding:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, cast
 
-from kvstore.certificates import hosts, validity
 from kvstore.cluster.nodes import is_here
 from kvstore.config import ClientConfig, is_loopback, parse_address
 from kvstore.deadline import Deadline
@@ -24,6 +23,7 @@ from kvstore.wires.addresses import Addresses
 from kvstore.wires.negotiation import Negotiation
 from kvstore.wires.negotiation import Way as Negotiated
 from kvstore.wires.tls import PROBE_S, SPEAKS_TLS, client_tls, greeted, shown
+from kvstore.x509 import hosts, validity
 
 GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
 _NO_ANSWER = (

@@ -88,10 +88,6 @@ class Abreast:
             other.result()
         return [made[number] for number in range(len(calls))]
 
-    def start(self, work: Callable[[], None]) -> bool:
-        """In a thread, which nobody waits for. False: there is none."""
-        return self._begin(Future(), work)
-
     @property
     def _busy(self) -> int:
         return self._leases.count

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from kvstore.certificates import OutOfDate, PemFiles, Pems
+from kvstore.certificates import PemFiles, Pems
 from kvstore.config import ClientConfig
 from kvstore.errors import ConfigError, Unavailable
 
@@ -86,11 +86,10 @@ def client_tls(config: ClientConfig, host: str) -> ClientTls | None:
 
 
 def check_tls(config: ClientConfig) -> None:
-    """Raises ConfigError for files that can never work; one that has expired may be renewed before it is needed."""
+    """Raises ConfigError for files that can never work. An expired certificate may be renewed before it is needed."""
     tls = client_tls(config, "")
     if tls is not None:
-        with contextlib.suppress(OutOfDate):
-            tls.files.look()
+        tls.files.look()
 
 
 def why_not(found: Sequence[str], port: int, tls: ClientTls | None, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What encrypts and wraps. The only file that imports `cryptography`, which only a node that encrypts needs.
+"""What encrypts and wraps, with `cryptography`.
 
     units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in what comes out
     wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row, is told
@@ -8,16 +8,11 @@ Both let other threads run while they work on many bytes. XTS takes 7 µs a unit
 
 import os
 
-try:
-    from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    from cryptography.hazmat.primitives.ciphers.algorithms import AES
-    from cryptography.hazmat.primitives.ciphers.modes import XTS
-except ImportError:
-    INSTALLED = False
-else:
-    INSTALLED = True
+from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import XTS
 
 WRAPPING_KEY_NBYTES = 32
 PAGE_KEY_NBYTES = 64  # two keys of AES-256

@@ -49,15 +49,10 @@ PLAIN = Plain()
 
 
 class Locked:
-    """Under the operator's key. Raises ConfigError without `cryptography`."""
+    """Under the operator's key. Raises ConfigError if `cryptography` is too old."""
 
     def __init__(self, key: bytes) -> None:
         assert len(key) == cipher.WRAPPING_KEY_NBYTES
-        if not cipher.INSTALLED:
-            raise ConfigError(
-                "encryption of the disk needs the package `cryptography`, which is not installed; install it, or start "
-                "without encrypt_key_file and encrypt_key_command"
-            )
         if not cipher.works():
             raise ConfigError("the installed package `cryptography` can not do AES-256-XTS in place; update it")
         self.mark = hashlib.sha256(_MARK_LABEL + key).digest()[:MARK_NBYTES].hex()

@@ -10,10 +10,10 @@ import urllib.parse
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
-from kvstore.certificates import names_end_early
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
 from kvstore.tracing import HEADER, parsed
+from kvstore.x509 import names_end_early
 from node.gateway.upstream import on_behalf_of
 from node.serve.limits import REQUEST_S_MAX, TRANSFER_NBYTES_PER_S_MIN, Places, peer_of
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import pytest
+from network_hosts import Hosts, missing
+from node_fleet import Fleet
+from trial import Trial
 
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
-from kvstore.measure.fleet import Fleet
-from kvstore.measure.hosts import Hosts, missing
 from kvstore.measure.replay import ReplayReport, replay_namespace
 from kvstore.measure.trace import conversations
-from kvstore.measure.trial import Trial
 
 if not os.environ.get("KVSTORE_CLUSTER_FAULTS"):
     collect_ignore_glob = ["test_*.py"]

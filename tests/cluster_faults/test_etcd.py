@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from network_hosts import Hosts
+from node_fleet import EtcdProcess, Fleet, Place
 
 from kvstore.errors import ConfigError, Unavailable
-from kvstore.measure.fleet import EtcdProcess, Fleet, Place
-from kvstore.measure.hosts import Hosts
 from kvstore.measure.node_process import NodeProcess
 
 CALM_S = 2.0

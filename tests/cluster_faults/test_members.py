@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from network_hosts import Hosts
+from node_fleet import Fleet
 
 from kvstore.keys import Namespace
 from kvstore.measure.content import page_content
-from kvstore.measure.fleet import Fleet
-from kvstore.measure.hosts import Hosts
 from kvstore.measure.trace import trace_prefix_hash
 from kvstore.results import Keep
 

@@ -6,10 +6,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from ports import free_ports
 from waiting import wait_until
 
 from kvstore.errors import Unavailable
-from kvstore.measure.ports import free_ports
 from node.peers.etcd import Access, Etcd
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from fleets import Start
+from ports import free_ports
 
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
-from kvstore.measure.ports import free_ports
 
 ZONES = {"n1": "rack-a", "n2": "rack-a", "n3": "rack-b"}
 PAGE_TOKENS = 16

@@ -33,7 +33,6 @@ ALLOWED = {
     "kvstore/doctor/check.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/doctor/pages.py": ({"Condition"}, TOOLS),
     "kvstore/measure/bench.py": ({"Event", "ThreadPoolExecutor", "wait"}, TOOLS),
-    "kvstore/measure/trial.py": ({"Event", "ThreadPoolExecutor"}, TOOLS),
     "gpu_agent/verdicts.py": ({"Thread"}, "started by `run_in_helper_thread`"),
     "gpu_agent/kernels/arena_lock.py": ({"Thread"}, "started by `run_in_helper_thread`"),
 }

@@ -13,7 +13,6 @@ from ranged import ask
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
-from kvstore.errors import ConfigError
 from node.config import NodeConfig
 from node.disk.rows import Rows, namespace_key
 from node.disk.scrub import scrub
@@ -178,11 +177,3 @@ def test_the_key_of_a_directory_is_in_no_command_line(tmp_path: Path) -> None:
         assert KEY.hex().encode() not in line
     finally:
         node.stop()
-
-
-def test_a_node_without_the_package_says_so(
-    tmp_path: Path, key: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("node.disk.cipher.INSTALLED", False)
-    with pytest.raises(ConfigError, match=r"`cryptography`.*install it"):
-        Node(NodeConfig(host="127.0.0.1", port=0, ram_nbytes=MIB, data_dir=str(tmp_path / "data"), **key))

@@ -8,7 +8,6 @@ import pytest
 from authorities import HERE, of_client, of_node, pair
 from examined import Examined
 
-from kvstore.certificates import hosts
 from kvstore.cli.authority import Authority
 from kvstore.doctor.finding import State
 from kvstore.identity_file import add, new_token, token_line
@@ -140,7 +139,7 @@ def test_a_node_whose_certificate_has_expired(
     start_node: Any, doctor: Doctor, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
-    monkeypatch.setattr("kvstore.certificates._check_dates", lambda *_: None)
+    monkeypatch.setattr("node.tls.check_dates", lambda *_: None)
     found = doctor(start_node(**pair(ours, "old")), tls_ca=str(ours.path))
     assert found.failed == {"TLS", "certificate"}
     assert "has expired" in found.of("certificate").found
@@ -163,12 +162,8 @@ def test_a_client_without_the_certificate_that_is_asked_for(start_node: Any, doc
     assert doctor(node, **of_client(ours)).failed == set()
 
 
-def test_an_own_certificate_that_has_expired(node: Node, doctor: Doctor, ours: Authority) -> None:
+def test_an_own_certificate_that_has_expired(start_node: Any, doctor: Doctor, ours: Authority) -> None:
     ours.node("late", HERE, -0.5, force=True, since_days=1.0)
-    found = doctor(node, tls_ca=str(ours.path), **pair(ours, "late"))
-    assert {"TLS files", "TLS"} <= found.failed
-
-
-def test_names_of_certificates(ours: Authority) -> None:
-    assert hosts(Path(pair(ours, "node")["tls_cert"]).read_bytes()) == ["localhost", "127.0.0.1", "::1"]
-    assert hosts(ours.path.read_bytes()) == []
+    found = doctor(start_node(**of_node(ours)), tls_ca=str(ours.path), **pair(ours, "late"))
+    assert {"own certificate", "TLS"} <= found.failed
+    assert "expired on" in found.of("own certificate").found

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from gateway_people import Crew
+from ports import free_ports
 from test_life import gateways
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_ports
 from node.gateway import sandbox
 from node.gateway.main import NICENESS, OOM_SCORE
 

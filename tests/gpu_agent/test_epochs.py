@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 
+from ports import free_port
+
 from gpu_agent.epochs import Epochs
-from kvstore.measure.ports import free_port
 
 # Torch is imported once, before there are two: that takes longer than all else.
 _RANKS = """

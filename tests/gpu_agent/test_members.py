@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_ports
 from waiting import wait_until
 
 from gpu_agent import Agent, KVPool, LoadResult, SaveResult
@@ -17,7 +18,6 @@ from gpu_agent.config import agent_config
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.cluster.view import State, view_message
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_ports
 
 SAVE_S = 2.0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from deployed import program
+from node_fleet import HERE
 
 from kvstore import Client, ClientConfig, Exhausted, Forbidden, Keep, Namespace, PutOutcome, opaque_layout
 from kvstore.identity_file import add, new_token, token_line
-from kvstore.measure.fleet import HERE
 from kvstore.measure.node_process import NodeProcess
 
 MEMBERS = ("n1", "n2", "n3")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deployed import FOLDER, composed
-
-from kvstore.measure.fleet import HERE
+from node_fleet import HERE
 
 INTERVAL = ("15s", "2s")  # deployed, and here
 START_S = 60.0

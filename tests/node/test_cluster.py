@@ -87,14 +87,11 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     assert [isinstance(answer, Unavailable) for answer in answers.values()] == [True, False, False]
 
 
-@pytest.mark.parametrize("hedge_s", [0.0, 5.0])
-def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(
-    cluster: list[Node], connect: Any, pages: Any, hedge_s: float
-) -> None:
+def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(cluster: list[Node], connect: Any, pages: Any) -> None:
     mine = pages.keys(*owned(view_of(cluster), pages, NUMBERS, "n0"))
     dead = replace(view_of(cluster).members[0], address="127.0.0.1:9")
     tell(cluster, replace(view_of(cluster), number=2, members=(dead, *view_of(cluster).members[1:])))
-    client = connect(cluster[1], "bulk", near="none", hedge_s=hedge_s)
+    client = connect(cluster[1], "bulk", near="none")
     assert pages.get(client, mine) == [False] * len(mine)
     assert pages.put(client, mine) == [PutOutcome.AWAY] * len(mine)
     assert client.lookup(pages.namespace, mine).prefix_pages == 0

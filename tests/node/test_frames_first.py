@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from authorities import of_client, of_node, pair
 from fleet import calm, tell, view_of
+from ports import free_ports
 from waiting import wait_until
 
 from kvstore import ClientConfig, ConfigError, KVStoreError, Unavailable
@@ -18,7 +19,6 @@ from kvstore.cli.authority import Authority
 from kvstore.cluster.view import Member, View, static_view
 from kvstore.deadline import Deadline
 from kvstore.link import NodeLink
-from kvstore.measure.ports import free_ports
 from kvstore.wires.grpc_wire import GrpcWire
 from kvstore.wires.negotiation import member_name
 from node.server import Node

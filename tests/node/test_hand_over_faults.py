@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from fleet import calm, counts, present, tell, view_of
+from ports import free_port
 from waiting import wait_until
 
 from kvstore import Keep, PutOutcome
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_port
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.peers import couriers, hand_over

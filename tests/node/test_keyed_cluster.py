@@ -35,11 +35,8 @@ def lie(nodes: list[Node], keyed: Any, keys: list[bytes], replicas: int) -> list
     return mine
 
 
-@pytest.mark.parametrize("hedge_s", [0.0, 0.2])
-def test_where_one_owner_lies_the_other_is_asked(
-    replicated: list[Node], connect: Any, keyed: Any, hedge_s: float
-) -> None:
-    client, keys = connect(replicated[0], near="none", hedge_s=hedge_s, page_key=SECRET), keyed.keys(*NUMBERS)
+def test_where_one_owner_lies_the_other_is_asked(replicated: list[Node], connect: Any, keyed: Any) -> None:
+    client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     calm(replicated)
     mine = lie(replicated, keyed, keys, 2)

@@ -1,7 +1,6 @@
 """Reads and removals of pages that several members have."""
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +45,9 @@ def test_a_member_that_is_lost_costs_nothing(trio: list[Node], connect: Any, pag
     assert present(trio[1], pages.namespace, mine) == [True] * len(mine), "it was given them when it was back"
 
 
-@pytest.mark.parametrize("hedge_s", [0.0, 5.0])
-def test_the_longest_prefix_is_put_together_from_replicas(
-    trio: list[Node], connect: Any, pages: Any, hedge_s: float
-) -> None:
+def test_the_longest_prefix_is_put_together_from_replicas(trio: list[Node], connect: Any, pages: Any) -> None:
     """A member that lacks a page is not the end of the prefix: the next pages may be there and at no other."""
-    client, keys = connect(trio[0], hedge_s=hedge_s), pages.keys(*NUMBERS)
+    client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
     for number, node in enumerate(trio):  # of each two the first is at its first owner only, the second at the other
@@ -85,38 +81,10 @@ def test_a_slow_owner_costs_half_of_the_time(
     go.set()
 
 
-def test_a_hedged_read_does_not_wait_for_a_slow_owner(
-    trio: list[Node], connect: Any, pages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who comes too late writes into nothing of the caller's."""
-    client, keys = connect(trio[0], timeout_s=60.0, hedge_s=0.1), pages.keys(*NUMBERS)
-    pages.put(client, keys)
-    calm(trio)
-    go = hang_gets(trio[1], monkeypatch)
-    buffers = [bytearray(pages.nbytes) for _ in keys]
-    began = time.monotonic()
-    assert client.get(pages.namespace, keys, buffers) == [True] * len(keys)
-    assert time.monotonic() - began < 20.0, "the second is asked after half of the time at the latest"
-    assert [bytes(buffer) for buffer in buffers] == [pages.content(key) for key in keys]
-    for buffer in buffers:
-        buffer[:] = bytes(pages.nbytes)
-    go.set()  # now the slow one sends
-    threading.Event().wait(0.5)
-    assert not any(any(buffer) for buffer in buffers)
-
-
-def test_hedging_asks_nobody_but_the_one_node_that_is_alone(start_node: Any, connect: Any, pages: Any) -> None:
-    node = start_node()
-    client, keys = connect(node, hedge_s=0.001), pages.keys(1, 2)
-    pages.put(client, keys)
-    assert pages.get(client, [*keys, pages.key(9)]) == [True, True, False]
-
-
-@pytest.mark.parametrize("hedge_s", [0.0, 0.2])
 def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
-    trio: list[Node], connect: Any, pages: Any, hedge_s: float
+    trio: list[Node], connect: Any, pages: Any
 ) -> None:
-    client, keys = connect(trio[0], hedge_s=hedge_s), pages.keys(*NUMBERS)
+    client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(trio)
     mine = first_of(trio, pages, keys, 1)

@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 from authorities import client_context, of_client, of_node, pair
+from ports import free_ports
 
 from kvstore import Client, ConfigError, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
-from kvstore.measure.ports import free_ports
 from kvstore.pb import kvstore_pb2 as pb
 from node.config import NodeConfig
 from node.gateway.call import Call, certificate_names

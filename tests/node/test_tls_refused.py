@@ -1,19 +1,24 @@
 """Who is kept out by TLS is told why and what to do, whatever wire it wanted; no call ever goes on in plain text."""
 
+import shutil
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from authorities import HERE, client_context, of_client, of_node, pair
 from waiting import wait_until
 
-from kvstore import ClientConfig, Exhausted, Unavailable
+from kvstore import Client, ClientConfig, ConfigError, Exhausted, Unavailable
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
 from kvstore.wires.bulk import BulkWire
 from kvstore.wires.tls_frames import NO_PLACE
+from kvstore.x509 import validity
+from node.config import NodeConfig
 from node.server import Node
+from node.tls import Certificates
 
 WIRES = ("bulk", "grpc", "auto")
 
@@ -107,10 +112,63 @@ def test_a_node_whose_certificate_has_expired_meanwhile(
     """It could not start with one; it may grow old."""
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.certificates._check_dates", lambda *_: None)
+        patch.setattr("node.tls.check_dates", lambda *_: None)
         node = start_node(**pair(ours, "old"))
         said = told(connect, node, wire, tls_ca=str(ours.path))
     assert "the node's certificate has expired; renew it, or set this host's clock" in said
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
+    node: Node, connect: Any, ours: Authority, tmp_path: Path, wire: str
+) -> None:
+    """A client does not look at its dates; the node says what is wrong, and new files are taken at the next call."""
+    ours.node("spent", HERE, -0.5, force=True, since_days=1.0)
+    files = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
+
+    def place(name: str) -> None:
+        for setting, source in pair(ours, name).items():
+            shutil.copy(source, files[setting])
+
+    place("spent")
+    client = connect(node, wire, tls_ca=str(ours.path), backoff_s_max=0.01, **files)
+    with pytest.raises(Unavailable, match=f"tls_cert={files['tls_cert']} has expired"):
+        client.node_status()
+    place("client")
+    wait_until(lambda: serves(client), 30.0)
+
+
+def test_an_expired_certificate_of_a_node_does_not_come_into_force(ours: Authority, tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
+
+    def place(name: str) -> None:
+        for setting, source in pair(ours, name).items():
+            shutil.copy(source, files[setting])
+
+    place("node")
+    config = NodeConfig(tls_client_ca=str(ours.path), **files)
+    certificates = Certificates(config)
+    good, told = certificates.pems, certificates.status()
+    for days, since_days, problem in ((-0.5, 1.0, "expired on"), (3.0, -2.0, "is valid from")):
+        ours.node("dated", HERE, days, force=True, since_days=since_days)
+        place("dated")
+        certificates.look()
+        assert certificates.pems is good
+        assert f"tls_cert={files['tls_cert']} {problem}" in certificates.status().problem
+        with pytest.raises(ConfigError, match=problem):
+            Certificates(config)
+    assert certificates.status().certificates == told.certificates
+    assert {one.setting: one.ends_unix_s for one in told.certificates} == {
+        "tls_cert": int(validity(good.chain)[1]),
+        "tls_client_ca": int(validity(ours.path.read_bytes())[1]),
+    }
+
+
+def serves(client: Client) -> bool:
+    try:
+        return client.node_status().state == "SERVING"
+    except Unavailable:
+        return False
 
 
 GREETINGS = {

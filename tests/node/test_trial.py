@@ -4,12 +4,12 @@ import time
 from pathlib import Path
 
 import pytest
+from node_fleet import HERE, EtcdProcess, Fleet
+from trial import Event, Trial, plot
 
 from kvstore.errors import ConfigError
-from kvstore.measure.fleet import HERE, EtcdProcess, Fleet
 from kvstore.measure.replay import replay_namespace
 from kvstore.measure.trace import TraceRequest, conversations
-from kvstore.measure.trial import Event, Trial, plot
 
 FLAGS = ("--ram-bytes", "64MiB", "--log-level", "ERROR")
 

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+from ports import free_port
 from stopping import stop
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_port
 
 FREE_S = 30.0
 Page = tuple[bytes, bytes]  # namespace digest, prefix hash

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 from stopping import stop
 
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_ports
 
 START_S = 120.0
 REQUESTS = 2

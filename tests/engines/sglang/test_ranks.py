@@ -10,9 +10,9 @@ from typing import Any
 
 import harness
 import pytest
+from ports import free_port
 
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_port
 
 RANK = Path(__file__).with_name("rank.py")
 PAGES = 10

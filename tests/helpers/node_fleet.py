@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_port
+
 from kvstore.client import Client
 from kvstore.config import GRPC_PORT, client_config
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.measure.node_process import NodeProcess
-from kvstore.measure.ports import free_port
 
 NAME = "fleet"
 ETCD_PORT = 2379

@@ -9,8 +9,9 @@ import os
 import shutil
 import subprocess
 
+from node_fleet import Place
+
 from kvstore.errors import ConfigError
-from kvstore.measure.fleet import Place
 
 PROGRAMS = {"ip": "iproute2", "iptables": "iptables"}
 INSIDE = "eth0"
