@@ -269,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the length of the body, or None if the request is refused."""
         self.command = ""
         if len(head) > HEAD_NBYTES_MAX or not head.endswith(b"\r\n\r\n"):
-            self.send_error(431, f"a head has {HEAD_NBYTES_MAX} bytes at most")
+            self._refuse(431, f"a head has {HEAD_NBYTES_MAX} bytes at most")
             return None
         self.rfile = io.BytesIO(head)
         self.raw_requestline = self.rfile.readline()
@@ -281,30 +281,34 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         hosts = self.headers.get_all("Host", [])
         if len(hosts) > 1:
-            self.send_error(400, DUPLICATE_HOST)
+            self._refuse(400, DUPLICATE_HOST)
             return None
         # Every browser sends a Host; a probe that speaks HTTP/1.0 may send none.
         if hosts and not self.server.trusts_host(hosts[0].strip()):
-            self.send_error(403, UNTRUSTED_HOST)
+            self._refuse(403, UNTRUSTED_HOST)
             return None
         return self._body_length()
 
     def _body_length(self) -> int | None:
         if "Transfer-Encoding" in self.headers:
-            self.send_error(411, "a body comes with its length")
+            self._refuse(411, "a body comes with its length")
             return None
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0].strip()
         if len(lengths) > 1 or not (length.isascii() and length.isdigit()):
-            self.send_error(400, "the length of the body is no number")
+            self._refuse(400, "the length of the body is no number")
             return None
         if len(length) > 9 or int(length) > BODY_NBYTES_MAX:
-            self.send_error(413, f"a body has {BODY_NBYTES_MAX} bytes at most")
+            self._refuse(413, f"a body has {BODY_NBYTES_MAX} bytes at most")
             return None
         return int(length)
 
+    def _refuse(self, status: int, why: str) -> None:
+        self.refusal = text(why, status)
+
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        self.refusal = text(message or http.HTTPStatus(code).phrase, code)
+        """Called by the parser. Its messages repeat what the client sent, so they are left out."""
+        self._refuse(int(code), http.HTTPStatus(code).phrase)
 
     def handle_expect_100(self) -> bool:
         """Send no reply before the reply. A body is so small that clients rarely ask."""

@@ -124,6 +124,34 @@ def test_a_head_that_is_too_long_or_not_a_get_is_refused(
     assert (status, text) == (200, b"")
 
 
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("GET /health", 400),
+        ("GET /health HTTP/2.0", 505),
+        ("GET /health a HTTP/1.1", 400),
+        ("", 400),
+        ("GET /health HTTP/1.1\r\nno header", 400),
+        ("GET /health HTTP/1.1\r\n a: b", 400),
+        ("GET /health HTTP/1.1" + 101 * "\r\na: b", 431),
+        ("GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", 400),
+        ("GET /health HTTP/1.1\r\nTransfer-Encoding: chunked", 411),
+        ("PUT /health HTTP/1.1", 405),
+        ("GET /health HTTP/1.0", 200),
+        ("GET /health HTTP/1.1\r\nExpect: 100-continue", 200),
+    ],
+)
+def test_a_malformed_request_gets_one_reply_and_its_connection_ends(
+    node: Node, dial: Any, request_: str, status: int
+) -> None:
+    sock = dial(node.metrics.port)
+    sock.sendall(f"{request_}\r\n\r\n".encode())
+    with sock.makefile("rb") as replied:
+        reply = replied.read()
+    assert reply.startswith(f"HTTP/1.1 {status} ".encode())
+    assert reply.count(b"HTTP/1.1") == 1
+
+
 def test_scrapers_that_name_versions_get_one_of_two_texts(node: Node) -> None:
     """Each version had a text of its own, made at once and kept for good."""
     for kind in ("text/plain", "application/openmetrics-text"):

@@ -120,5 +120,7 @@ def test_the_numbers_of_the_table_are_those_in_use() -> None:
     told = {row[0]: " | ".join(row[1:-1]) for row in rows()}
     assert {name: said for name, said in SAID.items() if said not in told[name]} == {}
     assert limits.HEALTH_WATCH_S_MAX == 3600.0
+    busy = limits.WATCHERS_MAX + 2 * limits.CONSOLE_CALLS_MAX
+    assert busy < limits.HTTP_CONNECTIONS_MAX // 2, "scrapes find a place beside all that the console does"
     assert recorder.RECORD_MS_MAX == 24 * 3600 * 1000
     assert f"for {recorder.ABANDONED_S:g} s ends" in told["a recording"]
