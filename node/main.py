@@ -43,7 +43,7 @@ exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed
 """
 
 
-# The groups of `--help`, each with its settings in their order there. `setting(expert=True)` leaves one out.
+# The groups of `--help` and their settings, in order. `setting(expert=True)` leaves one out.
 GROUPS = {
     "network": ("host", "port", "bulk_port", "metrics_port", "shm_socket", "grpc_host", "grpc_processes"),
     "memory": ("ram_nbytes", "grpc_memory_nbytes"),

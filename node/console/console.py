@@ -6,9 +6,9 @@
     /console/bytes        bytes of one of them
     /console/act          what an administrator does
 
-All but the files ask who it is, as the metrics do: a bearer token, or a certificate. Each request has a thread of
-its own (`node.serve.http_server`), so a read from a disk that hangs keeps nobody else waiting. Budgets say how many
-run at a time, and semaphores how many of them are at work.
+All but the files need a bearer token or a certificate, as the metrics do. Each request has a thread
+of its own (`node.serve.http_server`), so a read from a disk that hangs delays no other request.
+Budgets limit how many requests are accepted at a time, and semaphores how many of them are at work.
 """
 
 import json
@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PREFIX = CONSOLE_PATH + "/"
-# Only a script of the console's own origin can send it: a browser asks a server before it sends such a header for
-# another site's page, and no reply of a node allows it.
+# Only a script of the console's own origin can send it. A browser asks a server before it sends such
+# a header for another site's page, and no reply of a node allows it.
 OWN_HEADER = "x-kvstore-console"
 EVERY_S = 2.0
 STALL_S = 15.0  # a watcher that does not take one event in this time loses its connection
@@ -136,7 +136,7 @@ class Console:
         calls, at_work = (self.reads, self._reads_at_work) if reads else (self.calls, self._calls_at_work)
         values = fields(request)
         with calls.lent(caller.peer), at_work:
-            if request.connection.gone():  # it may have waited for others, and the node may have stopped meanwhile
+            if request.connection.gone():  # it waited for others, and the node may have stopped
                 raise Unavailable("the client has left")
             return self._work[request.path](values, caller)
 
@@ -183,7 +183,7 @@ def fields(request: Request) -> dict[str, Any]:
 
 
 def _files() -> dict[str, Response]:
-    """Return the page and what it loads, by path. They are the same for everybody, and the page is at `PREFIX`."""
+    """Return the page (at `PREFIX`) and what it loads, by path. They are the same for everybody."""
     folder = resources.files(__package__)
     found = {}
     for name in NAMES:

@@ -1,11 +1,13 @@
-"""HTTP server of a node, on the standard library's `http.server`: one request a connection, one thread a connection.
+"""HTTP server of a node, on the standard library's `http.server`.
+
+Each connection has one thread and carries one request.
 
     accept ── place ── thread ── TLS ── head ── body ── respond ── reply or event stream
              (limit)             └──── deadline ────┘             └── deadline ──┘
 
-`ThreadingHTTPServer` starts a thread for every client that connects, and its time-outs are per `recv`. Here
-the number of connections is limited in all and per client, and each has deadlines that no trickle extends.
-The parsing of requests and the writing of heads are `BaseHTTPRequestHandler`'s.
+`ThreadingHTTPServer` starts a thread for every client that connects, and its time-outs are per
+`recv`. Here the number of connections is limited in all and per client, and each has deadlines that
+no trickle extends. `BaseHTTPRequestHandler` parses the requests.
 """
 
 import contextlib
@@ -50,7 +52,7 @@ log = logging.getLogger(__name__)
 
 HEAD_NBYTES_MAX = 8 << 10
 BODY_NBYTES_MAX = 4 << 10
-BACKLOG = 1024  # a client that meets a full backlog tries again after a second, a kubelet among them
+BACKLOG = 1024  # a client that meets a full backlog tries again after a second
 STOP_S = 2.0  # time that running requests get at a stop
 HURRIED_S = 0.25  # time of a connection that is served by the accepting thread
 _DRAINED_NBYTES_MAX = 64 << 10
@@ -123,10 +125,14 @@ class Connection:
         self._closed = False
 
     def hang_up(self) -> None:
-        """Make all that its thread waits for fail at once. Close nothing: the number could be another file's then."""
+        """Make all that its thread waits for fail at once.
+
+        The socket stays open: its number could be another file's while the thread still uses it.
+        """
         with self._lock, contextlib.suppress(OSError):
             if not self._closed:
-                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # not that of TLS, whose state is its thread's
+                # Not the method of an SSLSocket, whose state only its thread may change.
+                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         with self._lock:
@@ -134,7 +140,7 @@ class Connection:
             self.sock.close()
         if self.place is not None:
             self.place.close()
-            self.place = None  # it refers to this one: the cycle would keep a reply's bytes until a collection
+            self.place = None  # it refers to this object: a cycle would live until a collection
 
     def has_head(self) -> bool:
         """Return whether a whole head is here already, without waiting."""
@@ -176,9 +182,12 @@ class Connection:
                 left = left[self.sock.send(left) :]
 
     def start_stream(self, content_type: str, seconds: float) -> None:
-        """Send the head of a reply that ends with its connection. A client that takes nothing has `seconds`."""
+        """Send the head of a reply that ends with its connection.
+
+        A client that takes nothing loses its connection after `seconds`.
+        """
         with _disconnects():
-            # The kernel would buffer hours of small events for a client that is gone without a word.
+            # The kernel would buffer hours of small events for a client that is gone silently.
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
         self.send(_head(200, {"Content-Type": content_type}), seconds)
 
@@ -195,8 +204,10 @@ class Connection:
         return not self.wait(0.0)
 
     def drain(self) -> None:
-        """Take what a refused client still sends. A close with unread bytes would reset the connection, and the
-        client would not see the reply."""
+        """Take what a refused client still sends.
+
+        A close with unread bytes would reset the connection, and the client would not see the reply.
+        """
         with _disconnects():
             socket.socket.shutdown(self.sock, socket.SHUT_WR)
         self.end = time.monotonic() + _DRAIN_S
@@ -275,8 +286,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.raw_requestline = self.rfile.readline()
         if not self.parse_request():
             return None
-        # The rest of a head is a "body" of the parser where a line is no header, such as "Host : a". Some proxies
-        # read such a line, so it could hide a Host from the check below (RFC 9112, 5.1).
+        # The parser takes the rest of a head for a body where a line is no header, such as
+        # "Host : a". Some proxies read such a line, so it could hide a Host from the check below
+        # (RFC 9112, 5.1).
         if self.request_version == "HTTP/0.9" or self.headers.defects or self.headers.get_payload():
             return None
         hosts = self.headers.get_all("Host", [])
@@ -329,19 +341,20 @@ class HttpServer:
         certificates: Certificates | None = None,
         trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """`certificates`: None is HTTP, and no HTTPS. `trusts_host`: whether a request with this Host is answered."""
+        """`certificates`: None is HTTP, and no HTTPS. `trusts_host` says whether to answer a Host."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.trusts_host = trusts_host
-        # One thread at a time parses: however many clients send, they get no more of the interpreter than one thread.
+        # One thread at a time parses. So many clients get no more of the interpreter than one.
         self.parsing = threading.Lock()
         self._respond = respond
         self._certificates = certificates
         self._places = Places(cap("HTTP connections", HTTP_CONNECTIONS_MAX, "close some pages, or scrape less often"))
         self._spare = SpareDescriptor()
-        self._poll = select.poll()  # which needs no descriptor, and waits when `accept` would fail for want of one
+        # Needs no descriptor, and waits where `accept` would fail for want of one.
+        self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
@@ -395,13 +408,15 @@ class HttpServer:
             return
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
             undo.callback(sock.close)
-            greeted = self._in_tls(sock)  # fails if the client sent something that is no TLS, and left
+            greeted = self._in_tls(sock)  # fails if the client sent no TLS and left
             undo.pop_all()
             self._admit(Connection(greeted, peer_of(address[0]), HTTP_REQUEST_S_MAX))
 
     def _serve_without_descriptor(self) -> None:
-        """When no descriptor is left, metrics are what an operator wants to see: use the one in reserve, for one
-        connection at a time that gets a moment."""
+        """Serve one connection with the descriptor in reserve.
+
+        When no descriptor is left, metrics are what an operator wants to see.
+        """
         with self._spare.lent(), contextlib.suppress(OSError):
             sock, address = self._listener.accept()
             self._serve(Connection(self._in_tls(sock), peer_of(address[0]), HURRIED_S, hurried=True))
@@ -418,7 +433,7 @@ class HttpServer:
         except Exhausted:
             connection.close()
             return
-        # Idle connections make room, the oldest first. One whose head is here is answered before that.
+        # Idle connections make room, the oldest first. One whose head is here is answered first.
         if not connection.has_head():
             connection.place.idle()
         thread = threading.Thread(target=self._serve, args=(connection,), name="http-request", daemon=True)
@@ -447,7 +462,7 @@ class HttpServer:
 def _disconnects() -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # TLS raises ValueError for a socket that was shut down meanwhile
+    except (OSError, ValueError) as error:  # TLS raises ValueError for a socket that was shut down
         raise Disconnected(str(error)) from None
 
 

@@ -60,8 +60,8 @@ HEALTH_CALLS_MAX = 64
 HEALTH_WATCH_S_MAX = 3600.0
 FOLLOWERS_MAX = 1024
 FOLLOW_S_MAX = 60.0
-# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy for long. All of
-# them are fewer than the half that one peer may have, so a scrape always finds a place, from their address too.
+# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy for
+# long. All of them are fewer than the half that one peer may have, so a scrape always finds a place.
 HTTP_CONNECTIONS_MAX = 64
 HTTP_REQUEST_S_MAX = 5.0
 HTTP_REPLY_S_MAX = 30.0

@@ -1,8 +1,8 @@
 """/metrics and /health over HTTP, and the way to the console on the same port.
 
-Scrapes are answered from one text, made anew when it is older than ten times what making it took: however often
-clients scrape, the node spends no more than a tenth of one core on it. /health tells what gRPC's health service
-tells, to everybody: a kubelet neither speaks TLS over gRPC nor has a token.
+Scrapes are answered from one text, made anew when it is older than ten times what making it took.
+So the node spends no more than a tenth of one core on it, however often clients scrape. /health
+tells what gRPC's health service tells, to everybody: a kubelet has no token.
 """
 
 import threading
@@ -50,7 +50,8 @@ class MetricsServer(HttpServer):
         self._serving = serving
         self._console = console
         self._making = threading.Lock()  # of one text at a time
-        self._cached: dict[Hashable, tuple[float, Response]] = {}  # by content type and scope: good until, reply
+        # By content type and scope: until when it is good, and the reply.
+        self._cached: dict[Hashable, tuple[float, Response]] = {}
         super().__init__(host, port, self._reply, certificates, trusts_host)
 
     def _reply(self, request: Request) -> Response | None:
