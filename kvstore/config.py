@@ -54,9 +54,17 @@ def speaks(version: int) -> bool:
     return abs(version - PROTOCOL_VERSION) <= 1
 
 
-def setting(default: Any, help: str, low: Any = None, high: Any = None, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with an inclusive range or a list of choices."""
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+def setting(
+    default: Any,
+    help: str,
+    low: Any = None,
+    high: Any = None,
+    choices: tuple[str, ...] = (),
+    expert: bool = False,
+) -> Any:
+    """A dataclass field with an inclusive range or a list of choices. `--help` leaves those for experts out."""
+    meta = {"help": help, "low": low, "high": high, "choices": choices, "expert": expert}
+    return dataclasses.field(default=default, metadata=meta)
 
 
 def secret(help: str) -> Any:

@@ -50,7 +50,9 @@ class NodeConfig:
     )
     audit_log: str = setting("", "file for what was refused and what administrators did; empty: the log")
     token: str = secret("this node's token towards the other members of its cluster")
-    token_file: str = setting("", "file with that token, read at each connection to one of them")
+    token_file: str = setting(
+        "", "file with this node's token towards the other members, read at each connection to one of them"
+    )
     port: int = setting(GRPC_PORT, "gRPC port; 0 takes a free one", 0, 65535)
     bulk_port: int = setting(BULK_PORT, "bulk TCP port; 0 takes a free one", 0, 65535)
     metrics_port: int = setting(METRICS_PORT, "Prometheus HTTP port; 0 takes a free one", 0, 65535)
@@ -64,11 +66,17 @@ class NodeConfig:
     )
     ram_nbytes: int = setting(GIB, "RAM for pages", SLOT_ALIGN_NBYTES, 1 << 46)
     extent_nbytes: int = setting(
-        0, "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to 1GiB", 0, 1 << 40
+        0,
+        "piece of RAM that serves one page size; no page is larger; 0: ram_nbytes/64, 16MiB to 1GiB",
+        0,
+        1 << 40,
+        expert=True,
     )
-    batch_keys_max: int = setting(4096, "keys in one request", 1, 1 << 14)
-    batch_nbytes_max: int = setting(0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40)
-    namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048)
+    batch_keys_max: int = setting(4096, "keys in one request", 1, 1 << 14, expert=True)
+    batch_nbytes_max: int = setting(
+        0, "page bytes in one put or get; 0: ram_nbytes/4, at most 1GiB", 0, 1 << 40, expert=True
+    )
+    namespaces_max: int = setting(1024, "namespaces open at a time", 1, 2048, expert=True)
     sessions_max: int = setting(256, "connections at a time of each wire; half of them of one peer", 1, 1 << 14)
     grpc_host: str = setting(
         "", "interface of the gRPC port alone, such as one where administrators are; empty: as host; none: no gRPC"
@@ -77,9 +85,13 @@ class NodeConfig:
     grpc_memory_nbytes: int = setting(
         384 << 20, "memory of a gateway process; one that has more ends, and is started anew", 128 << 20, 1 << 40
     )
-    grpc_threads: int = setting(32, "of four, three gRPC transfers at a time; four times as many calls", 4, 1024)
-    pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40)
-    stall_s: float = setting(10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0)
+    grpc_threads: int = setting(
+        32, "of four, three gRPC transfers at a time; four times as many calls", 4, 1024, expert=True
+    )
+    pin_ttl_ms_max: int = setting(7 * 24 * 3600 * 1000, "longest pin", 1, 1 << 40, expert=True)
+    stall_s: float = setting(
+        10.0, "a transfer that moves no 256 KiB in this time loses its connection", 0.05, 3600.0, expert=True
+    )
     data_dir: str = setting("", "directory of the disk tier; empty: RAM only")
     encrypt_key_file: str = setting(
         "",
@@ -93,9 +105,12 @@ class NodeConfig:
         "larger of 64MiB and extent_nbytes",
         0,
         1 << 40,
+        expert=True,
     )
-    disk_queue_nbytes: int = setting(0, "pages that wait to be written, held in RAM; 0: ram_nbytes/4", 0, 1 << 46)
-    flush_s: float = setting(60.0, "time that a flush or a durable put gets", 0.1, 3600.0)
+    disk_queue_nbytes: int = setting(
+        0, "pages that wait to be written, held in RAM; 0: ram_nbytes/4", 0, 1 << 46, expert=True
+    )
+    flush_s: float = setting(60.0, "time that a flush or a durable put gets", 0.1, 3600.0, expert=True)
     scrub_nbytes_per_s: int = setting(8 << 20, "rate of the background check of the disk; 0: none", 0, 1 << 40)
     cluster: str = setting(
         "",
@@ -116,7 +131,7 @@ class NodeConfig:
     weight: float = setting(1.0, "this node's share of the keys, in relation to the others' (etcd)", 0.001, 1e6)
     zone: str = setting("", "what fails together with this node, such as its rack (etcd)")
     lease_s: int = setting(5, "a node that etcd has not heard of for so long is no member any more", 1, 300)
-    cluster_wait_s: float = setting(60.0, "how long a start waits for etcd", 0.0, 86400.0)
+    cluster_wait_s: float = setting(60.0, "how long a start waits for etcd", 0.0, 86400.0, expert=True)
     etcd_ca: str = setting("", "PEM file of the authority that etcd's certificate is from; empty: no TLS")
     etcd_cert: str = setting("", "PEM file of this node's certificate for etcd")
     etcd_key: str = setting("", "PEM file of its key")
@@ -137,15 +152,24 @@ class NodeConfig:
         "of a cluster: rate at which a member fetches pages that it owns and others have; 0: no limit",
         0,
         1 << 40,
+        expert=True,
     )
     sweep_s: float = setting(
-        3600.0, "of a cluster: how often it looks for such pages; 0: only when the view changes", 0.0, 1e6
+        3600.0,
+        "of a cluster: how often it looks for such pages; 0: only when the view changes",
+        0.0,
+        1e6,
+        expert=True,
     )
     hand_over_queue_nbytes: int = setting(
-        0, "pages on their way to other members, held in RAM; 0: ram_nbytes/8", 0, 1 << 46
+        0,
+        "pages on their way to other members, held in RAM; 0: ram_nbytes/8",
+        0,
+        1 << 46,
+        expert=True,
     )
-    hand_over_nbytes_per_s: int = setting(0, "how much is sent to other members; 0: no limit", 0, 1 << 40)
-    copies_share: float = setting(0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0)
+    hand_over_nbytes_per_s: int = setting(0, "how much is sent to other members; 0: no limit", 0, 1 << 40, expert=True)
+    copies_share: float = setting(0.5, "of the RAM, for copies of pages that other members own", 0.01, 1.0, expert=True)
     drain_s: float = setting(10.0, "time that running requests get at SIGTERM", 0.0, 3600.0)
     log_format: str = setting("text", "lines of the log: text, or an object of JSON each", choices=("text", "json"))
     log_level: str = setting("INFO", "least severe messages to log", choices=("DEBUG", "INFO", "WARNING", "ERROR"))

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import kvstore
 import kvstore.spans as spans
@@ -37,37 +37,76 @@ EXAMPLES = """examples:
   KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level DEBUG
 
 Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
-KVSTORE_NODE_ETCD_PASSWORD has no flag, which everybody on the host could read.
+KVSTORE_NODE_TOKEN and KVSTORE_NODE_ETCD_PASSWORD have no flag, which everybody on the host could read.
+Settings for experts, which are not listed here: docs/operations.md, "Expert settings".
 exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
 """
+
+
+# The groups of `--help` and their settings, in order. `setting(expert=True)` leaves one out.
+GROUPS = {
+    "network": ("host", "port", "bulk_port", "metrics_port", "shm_socket", "grpc_host", "grpc_processes"),
+    "memory": ("ram_nbytes", "grpc_memory_nbytes"),
+    "disk": ("data_dir", "disk_nbytes", "scrub_nbytes_per_s", "encrypt_key_file", "encrypt_key_command"),
+    "cluster": ("cluster", "member", "replicas", "advertise", "weight", "zone", "lease_s", "token_file"),
+    "etcd": ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
+    "security": ("insecure", "identities", "shm_trust", "audit_log"),
+    "TLS": ("tls_cert", "tls_key", "tls_client_ca", "tls_ca", "tls_name"),
+    "limits": ("sessions_max", "drain_s"),
+    "observability": ("console", "log_format", "log_level"),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvstore-node",
+        usage="%(prog)s [--option VALUE ...]",
         description="Storage node of kvstore: serves KV-cache pages by shared memory, bulk TCP and gRPC.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
-    for field in dataclasses.fields(NodeConfig):
-        meta = field.metadata
-        if meta.get("secret"):
-            continue
-        if field.default is False:
-            parser.add_argument(
-                "--" + field.name, nargs="?", const="true", metavar="true", help=f"{meta['help']} (default False)"
-            )
-            continue
-        limits = ", ".join(meta["choices"]) if meta["choices"] else f"{meta['low']}..{meta['high']}"
-        limits = "" if limits == "None..None" else f"; {limits}"
-        parser.add_argument(
-            "--" + field.name.replace("nbytes", "bytes").replace("_", "-"),
-            dest=field.name,
-            metavar=field.name.rsplit("_", 1)[-1].upper(),
-            help=f"{meta['help']} (default {field.default}{limits})".replace("%", "%%"),
-        )
+    fields = {field.name: field for field in dataclasses.fields(NodeConfig) if not field.metadata.get("secret")}
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            _add(group, fields.pop(name))
+    for field in fields.values():  # those for experts
+        _add(parser, field)
     return parser
+
+
+def _add(group: "argparse._ActionsContainer", field: "dataclasses.Field[Any]") -> None:
+    """Add the flag of one setting, with its default and range in the unit that its name ends with."""
+    meta, name = field.metadata, field.name
+    flag = "--" + name.replace("nbytes", "bytes").replace("_", "-")
+    if field.default is False:
+        group.add_argument(flag, nargs="?", const="true", metavar="true", help=f"{meta['help']} (default off)")
+        return
+    limits = ""
+    if meta["choices"]:
+        limits = f"; {', '.join(meta['choices'])}"
+    elif meta["low"] is not None:
+        limits = f"; {_said(name, meta['low'])}..{_said(name, meta['high'])}"
+    said = f"{meta['help']} (default {_said(name, field.default)}{limits})".replace("%", "%%")
+    metavar = "BYTES" if "nbytes" in name else "SECONDS" if name.endswith("_s") else name.rpartition("_")[2].upper()
+    group.add_argument(flag, dest=name, metavar=metavar, help=argparse.SUPPRESS if meta["expert"] else said)
+
+
+def _said(name: str, value: Any) -> str:
+    """Return a value with its unit, as a command line takes it."""
+    if isinstance(value, str):
+        return value or "empty"
+    if "nbytes" in name:
+        return _size(value) + ("/s" if value and name.endswith("_per_s") else "")
+    return f"{value:g} s" if name.endswith("_s") else f"{value:.10g}"
+
+
+def _size(nbytes: int) -> str:
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes and not nbytes % (1 << shift):
+            return f"{nbytes >> shift}{unit}"
+    return str(nbytes)
 
 
 def _end_if_asked() -> None:

@@ -40,7 +40,7 @@ from node.ram.tier import RamTier
 from node.serve.bulk import BulkServer
 from node.serve.descriptors import allow_descriptors
 from node.serve.gateway import connections_max
-from node.serve.http_host import is_trusted_host
+from node.serve.http_server import is_trusted_host
 from node.serve.metrics import metrics_text
 from node.serve.metrics_server import MetricsServer
 from node.serve.service import Service
@@ -104,7 +104,7 @@ class Node:
             if self.disk is not None:
                 undo.callback(self.disk.close)
             if self.console is not None:
-                undo.callback(self.console.server.stop)
+                undo.callback(self.console.stop)
             self.registry = self._open_registry()
             of_gateways = config.grpc_processes * connections_max(config.grpc_threads)
             allow_descriptors(DESCRIPTORS_OF_SESSION * config.sessions_max + of_gateways)
@@ -136,7 +136,7 @@ class Node:
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
         history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
-        return Console(self.service, self.peers, history, self._described, self._own_hosts), [history.look]
+        return Console(self.service, self.peers, history, self._described), [history.look]
 
     def _open_registry(self) -> Registry | None:
         """None: this node is alone, or of a fixed list."""
@@ -181,7 +181,7 @@ class Node:
                 metrics_text(self.service),
                 lambda: self.grpc.serving,
                 own,
-                self.console.server.take if self.console else None,
+                self.console.respond if self.console else None,
                 self._trusts_host,
             )
             opened.pop_all()
@@ -308,7 +308,7 @@ class Node:
             self.registry.close()
         self.metrics.stop()
         if self.console is not None:
-            self.console.server.stop()
+            self.console.stop()
         if self.disk is not None and self._started:
             self._stop_disk(self.disk)
         if self.disk is not None:

@@ -50,6 +50,13 @@ def test_every_flag_of_a_node_is_told_and_every_flag_that_is_told_is_there() -> 
     assert set(re.findall(r"`(--[a-z-]+)", about_nodes)) <= set(FIELDS), "a flag that no node has"
 
 
+def test_settings_for_experts_have_a_table_of_their_own() -> None:
+    sizes, experts = section(OPERATIONS, "Sizes").split("### Expert settings\n")
+    rows = set(re.findall(r"^\| `(--[a-z-]+)`", experts, re.MULTILINE))
+    assert rows == {name for name, field in FIELDS.items() if field.metadata.get("expert")}
+    assert not rows & set(re.findall(r"^\| `(--[a-z-]+)`", sizes, re.MULTILINE))
+
+
 def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
     rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \|", section(OPERATIONS, "Sizes"), re.MULTILINE)
     assert len(rows) > 6

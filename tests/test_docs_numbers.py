@@ -9,7 +9,7 @@ from kvstore.doctor.member import STREAK_MIN
 from kvstore.keys import short
 from kvstore.plan import pages, plan, survey
 from node.config import NodeConfig
-from node.console import history, members, server, snapshot
+from node.console import console, history, members, snapshot
 from node.console import pages as looked_up
 from node.gateway import health, supervisor
 from node.serve import heat, recorder, slow, tenants
@@ -29,8 +29,8 @@ TOLD = {
         f"{heat.HALVED_S / 60:g} minutes",
         f"the newest {slow.KEPT} of more than {slow.SLOW_NS / 1e6:g} ms",
         f"each of at most {history.TENANTS_MAX} tenants",
-        f"a status is made each {server.EVERY_S:g} s",
-        f"who does not take an event in {server.STALL_S:g} s is hung up",
+        f"a status is made each {console.EVERY_S:g} s",
+        f"who does not take an event in {console.STALL_S:g} s is hung up",
     ],
     "ARCHITECTURE.md": [
         f"silent for {supervisor.SILENT_S_MAX:g} s is killed; it answers `NOT_SERVING` itself when the node is silent "
@@ -64,7 +64,7 @@ def test_numbers_that_are_told_in_words_are_those_in_use() -> None:
     assert snapshot.TENANTS_MAX == snapshot.NAMESPACES_MAX, "the 50 largest of each"
     assert looked_up.DIGITS_MIN == 4, "its first digits, four at least"
     assert snapshot.COST_FACTOR == 50, "a fiftieth of a core at most"
-    assert server.THREADS == 2, "two for look-ups"
+    assert console.AT_WORK_MAX == 2, "two for look-ups"
     assert supervisor.STREAK_S == 60, "several end within a minute"
     assert STREAK_MIN == 3, "three ends within a minute"
     assert recorder.ABANDONED_S == 60, "one that nobody fetches for a minute ends"

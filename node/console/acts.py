@@ -9,9 +9,9 @@ from kvstore.identities import Role
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import Caller
-from node.console.exchange import json_reply
 from node.console.pages import key_of, namespace_of
 from node.peers.membership import Membership
+from node.serve.http_server import Response, json_response
 from node.serve.service import Service
 
 WAIT_MS = 20_000  # for a flush
@@ -31,7 +31,7 @@ class Acts:
             "remove": self._removal,
         }
 
-    def do(self, values: Mapping[str, Any], caller: Caller) -> bytes:
+    def do(self, values: Mapping[str, Any], caller: Caller) -> Response:
         op = values.get("act")
         make = self._requests.get(op) if isinstance(op, str) else None
         if make is None or not isinstance(op, str):
@@ -41,7 +41,7 @@ class Acts:
         if principal.role < Role.ADMIN:
             why = f"{principal.name} has the role {principal.role.name.lower()}; {op} in the console asks for admin"
             raise gate.turned_away(op, caller.at or caller.peer, principal, why)
-        return json_reply(plain(self._service.call(op, make(values), caller)))
+        return json_response(plain(self._service.call(op, make(values), caller)))
 
     def _removal(self, values: Mapping[str, Any]) -> pb.RemoveRequest:
         if self._membership.view is not None:

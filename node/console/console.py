@@ -6,95 +6,199 @@
     /console/bytes        bytes of one of them
     /console/act          what an administrator does
 
-All but the files ask who it is, as the metrics do: a bearer token, or a certificate.
+All but the files need a bearer token or a certificate, as the metrics do. Each request has a thread
+of its own (`node.serve.http_server`), so a read from a disk that hangs delays no other request.
+Budgets limit how many requests are accepted at a time, and semaphores how many of them are at work.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from importlib import resources
+from typing import Any, TypeVar
 
-from kvstore.errors import Forbidden
+from kvstore.errors import Forbidden, InvalidRequest, KVStoreError, Unavailable
 from kvstore.identities import Principal
 from kvstore.keys import Namespace
+from kvstore.threads import begun
 from node.access.caller import Caller
 from node.console.acts import Acts
-from node.console.exchange import OWN_HEADER, Answer, Refused, Request, Watch, Work, event, fields, reply
-from node.console.files import answers
 from node.console.history import History
 from node.console.members import Members
 from node.console.pages import Pages
-from node.console.server import ConsoleServer
 from node.console.snapshot import Snapshots
 from node.peers.peers import Peers
-from node.serve.http_host import UNTRUSTED_HOST, is_trusted_host
-from node.serve.metrics_server import CONSOLE_PATH, Asker
+from node.serve.http_server import (
+    STOP_S,
+    Disconnected,
+    Request,
+    Response,
+    http_status,
+    json_response,
+    text,
+)
+from node.serve.limits import CONSOLE_CALLS_MAX, WATCHERS_MAX, Budget, cap
+from node.serve.metrics_server import CONSOLE_PATH
 from node.serve.service import Service
 
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
 PREFIX = CONSOLE_PATH + "/"
+# Only a script of the console's own origin can send it. A browser asks a server before it sends such
+# a header for another site's page, and no reply of a node allows it.
+OWN_HEADER = "x-kvstore-console"
+EVERY_S = 2.0
+STALL_S = 15.0  # a watcher that does not take one event in this time loses its connection
+AT_WORK_MAX = 2
+NAMES = (
+    "page.html",
+    "style.css",
+    "icon.svg",
+    "console.js",
+    "node.js",
+    "board.js",
+    "graphs.js",
+    "look.js",
+    "planes.js",
+    "words.js",
+)
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Console:
-    """`hosts`: names of this node, beside addresses; `find` as of a gate."""
+    """Thread-safe. `find` as of a gate."""
 
-    def __init__(
-        self,
-        service: Service,
-        peers: Peers,
-        history: History,
-        find: Callable[[bytes], Namespace],
-        hosts: Collection[str] = (),
-    ) -> None:
+    def __init__(self, service: Service, peers: Peers, history: History, find: Callable[[bytes], Namespace]) -> None:
         self._service = service
-        self._hosts = hosts
-        self.server = ConsoleServer(self.respond)
-        members = Members(peers.membership, peers.links, self.server.begun)
+        self.watchers = Budget(cap("console watchers", WATCHERS_MAX, "close some pages"))
+        self.calls = Budget(cap("console calls", CONSOLE_CALLS_MAX, "wait for those that run"))
+        self.reads = Budget(cap("console reads", CONSOLE_CALLS_MAX, "wait for those that run"))
+        self._calls_at_work = threading.BoundedSemaphore(AT_WORK_MAX)
+        self._reads_at_work = threading.BoundedSemaphore(AT_WORK_MAX)
+        self._pool = ThreadPoolExecutor(1, "console-members")
+        self._round: Future[Any] | None = None
+        members = Members(peers.membership, peers.links, self._begin_round)
         self._snapshots = Snapshots(service, history, service.heat, members, service.traffic.slow)
+        self._snapping = threading.Lock()
         pages, acts = Pages(service, peers.membership, find), Acts(service, peers.membership)
-        self._files = answers(PREFIX)
-        self._work: dict[str, Callable[[Mapping[str, Any], Caller], bytes]] = {
+        self._files = _files()
+        self._work: dict[str, Callable[[Mapping[str, Any], Caller], Response]] = {
             PREFIX + "look-up": pages.look_up,
             PREFIX + "bytes": pages.read,
             PREFIX + "act": acts.do,
         }
 
-    def respond(self, request: Request, asker: Asker) -> Answer:
-        """Raises KVStoreError and Refused."""
-        if self._service.gate.access.open and not is_trusted_host(request.headers.get("host", ""), self._hosts):
-            raise Refused("403 Forbidden", UNTRUSTED_HOST)
-        if request.path == CONSOLE_PATH:
-            return reply("text/plain", b"", "308 Permanent Redirect", {"Location": "console/"})
-        if request.path in self._files:
-            _check_method(request, "GET")
-            return self._files[request.path]
-        if request.path in (PREFIX + "events", *self._work):
-            _check_method(request, "POST")
-            if request.headers.get(OWN_HEADER) != "1":
-                raise Refused("403 Forbidden", f"only the console's own page asks for this ({OWN_HEADER})")
-            return self._of_somebody(request, asker)
-        raise Refused("404 Not Found", "the console has no such path")
+    def stop(self) -> None:
+        """End what runs beside requests. Those end with their server."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._round is not None:
+            wait([self._round], STOP_S)
 
-    def _of_somebody(self, request: Request, asker: Asker) -> Answer:
-        gate, authorization = self._service.gate, request.headers.get("authorization", "")
-        who = partial(gate.access.of_headers, authorization, asker.names)
+    def _begin_round(self, do: Callable[[], object]) -> "Future[Any] | None":
+        self._round = begun(self._pool, do)
+        return self._round
+
+    def respond(self, request: Request) -> Response | None:
+        """Return the reply, or None after a stream of events."""
+        if request.path == CONSOLE_PATH:
+            return Response("text/plain", b"", 308, {"Location": "console/"})
+        if request.path in self._files:
+            return self._files[request.path] if request.method == "GET" else text("only GET", 405)
+        if request.path not in (PREFIX + "events", *self._work):
+            return text("the console has no such path", 404)
+        if request.method != "POST":
+            return text("only POST", 405)
+        if request.headers.get(OWN_HEADER) != "1":
+            return text(f"only the console's own page asks for this ({OWN_HEADER})", 403)
+        try:
+            return _guarded(lambda: self._of_somebody(request))
+        except KVStoreError as error:
+            return json_response({"error": str(error)}, http_status(error))
+
+    def _of_somebody(self, request: Request) -> Response | None:
+        gate, asker = self._service.gate, request.asker
+        who = partial(gate.access.of_headers, request.headers.get("authorization", ""), asker.names)
         principal = gate.known("console", asker.peer, who)
         peer = gate.access.share(principal) or asker.peer
-        caller = Caller(peer, who=who, at=asker.peer, may_wait=False, wire="console")
+        gone = request.connection.gone
+        caller = Caller(peer, who=who, at=asker.peer, may_wait=False, wire="console", gone=gone)
         if request.path == PREFIX + "events":
-            return Watch(peer, partial(self._first, principal, caller), partial(self._next, principal, caller))
-        do, values = self._work[request.path], fields(request)
-        return Work(peer, lambda gone: do(values, replace(caller, gone=gone)), reads=request.path == PREFIX + "bytes")
+            self._watch(request, principal, caller)
+            return None
+        return self._work_of(request, caller)
 
-    def _first(self, principal: Principal, caller: Caller) -> bytes:
-        return event("now", self._snapshots.first(principal, caller))
+    def _work_of(self, request: Request, caller: Caller) -> Response:
+        reads = request.path == PREFIX + "bytes"  # from a disk that may never answer; all else ends
+        calls, at_work = (self.reads, self._reads_at_work) if reads else (self.calls, self._calls_at_work)
+        values = fields(request)
+        with calls.lent(caller.peer), at_work:
+            if request.connection.gone():  # it waited for others, and the node may have stopped
+                raise Unavailable("the client has left")
+            return self._work[request.path](values, caller)
 
-    def _next(self, principal: Principal, caller: Caller) -> bytes:
+    # ---- watchers ------------------------------------------------------------------------
+
+    def _watch(self, request: Request, principal: Principal, caller: Caller) -> None:
+        """Send an event each `EVERY_S` until the client leaves, or may not see it any more."""
+        connection = request.connection
+        with self.watchers.lent(caller.peer):
+            with self._snapping:
+                data = self._snapshots.first(principal, caller)
+            connection.start_stream("text/event-stream", STALL_S)
+            connection.send(event("now", data), STALL_S)
+            while connection.wait(EVERY_S):
+                try:
+                    data = _guarded(lambda: self._next(principal, caller))
+                except KVStoreError as error:
+                    connection.send(event("end", json.dumps({"error": str(error)})), STALL_S)
+                    return
+                connection.send(event("now", data), STALL_S)
+
+    def _next(self, principal: Principal, caller: Caller) -> str:
         now = self._service.gate.who(caller)
         if now.scope != principal.scope or now.role != principal.role:
             raise Forbidden(f"{now.name} may no longer what it might when this page was opened; open it anew")
-        return event("now", self._snapshots.next(now, caller))
+        with self._snapping:
+            return self._snapshots.next(now, caller)
 
 
-def _check_method(request: Request, method: str) -> None:
-    if request.method != method:
-        raise Refused("405 Method Not Allowed", f"only {method}")
+def event(name: str, data: str) -> bytes:
+    """Return one event of a stream. `data` is JSON, on one line."""
+    return f"event: {name}\ndata: {data}\n\n".encode()
+
+
+def fields(request: Request) -> dict[str, Any]:
+    """Return the JSON object in the body. Raises InvalidRequest."""
+    try:
+        values = json.loads(request.body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("the body is no JSON") from error
+    if not isinstance(values, dict):
+        raise InvalidRequest("the body is no object of JSON")
+    return values
+
+
+def _files() -> dict[str, Response]:
+    """Return the page (at `PREFIX`) and what it loads, by path. They are the same for everybody."""
+    folder = resources.files(__package__)
+    found = {}
+    for name in NAMES:
+        content_type = f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
+        path = PREFIX if name == "page.html" else PREFIX + name
+        found[path] = Response(content_type, folder.joinpath(name).read_bytes())
+    return found
+
+
+def _guarded(do: Callable[[], Result]) -> Result:
+    """Log what nobody expected, and turn it into an error of this request."""
+    try:
+        return do()
+    except (KVStoreError, Disconnected):
+        raise
+    except Exception as error:
+        log.exception("console: a call failed")
+        raise KVStoreError(f"it failed inside the node ({type(error).__name__}); its log says more") from error

@@ -36,7 +36,7 @@ Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
 
 
 class Members:
-    """Used by one thread. `begin` does something in another."""
+    """Used by one thread at a time. `begin` does something in another."""
 
     def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
         self._membership = membership

@@ -13,8 +13,8 @@ from kvstore.layout import PageLayout
 from kvstore.messages import layout_message, plain
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import Caller
-from node.console.exchange import json_reply, reply
 from node.peers.membership import Membership
+from node.serve.http_server import Response, json_response
 from node.serve.service import Service
 
 FOUND_MAX = 8
@@ -30,7 +30,7 @@ class Pages:
         self._membership = membership
         self._find = find
 
-    def look_up(self, values: Mapping[str, Any], caller: Caller) -> bytes:
+    def look_up(self, values: Mapping[str, Any], caller: Caller) -> Response:
         digest, digits = namespace_of(values), _digits(values, "key")
         stats = self._stats(digest, digits, caller)
         namespace = self._find(digest)
@@ -50,7 +50,7 @@ class Pages:
             "layout": _described(namespace.layout),
         }
         found = [plain(stat) for stat in stats[:FOUND_MAX]]
-        return json_reply({"namespace": described, "pages": found, "more": len(stats) > FOUND_MAX, "owners": owners})
+        return json_response({"namespace": described, "pages": found, "more": len(stats) > FOUND_MAX, "owners": owners})
 
     def _stats(self, digest: bytes, digits: str, caller: Caller) -> list[pb.PageStat]:
         """Of pages that are here and whose keys begin so; one more than are told."""
@@ -70,7 +70,7 @@ class Pages:
         wanted = (page for page in pages if half is None or page.prefix_hash[len(prefix)] >> 4 == half)
         return list(islice(wanted, FOUND_MAX + 1))
 
-    def read(self, values: Mapping[str, Any], caller: Caller) -> bytes:
+    def read(self, values: Mapping[str, Any], caller: Caller) -> Response:
         digest, key = namespace_of(values), key_of(values)
         offset, nbytes = _number(values, "offset"), _number(values, "nbytes")
         if not 1 <= nbytes <= BYTES_MAX:
@@ -80,8 +80,8 @@ class Pages:
         with self._service.sessions.open(caller) as session:
             _, told, views = self._service.begin_get(session, request)
             if not any(told.hits):
-                return json_reply({"error": "it is not here any more"})
-            return reply("application/octet-stream", b"".join(views))
+                return json_response({"error": "it is not here any more"})
+            return Response("application/octet-stream", b"".join(views))
 
 
 def namespace_of(values: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from node.serve.heat import Heat
 from node.serve.service import Service
 from node.serve.slow import SlowCall, SlowCalls
 
-EVERY_S = 1.9  # below that of the server: who comes between two turns is told what the others were
+EVERY_S = 1.9  # below that of a watcher: each of its events is new, and all watchers of a moment get the same
 COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
 SCOPES_MAX = 64
 NAMESPACES_MAX = 50
@@ -36,7 +36,7 @@ class _Made(NamedTuple):
 
 
 class Snapshots:
-    """Used by one thread."""
+    """Used by one thread at a time."""
 
     def __init__(self, service: Service, history: History, heat: Heat, members: Members, slow: SlowCalls) -> None:
         self._service = service

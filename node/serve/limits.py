@@ -60,10 +60,11 @@ HEALTH_CALLS_MAX = 64
 HEALTH_WATCH_S_MAX = 3600.0
 FOLLOWERS_MAX = 1024
 FOLLOW_S_MAX = 60.0
-SCRAPES_MAX = 16
-SCRAPE_S_MAX = 5.0
-CONSOLE_MAX = 32
-CONSOLE_S_MAX = 30.0
+# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy for
+# long. All of them are fewer than the half that one peer may have, so a scrape always finds a place.
+HTTP_CONNECTIONS_MAX = 64
+HTTP_REQUEST_S_MAX = 5.0
+HTTP_REPLY_S_MAX = 30.0
 CONSOLE_CALLS_MAX = 8
 WATCHERS_MAX = 8
 

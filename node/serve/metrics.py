@@ -11,7 +11,8 @@ from prometheus_client.exposition import choose_encoder
 from kvstore.cluster.view import REGISTRIES
 from kvstore.pb import kvstore_pb2 as pb
 from node.access.caller import Caller
-from node.serve.metrics_server import Answer, Asker, Choose
+from node.serve.http_server import Asker
+from node.serve.metrics_server import Answer, Choose
 from node.serve.service import Service
 from node.serve.traffic import BOUNDS_S, Histogram
 

@@ -8,7 +8,7 @@ from people import PAGE_NBYTES, People, client, namespace, taken_up
 from visits import first, told, visit, watching
 from waiting import wait_until
 
-from node.console.files import NAMES
+from node.console.console import NAMES
 from node.console.history import History
 from node.server import Node
 
@@ -140,7 +140,7 @@ def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None
         *_, (name, values) = islice(events, 60)
     assert (name, list(values)) == ("end", ["error"])
     assert stored.console is not None
-    watchers = stored.console.server._watchers
+    watchers = stored.console.watchers
     wait_until(lambda: not watchers.used)
 
 

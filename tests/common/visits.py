@@ -10,24 +10,23 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from node.console.exchange import OWN_HEADER
-from node.console.server import ConsoleServer
+from node.console.console import OWN_HEADER, Console
 from node.server import Node
 
 OWN = {OWN_HEADER: "1"}
 
 
-def server_of(node: Node) -> ConsoleServer:
+def console_of(node: Node) -> Console:
     assert node.console is not None
-    return node.console.server
+    return node.console
 
 
 @pytest.fixture
 def nothing_is_left_at_the_console(node: Node) -> Iterator[None]:
     yield
-    server = server_of(node)
-    budgets = (server._watchers, server._calls, server._reads)
-    wait_until(lambda: not (server._visitors or any(budget.used for budget in budgets) or server._places.count))
+    console, metrics = console_of(node), node.metrics
+    budgets = (console.watchers, console.calls, console.reads)
+    wait_until(lambda: not (metrics._threads or any(budget.used for budget in budgets) or metrics._places.count))
 
 
 def connection(node: Node, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.wires.frames import pack_fixed
+from node.serve.http_server import Connection, HttpServer
 
 REQUEST, PAYLOAD, FIXED = 1, 2, 3
 PAYLOAD_NBYTES_MAX = 3 * 4096
@@ -106,6 +107,8 @@ class ScriptedSocket:
 
     def setblocking(self, blocking: bool) -> None: ...
 
+    def settimeout(self, seconds: float) -> None: ...
+
     def setsockopt(self, *_: object) -> None: ...
 
     def getsockopt(self, *_: object) -> bytes:
@@ -146,3 +149,17 @@ class ScriptedSocket:
     def close(self) -> None:
         for fd in self._fds:
             os.close(fd)
+
+
+class _ScriptedConnection(Connection):
+    """Its client waits for whole replies, and leaves after the first event of a stream."""
+
+    def wait(self, seconds: float) -> bool:
+        return seconds == 0.0
+
+    def drain(self) -> None: ...
+
+
+def http_reply(server: HttpServer, sock: Any) -> bytes:
+    server._serve(_ScriptedConnection(sock, "127.0.0.1", 30.0))
+    return bytes(sock.sent)

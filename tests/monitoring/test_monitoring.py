@@ -20,8 +20,8 @@ from kvstore import Client, ClientConfig, Forbidden, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
 from kvstore.identity_file import add, new_token, token_line
 from node.config import NodeConfig
+from node.serve.http_server import Asker
 from node.serve.metrics import metrics_text
-from node.serve.metrics_server import Asker
 from node.server import Node
 
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()

@@ -9,17 +9,22 @@ import weakref
 from typing import Any
 
 import pytest
-from visits import connection, first, server_of, told, visit
+from visits import OWN, connection, console_of, first, told, visit
 from waiting import wait_until
 
 from kvstore.config import split_address
-from node.console import server as console_server
-from node.console.exchange import BODY_NBYTES_MAX, HEAD_NBYTES_MAX, POLICY, json_reply
-from node.console.files import NAMES
+from node.console.console import NAMES
 from node.peers.address import with_port
-from node.serve import metrics_server
-from node.serve.http_host import is_trusted_host
-from node.serve.limits import CONSOLE_CALLS_MAX, CONSOLE_MAX
+from node.serve import http_server
+from node.serve.http_server import (
+    BODY_NBYTES_MAX,
+    HEAD_NBYTES_MAX,
+    POLICY,
+    Response,
+    is_trusted_host,
+    json_response,
+)
+from node.serve.limits import CONSOLE_CALLS_MAX, HTTP_CONNECTIONS_MAX
 from node.server import Node
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
@@ -102,7 +107,7 @@ def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
 
 
 def test_a_request_that_does_not_end_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.console.server.CONSOLE_S_MAX", 0.3)
+    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 0.3)
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"GET /console/ HTTP/1.1\r\nX: ")
         assert sock.recv(1) == b""
@@ -110,14 +115,13 @@ def test_a_request_that_does_not_end_is_hung_up(node: Node, monkeypatch: pytest.
 
 def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(node: Node) -> None:
     silent = []
-    for _ in range(CONSOLE_MAX):
+    for _ in range(HTTP_CONNECTIONS_MAX):
         silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
         silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
-    server = server_of(node)
-    wait_until(lambda: server._places.count)
+    wait_until(lambda: node.metrics._places.count == HTTP_CONNECTIONS_MAX // 2)
     assert visit(node, "/console/")[0] == 200
     assert b"kvstore_serving" in visit(node, "/metrics")[2]
-    assert len(server._visitors) <= CONSOLE_MAX // 2, "a peer's share"
+    wait_until(lambda: len(node.metrics._threads) <= HTTP_CONNECTIONS_MAX // 2)  # a peer's share
     for sock in silent:
         sock.close()
 
@@ -127,25 +131,31 @@ def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(n
 
 def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(start_node: Any) -> None:
     node: Node = start_node()
-    server = server_of(node)
+    console = console_of(node)
     visit(node, "/metrics")
-    assert server._thread is None
-    assert not server._pool._threads
-    visit(node, "/console/")
-    assert server._thread is not None
-    server.stop()
-    assert not server._thread.is_alive()
+    assert not console._pool._threads
+    wait_until(lambda: not node.metrics._threads)
+    replies = []
+    for there in [connection(node) for _ in range(2)]:
+        there.request("POST", "/console/events", b"{}", OWN)
+        replies.append(there.getresponse())
+        assert replies[-1].readline() == b"event: now\n"
+    threads = list(node.metrics._threads.values())
+    assert len(threads) == 2
+    node.metrics.stop()
+    assert not any(thread.is_alive() for thread in threads)
+    for reply in replies:
+        reply.close()
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         visit(node, "/console/")
-    node.console = None  # it is stopped
 
 
 def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
 
-    def wait(*_: Any) -> bytes:
+    def wait(*_: Any) -> Response:
         go.wait(30.0)
-        return json_reply({})
+        return json_response({})
 
     assert node.console is not None
     monkeypatch.setitem(node.console._work, "/console/look-up", wait)
@@ -155,8 +165,8 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     ]
     for thread in threads:
         thread.start()
-    server = server_of(node)
-    wait_until(lambda: server._calls.used == share)
+    console = console_of(node)
+    wait_until(lambda: console.calls.used == share)
     status, values = told(node, "/console/look-up", {})
     assert status == 429
     assert "console calls" in values["error"]
@@ -171,15 +181,15 @@ def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monke
     met: list[weakref.ref[Any]] = []
 
     def noted(kind: Any) -> Any:
-        def make(*arguments: Any) -> Any:
-            one = kind(*arguments)
+        def make(*arguments: Any, **named: Any) -> Any:
+            one = kind(*arguments, **named)
             met.append(weakref.ref(one))
             return one
 
         return make
 
-    monkeypatch.setattr(console_server, "_Visitor", noted(console_server._Visitor))
-    monkeypatch.setattr(metrics_server, "_Scrape", noted(metrics_server._Scrape))
+    monkeypatch.setattr(http_server, "Connection", noted(http_server.Connection))
+    monkeypatch.setattr(http_server, "Request", noted(http_server.Request))
     gc.disable()
     try:
         assert [visit(node, path)[0] for path in ("/metrics", "/health", "/console/", "/console/x")] == [200] * 3 + [
@@ -190,24 +200,24 @@ def test_who_has_left_leaves_nothing_behind_until_a_collection(node: Node, monke
         wait_until(lambda: not any(one() for one in met))
     finally:
         gc.enable()
-    assert len(met) == 6 + 4, "those of the console were met by both"
+    assert len(met) == 6 + 6, "a connection and a request each"
 
 
 def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages that somebody looked at on a disk that hung took both threads, until it answered."""
     go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
 
-    def wait(*_: Any) -> bytes:
+    def wait(*_: Any) -> Response:
         go.wait(60.0)
-        return json_reply({})
+        return json_response({})
 
     assert node.console is not None
     monkeypatch.setitem(node.console._work, "/console/bytes", wait)
     threads = [threading.Thread(target=lambda: visit(node, "/console/bytes", {})) for _ in range(share)]
     for thread in threads:
         thread.start()
-    server = server_of(node)
-    wait_until(lambda: server._reads.used == share)
+    console = console_of(node)
+    wait_until(lambda: console.reads.used == share)
     assert told(node, "/console/look-up", {"namespace": "ab" * 16, "key": "abcd"})[0] == 404
     assert told(node, "/console/act", {"act": "flush"})[0] == 400, "this node has no disk"
     assert told(node, "/console/bytes", {})[0] == 429
@@ -219,7 +229,7 @@ def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(node: Node, monk
 def test_a_fault_is_answered_logged_and_ends_one_call_only(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> bytes:
+    def broken(*_: Any) -> Response:
         raise ZeroDivisionError
 
     assert node.console is not None

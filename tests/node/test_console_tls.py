@@ -1,6 +1,9 @@
 """The console of a node that speaks TLS, and knows people by their certificates."""
 
+import contextlib
 import json
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +67,17 @@ def test_files_that_are_larger_than_a_record_come_whole(node: Node, ours: Author
         there.request("GET", f"/console/{name}")
         assert there.getresponse().read() == (Path(__file__).parents[2] / "node" / "console" / name).read_bytes()
         there.close()
+
+
+def test_a_handshake_that_trickles_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 0.5)
+    with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
+        sock.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        began, taken = time.monotonic(), 0
+        with contextlib.suppress(ConnectionError):
+            while taken < 400:  # of the 512 bytes that it announced
+                sock.sendall(b"x")
+                time.sleep(0.02)
+                taken += 1
+    assert taken < 400
+    assert time.monotonic() - began < 5.0

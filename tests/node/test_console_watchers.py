@@ -5,16 +5,16 @@ import time
 from typing import Any
 
 import pytest
-from visits import OWN, connection, first, server_of, told, visit, watching
+from visits import OWN, connection, console_of, first, told, visit, watching
 from waiting import wait_until
 
 from kvstore import Namespace, opaque_layout
 from kvstore.messages import namespace_message
-from node.console import server as console_server
+from node.console import console as console_module
 from node.console.history import KEPT
 from node.console.snapshot import HOT_MAX
 from node.serve.heat import Hot
-from node.serve.limits import CONSOLE_MAX, WATCHERS_MAX
+from node.serve.limits import HTTP_CONNECTIONS_MAX, WATCHERS_MAX
 from node.server import Node
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
@@ -80,7 +80,7 @@ def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
     assert "console watchers" in values["error"]
     for stream in streams:
         stream.__exit__(None, None, None)
-    wait_until(lambda: not server_of(node)._watchers.used)
+    wait_until(lambda: not console_of(node).watchers.used)
     assert first(node)["state"] == "SERVING"
 
 
@@ -96,7 +96,7 @@ def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(node: Node, mo
     assert all(hour == hours[0] for hour in hours)
     assert hours[0]["count"] >= 1
     assert asked.count(KEPT) == 1
-    watchers = server_of(node)._watchers
+    watchers = console_of(node).watchers
     monkeypatch.setattr(node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused"))
     wait_until(lambda: not watchers.used)
     with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
@@ -130,12 +130,11 @@ def test_who_takes_an_event_slowly_is_told_all_of_it_before_the_next(
     assert node.console is not None
     large = '{"big":"%s"}' % ("x" * (32 << 20))
     monkeypatch.setattr(node.console._snapshots, "first", lambda *_: large)
-    monkeypatch.setattr(console_server, "EVERY_S", 0.02)
-    slow, server = connection(node), server_of(node)
+    monkeypatch.setattr(console_module, "EVERY_S", 0.02)
+    slow, console = connection(node), console_of(node)
     slow.request("POST", "/console/events", b"{}", OWN)
-    wait_until(lambda: server._watchers.used == 1)
-    turns = server._next_s
-    wait_until(lambda: server._next_s > turns + 0.1)  # some events are due meanwhile
+    wait_until(lambda: console.watchers.used == 1)
+    time.sleep(0.1)  # some events are due meanwhile
     reply = slow.getresponse()
     assert reply.readline() == b"event: now\n"
     assert reply.readline() == f"data: {large}\n".encode()
@@ -145,12 +144,12 @@ def test_who_takes_an_event_slowly_is_told_all_of_it_before_the_next(
 
 
 def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
-    server, silent = server_of(node), list[socket.socket]()
+    silent = list[socket.socket]()
 
     def is_full() -> bool:
         silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
         silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
-        return server._places.count == CONSOLE_MAX // 2
+        return node.metrics._places.count == HTTP_CONNECTIONS_MAX // 2
 
     with watching(node) as events:
         next(events)
@@ -163,20 +162,20 @@ def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
 
 def test_who_does_not_take_what_he_is_told_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps nobody: the others are told as ever."""
-    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    monkeypatch.setattr(console_module, "STALL_S", 0.5)
     assert node.console is not None
     monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"big":"%s"}' % ("x" * (32 << 20)))
     slow = connection(node)
     slow.connect()
     slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
     slow.request("POST", "/console/events", b"{}", OWN)
-    server = server_of(node)
-    wait_until(lambda: server._watchers.used == 1)
+    console = console_of(node)
+    wait_until(lambda: console.watchers.used == 1)
     monkeypatch.undo()
-    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    monkeypatch.setattr(console_module, "STALL_S", 0.5)
     with watching(node) as events:
         next(events), next(events)
-    wait_until(lambda: not server._watchers.used)
+    wait_until(lambda: not console.watchers.used)
     slow.close()
 
 
@@ -184,13 +183,13 @@ def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As is one who has gone without a word. The kernel has room for hours of events, and his place was taken."""
-    monkeypatch.setattr(console_server, "STALL_S", 0.5)
+    monkeypatch.setattr(console_module, "STALL_S", 0.5)
     assert node.console is not None
     monkeypatch.setattr(node.console._snapshots, "first", lambda *_: '{"some":"%s"}' % ("x" * (16 << 10)))
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 11)
         deaf.connect(("127.0.0.1", node.metrics.port))
         deaf.sendall(b"POST /console/events HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: 1\r\n\r\n")
-        server = server_of(node)
-        wait_until(lambda: server._watchers.used == 1)
-        wait_until(lambda: not server._watchers.used)
+        console = console_of(node)
+        wait_until(lambda: console.watchers.used == 1)
+        wait_until(lambda: not console.watchers.used)

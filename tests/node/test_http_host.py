@@ -52,11 +52,10 @@ def test_scrapes_and_probes_by_address_service_or_own_name_are_served(node: Node
 @pytest.mark.parametrize("header", ["Host: ", "host:", "HOST : "])
 @pytest.mark.parametrize("path", ["/metrics", "/health", "/console/"])
 def test_two_hosts_are_refused(node: Node, path: str, header: str) -> None:
-    if path == "/console/" and node.console is None:
-        pytest.skip("there is no console")
     assert status(node.metrics.port, path, "127.0.0.1", "rebound.example.com", header=header) == "400"
     assert status(node.metrics.port, path, "127.0.0.1", "127.0.0.1", header=header) == "400"
-    assert status(node.metrics.port, path, "127.0.0.1", header=header) == "200"
+    # A name with a space before its colon is no header, and what follows it may be one to others (RFC 9112, 5.1).
+    assert status(node.metrics.port, path, "127.0.0.1", header=header) == ("400" if " :" in header else "200")
 
 
 def test_a_node_with_identities_answers_to_any_host_with_a_token(

@@ -11,8 +11,8 @@ import pytest
 
 from kvstore.wires.arena_map import ArenaMap
 from node.ram.arena import Arena, huge_nbytes
+from node.serve.http_server import Asker
 from node.serve.metrics import metrics_text
-from node.serve.metrics_server import Asker
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 HUGE = 2 << 20

@@ -1,5 +1,6 @@
-"""The metrics server: one thread, few connections, a time for each; and what still works without descriptors."""
+"""The metrics server: few connections, a time for each; and what still works without descriptors or threads."""
 
+import contextlib
 import errno
 import http.client
 import os
@@ -22,8 +23,9 @@ from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
 from kvstore.measure.node_process import NodeProcess
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.serve.gateway import connections_max
-from node.serve.limits import REQUEST_S_MAX, SCRAPES_MAX
-from node.serve.metrics_server import _CACHED_MAX, Answer, Asker, MetricsServer
+from node.serve.http_server import HEAD_NBYTES_MAX, Asker
+from node.serve.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_S_MAX, REQUEST_S_MAX
+from node.serve.metrics_server import _CACHED_MAX, Answer, MetricsServer
 from node.server import DESCRIPTORS_OF_SESSION, Node
 
 T = TypeVar("T")
@@ -58,7 +60,7 @@ def trickle(sock: socket.socket, data: bytes, pause_s: float) -> None:
         threading.Event().wait(pause_s)
 
 
-def test_silent_scrapes_take_no_threads_and_keep_nobody_out(node: Node, dial: Any) -> None:
+def test_silent_scrapes_take_few_threads_and_keep_nobody_out(node: Node, dial: Any) -> None:
     before = threading.active_count()
     for _ in range(60):
         dial(node.metrics.port).sendall(b"GET /metrics HT")
@@ -66,12 +68,13 @@ def test_silent_scrapes_take_no_threads_and_keep_nobody_out(node: Node, dial: An
     status, content_type, text = scrape(node.metrics.port)
     assert (status, content_type.partition(";")[0]) == (200, "text/plain")
     assert b"kvstore_serving 1.0" in text
-    assert threading.active_count() <= before + 1
-    wait_until(lambda: len(node.metrics._scrapes) <= SCRAPES_MAX // 2)  # a peer's share: the others were hung up
+    share = HTTP_CONNECTIONS_MAX // 2  # the others were hung up
+    wait_until(lambda: len(node.metrics._threads) <= share)
+    wait_until(lambda: threading.active_count() <= before + share)
 
 
 def test_a_scrape_that_does_not_end_is_hung_up(node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.serve.metrics_server.SCRAPE_S_MAX", 0.3)
+    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 0.3)
     silent, trickling = dial(node.metrics.port), dial(node.metrics.port)
     assert silent.recv(1) == b""
     with pytest.raises(ConnectionError):
@@ -82,7 +85,7 @@ def test_who_says_no_more_before_the_end_of_a_head_is_hung_up_at_once(
     node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not asked again and again for what does not come."""
-    monkeypatch.setattr("node.serve.metrics_server.SCRAPE_S_MAX", 3600.0)
+    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 3600.0)
     half = dial(node.metrics.port)
     half.sendall(b"GET /metr")
     half.shutdown(socket.SHUT_WR)
@@ -110,13 +113,43 @@ def test_texts_that_are_kept_are_few_and_a_head_is_asked_for_alone(node: Node) -
 def test_a_head_that_is_too_long_or_not_a_get_is_refused(
     node: Node, dial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.serve.metrics_server.SCRAPE_S_MAX", 60.0)
+    monkeypatch.setattr("node.serve.http_server.HTTP_REQUEST_S_MAX", 60.0)
     long = dial(node.metrics.port)
+    long.sendall(b"x" * (HEAD_NBYTES_MAX + 1))
+    assert long.recv(100).startswith(b"HTTP/1.1 431 ")
     with pytest.raises(ConnectionError):
         trickle(long, b"x" * 1000, 0.01)
     assert scrape(node.metrics.port, "POST")[0] == 405
     status, _, text = scrape(node.metrics.port, "HEAD")
     assert (status, text) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("GET /health", 400),
+        ("GET /health HTTP/2.0", 505),
+        ("GET /health a HTTP/1.1", 400),
+        ("", 400),
+        ("GET /health HTTP/1.1\r\nno header", 400),
+        ("GET /health HTTP/1.1\r\n a: b", 400),
+        ("GET /health HTTP/1.1" + 101 * "\r\na: b", 431),
+        ("GET /health HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", 400),
+        ("GET /health HTTP/1.1\r\nTransfer-Encoding: chunked", 411),
+        ("PUT /health HTTP/1.1", 405),
+        ("GET /health HTTP/1.0", 200),
+        ("GET /health HTTP/1.1\r\nExpect: 100-continue", 200),
+    ],
+)
+def test_a_malformed_request_gets_one_reply_and_its_connection_ends(
+    node: Node, dial: Any, request_: str, status: int
+) -> None:
+    sock = dial(node.metrics.port)
+    sock.sendall(f"{request_}\r\n\r\n".encode())
+    with sock.makefile("rb") as replied:
+        reply = replied.read()
+    assert reply.startswith(f"HTTP/1.1 {status} ".encode())
+    assert reply.count(b"HTTP/1.1") == 1
 
 
 def test_scrapers_that_name_versions_get_one_of_two_texts(node: Node) -> None:
@@ -155,8 +188,9 @@ def test_scrapes_without_pause_are_answered_from_one_text(node: Node, monkeypatc
 
 
 class Idle(MetricsServer):
-    def _run(self) -> None:
-        """It is told what to do by its test."""
+    """It accepts when its test says so."""
+
+    def _run(self) -> None: ...
 
 
 def idle() -> Idle:
@@ -167,13 +201,14 @@ def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(dial: Any) -> 
     """A kubelet's waited a second for each of its packets that met a full backlog, and was hung up, as the oldest of
     its host, before what it had sent was read."""
     server = idle()
-    silent = [dial(server.port) for _ in range(2 * SCRAPES_MAX)]
+    silent = [dial(server.port) for _ in range(2 * HTTP_CONNECTIONS_MAX)]
     probe = dial(server.port)
     probe.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-    silent += [dial(server.port) for _ in range(2 * SCRAPES_MAX)]
-    server._accept_all()
-    assert probe.recv(100).startswith(b"HTTP/1.0 200 ")
-    assert len(server._scrapes) <= SCRAPES_MAX + 1, "who had to leave has left"
+    silent += [dial(server.port) for _ in range(2 * HTTP_CONNECTIONS_MAX)]
+    for _ in range(len(silent) + 1):
+        server._accept()
+    assert probe.recv(100).startswith(b"HTTP/1.1 200 ")
+    wait_until(lambda: len(server._threads) <= HTTP_CONNECTIONS_MAX // 2)  # who had to leave has left
     server.stop()
 
 
@@ -193,8 +228,8 @@ def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
     found, _, text = scrape(server.port)
     assert found == status
     assert text.strip()
-    assert "serving failed" not in caplog.text
-    assert ("a scrape failed" in caplog.text) == (status == 500)
+    assert "a connection failed" not in caplog.text
+    assert ("a request failed" in caplog.text) == (status == 500)
     server.stop()
 
 
@@ -212,6 +247,42 @@ def test_a_scrape_for_which_there_is_no_descriptor_is_answered(dial: Any, monkey
     monkeypatch.setattr(socket.socket, "accept", fail_once)
     server._accept()
     assert waiting.recv(1 << 16).endswith(b"text")
+    server.stop()
+
+
+def test_a_scrape_for_which_no_thread_can_be_started_is_answered(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = idle()
+    waiting = dial(server.port)
+    waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    server._accept()
+    assert waiting.recv(1 << 16).endswith(b"text")
+    silent = dial(server.port)
+    began = time.monotonic()
+    server._accept()
+    assert time.monotonic() - began < HTTP_REQUEST_S_MAX / 2, "it gets a moment"
+    assert silent.recv(1) == b""
+    assert not server._threads
+    server.stop()
+
+
+def test_who_takes_a_text_slowly_has_a_time_for_all_of_it(dial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that takes a few bytes now and then would keep its connection as long as it likes."""
+    monkeypatch.setattr("node.serve.http_server.HTTP_REPLY_S_MAX", 0.5)
+    large = Answer("text/plain", 0, lambda: bytes(64 << 20))
+    server = MetricsServer("127.0.0.1", 0, lambda headers, asker: large, lambda: True)
+    slow = dial(server.port)
+    slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    taken = 0
+    with contextlib.suppress(ConnectionError):
+        while some := slow.recv(64 << 10):
+            taken += len(some)
+            threading.Event().wait(0.02)
+    assert taken < 64 << 20, "hung up amid the text"
+    wait_until(lambda: not server._threads)
     server.stop()
 
 

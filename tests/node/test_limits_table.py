@@ -11,11 +11,11 @@ from kvstore.checksum import CHUNK_NBYTES
 from kvstore.config import GET_PIECES_MAX, GET_RANGES_MAX
 from kvstore.log_rate import LINES, WINDOW_S
 from node.config import NodeConfig
+from node.console.console import AT_WORK_MAX, EVERY_S
 from node.console.pages import BYTES_MAX
-from node.console.server import EVERY_S, THREADS
 from node.gateway import main, options, supervisor
 from node.ram.namespace import DESCRIPTIONS_NBYTES_MAX
-from node.serve import gateway, limits, metrics_server, recorder
+from node.serve import gateway, http_server, limits, recorder
 from node.serve.doors import DESCRIPTORS_LEFT_MIN
 from node.server import Node
 
@@ -56,8 +56,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: Any) -> None:
     door._spare.close()
     places += [door._places]
     assert node.console is not None
-    budgets += [node.console.server._watchers, node.console.server._calls, node.console.server._reads]
-    places += [node.console.server._places]
+    budgets += [node.console.watchers, node.console.calls, node.console.reads]
     caps = [one.cap for one in (*budgets, *places)]
     told = {name.strip() for row in rows() for name in row[0].split(",")}
     assert {cap.what for cap in caps} <= told
@@ -102,13 +101,14 @@ SAID = {
     ): f"{', '.join(map(str, limits.LONG_CALLS.values()))} at a time",
     "a recording": f"one at a time, a day; {recorder.WAITING_PAGES_MAX:,} pages",
     "one scrub": f"{limits.SCRUB_NBYTES_MAX >> 20} MiB, {limits.SCRUB_S_MAX:g} s",
-    "scrapes": (
-        f"{limits.SCRAPES_MAX}, and {metrics_server._BACKLOG} that wait to be taken, each {limits.SCRAPE_S_MAX:g} s"
+    "HTTP connections": (
+        f"{limits.HTTP_CONNECTIONS_MAX}, and {http_server.BACKLOG} that wait to be accepted; "
+        f"{limits.HTTP_REQUEST_S_MAX:g} s for a request of {http_server.HEAD_NBYTES_MAX >> 10} KiB of head and "
+        f"{http_server.BODY_NBYTES_MAX >> 10} KiB of body, {limits.HTTP_REPLY_S_MAX:g} s for its reply"
     ),
-    "console connections": f"{limits.CONSOLE_MAX}, each {limits.CONSOLE_S_MAX:g} s",
     "console watchers": f"{limits.WATCHERS_MAX}; told each {EVERY_S:g} s",
     "console calls, console reads": (
-        f"{limits.CONSOLE_CALLS_MAX} of each, {THREADS} at a time; {BYTES_MAX >> 20} MiB of a page"
+        f"{limits.CONSOLE_CALLS_MAX} of each, {AT_WORK_MAX} at a time; {BYTES_MAX >> 20} MiB of a page"
     ),
     "descriptors": f"fewer than {DESCRIPTORS_LEFT_MIN} are left",
     "log lines": f"{LINES} of one statement in {WINDOW_S:g} s",
@@ -120,5 +120,7 @@ def test_the_numbers_of_the_table_are_those_in_use() -> None:
     told = {row[0]: " | ".join(row[1:-1]) for row in rows()}
     assert {name: said for name, said in SAID.items() if said not in told[name]} == {}
     assert limits.HEALTH_WATCH_S_MAX == 3600.0
+    busy = limits.WATCHERS_MAX + 2 * limits.CONSOLE_CALLS_MAX
+    assert busy < limits.HTTP_CONNECTIONS_MAX // 2, "scrapes find a place beside all that the console does"
     assert recorder.RECORD_MS_MAX == 24 * 3600 * 1000
     assert f"for {recorder.ABANDONED_S:g} s ends" in told["a recording"]

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from kvstore import ConfigError
 from kvstore.config import load
 from node.config import NodeConfig
-from node.main import main
+from node.main import GROUPS, _parser, main
 from node.server import Node
 
 MIB = 1 << 20
@@ -124,21 +125,59 @@ def test_an_unknown_flag_ends_the_command_with_status_2(run_node: Callable[..., 
     assert "--turbo" in done.stderr
 
 
-def test_help_names_every_setting_with_its_range(run_node: Callable[..., Ended]) -> None:
+FLAGS = {
+    field.name: "--" + field.name.replace("nbytes", "bytes").replace("_", "-")
+    for field in dataclasses.fields(NodeConfig)
+    if not field.metadata.get("secret")
+}
+EXPERT = [field.name for field in dataclasses.fields(NodeConfig) if field.metadata.get("expert")]
+
+
+def test_help_names_every_setting_but_those_for_experts_with_its_default_and_unit(
+    run_node: Callable[..., Ended],
+) -> None:
     done = run_node("--help")
     assert done.status == 0
-    text = " ".join(done.stdout.split())
-    assert "--etcd-password" not in text, "everybody on the host could read it"
+    text = "".join(done.stdout.split())
+    shown = set(re.findall(r"^  (--[a-z-]+)", done.stdout, re.MULTILINE)) - {"--version"}
+    assert shown == {flag for name, flag in FLAGS.items() if name not in EXPERT}
+    assert "--etcd-password" not in shown, "everybody on the host could read it"
     for field in dataclasses.fields(NodeConfig):
-        if field.metadata.get("secret"):
-            continue
-        said = (
-            f"--{field.name.replace('nbytes', 'bytes').replace('_', '-')}",
-            f"{field.metadata['help']} (default {field.default}",
-        )
-        assert all("".join(words.split()) in "".join(text.split()) for words in said), field.name
-    assert "; 1..16384)" in text
+        if field.name in FLAGS and field.name not in EXPERT:
+            assert f"{field.metadata['help']}(default".replace(" ", "") in text, field.name
+    for said in (
+        "(default 1GiB; 4KiB..64TiB)",
+        "(default 8MiB/s; 0..1TiB/s)",
+        "(default 10 s; 0 s..3600 s)",
+        "(default 256; 1..16384)",
+        "(default INFO; DEBUG, INFO, WARNING, ERROR)",
+        "(default 127.0.0.1)",
+        "(default empty)",
+        "(default off)",
+    ):
+        assert said.replace(" ", "") in text, said
     assert "examples:" in text
+
+
+def test_help_is_short_enough_to_read_and_in_groups(run_node: Callable[..., Ended]) -> None:
+    done = run_node("--help")
+    assert re.findall(r"^([A-Za-z]+):$", done.stdout, re.MULTILINE) == ["options", *GROUPS, "examples"]
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped)) <= 40
+    assert not set(grouped) & set(EXPERT)
+    assert set(FLAGS) - set(grouped) - set(EXPERT) <= {"eviction"}, "a setting of no group"
+
+
+@pytest.mark.parametrize("name", EXPERT)
+def test_a_setting_for_experts_is_taken_from_its_flag_and_its_variable(name: str) -> None:
+    default = getattr(NodeConfig(), name)
+    value = default * 2 if name in ("extent_nbytes", "batch_nbytes_max", "disk_extent_nbytes") else default / 2
+    text = f"{value or (64 << 20):.10g}"
+    given = vars(_parser().parse_args([FLAGS[name], text]))
+    variable = "KVSTORE_NODE" + FLAGS[name][1:].replace("-", "_").upper()
+    by_flag = load(NodeConfig, "KVSTORE_NODE", given, {})
+    by_variable = load(NodeConfig, "KVSTORE_NODE", {}, {variable: text})
+    assert getattr(by_flag, name) == getattr(by_variable, name) == float(text) != default
 
 
 def test_a_second_node_on_the_same_port_is_refused(

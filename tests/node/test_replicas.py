@@ -13,8 +13,8 @@ from kvstore import Exhausted, InvalidRequest, Keep, PutOutcome
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from node.peers import hand_over
+from node.serve.http_server import Asker
 from node.serve.metrics import metrics_text
-from node.serve.metrics_server import Asker
 from node.server import Node
 
 NUMBERS = range(24)

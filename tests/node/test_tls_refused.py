@@ -201,7 +201,7 @@ def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
             socket.create_connection(("127.0.0.1", node.metrics.port)), server_hostname="localhost"
         ) as scrape:
             scrape.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert scrape.recv(15) == b"HTTP/1.0 200 OK"
+            assert scrape.recv(15) == b"HTTP/1.1 200 OK"
     finally:
         for sock in hanging:
             sock.close()

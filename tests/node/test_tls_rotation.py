@@ -190,7 +190,7 @@ def test_a_client_takes_up_what_it_is_to_show_with_its_next_connection(files: Fi
     tls = ClientTls(ClientConfig(tls_ca=files.ca, **files.client), "localhost")
     first = tls.context()
     assert tls.context() is first
-    ours.client("client", "team-b", 10, force=True)
+    ours.client("client", "team-a", 10, force=True)
     files.show(ours)
     assert tls.context() is not first
     assert isinstance(first, ssl.SSLContext)

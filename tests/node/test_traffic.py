@@ -10,8 +10,8 @@ from waiting import wait_until
 
 from kvstore import InvalidRequest, KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
+from node.serve.http_server import Asker
 from node.serve.metrics import metrics_text
-from node.serve.metrics_server import Asker
 from node.serve.traffic import BOUNDS_S, DISK, PEER, RAM, Histogram, Traffic
 from node.server import Node
 

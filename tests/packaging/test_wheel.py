@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore.measure.node_process import NodeProcess
-from node.console.files import NAMES
+from node.console.console import NAMES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 # What pyproject.toml gives to a build; the tree itself stays as it is.
