@@ -59,7 +59,7 @@ help:
 	@echo "make soak         a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"
 	@echo "make soak-cluster three nodes under mixed load and faults: what must stay flat, as a picture (30 minutes; ARGS='--minutes 5')"
 	@echo "make bench        ten benchmarks, of the wires, TLS, lookups, metadata and the disk; TRACE=path adds two of hit rates, DIR=path"
-	@echo "                  puts the data on another disk; not those of locks, calls abreast, GPUs (make gpu-test) and engines"
+	@echo "                  puts the data on another disk; not those of locks, GPUs (make gpu-test) and engines"
 	@echo "                  (15 minutes; leave the machine idle, have redis-server installed and 13 GiB of disk free)"
 	@echo "make proto        regenerate the protobuf stubs after a change in proto/"
 	@echo "make golden       records the names, flags, fields and metrics that are promised, after some were added"

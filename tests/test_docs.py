@@ -17,10 +17,6 @@ from kvstore.config import ClientConfig, load, parse_nbytes
 from kvstore.errors import ConfigError
 from kvstore.measure.node_process import NodeProcess
 from node.config import NodeConfig
-from node.disk.data_dir import LOCK_WAIT_S
-from node.disk.keeper_process import END_S
-from node.disk.reads import HANGS_S
-from node.disk.shortage import LOG_S
 from node.main import _parser
 
 ROOT = Path(__file__).parent.parent
@@ -78,20 +74,6 @@ def test_the_defaults_of_a_node_are_those_of_the_table() -> None:
     assert NodeConfig(ram_nbytes=8 << 30, disk_nbytes=1 << 40).disk_extent_of_new_dir == 128 << 20, "the larger of both"
 
 
-@pytest.mark.parametrize(
-    ("document", "said"),
-    [
-        ("docs/operations.md", f"when a read has taken {HANGS_S:g} s, what is on disk only is a miss"),
-        ("docs/guide.md", f"those on disk are misses when a read has taken {HANGS_S:g} s"),
-        ("docs/operations.md", f"{END_S:g} of them for the keeper, which is killed then"),
-        ("docs/operations.md", f"a warning in the log says so every {LOG_S:g} s"),
-        ("docs/operations.md", f"the next one waits up to {LOCK_WAIT_S:g} s for the old keeper"),
-    ],
-)
-def test_what_is_said_of_a_disk_in_trouble_is_made_from_the_numbers_in_use(document: str, said: str) -> None:
-    assert said in " ".join((ROOT / document).read_text().split())
-
-
 OPEN = {"KVSTORE_NODE_INSECURE": "true", "KVSTORE_NODE_IDENTITIES": "/there"}
 
 
@@ -118,10 +100,6 @@ def test_dockers_variables_are_those_of_the_compose_file() -> None:
         told |= dict(zip(full, defaults.strip().split(", "), strict=True))
     assert len(told) == 11
     assert told.items() <= there.items()
-    assert (
-        f"A stop gets {re.findall(r'stop_grace_period: (30)s', compose)[0]} s"
-        in (ROOT / "docs" / "guide.md").read_text()
-    )
 
 
 def test_every_variable_that_the_documents_name_is_read() -> None:
@@ -181,6 +159,30 @@ def test_every_target_of_make_is_told_and_the_readme_names_those_that_need_more(
     assert targets - {"help"} <= told <= targets | {"help"}
     named = set(re.findall(made, section((ROOT / "README.md").read_text(), "Develop")))
     assert {target for target in targets if re.match("(test|gpu|docker|soak|demo)-", target)} <= named <= targets
+
+
+# ---- links -----------------------------------------------------------------------------------
+
+LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    shown = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in shown}
+
+
+@pytest.mark.parametrize("document", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_of_a_document_resolve(document: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        if ":" in name or (path.exists() and (not anchor or anchor in anchors(path.read_text()))):
+            continue
+        dead.append(target)
+    assert dead == []
 
 
 # ---- a program -------------------------------------------------------------------------------

@@ -132,15 +132,6 @@ def test_other_threads_run_during_a_large_copy(kind: Callable[[int], Any], other
     assert others_run(lambda: copy(target, source))
 
 
-def test_the_measure_itself_finds_a_copy_that_keeps_the_gil(others_run: Any) -> None:
-    source, target = memoryview(bytes(1 << 20)), memoryview(bytearray(1 << 20))
-
-    def assign() -> None:
-        target[:] = source
-
-    assert not others_run(assign)
-
-
 def test_other_threads_run_while_page_tables_are_filled(others_run: Any) -> None:
     with mmap.mmap(-1, LARGE) as memory:
 

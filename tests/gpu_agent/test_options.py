@@ -1,16 +1,11 @@
 """What an adapter reads from its engine's configuration."""
 
 import ast
-import re
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpu_agent.config import AgentConfig
-from gpu_agent.host.rows import TierConfig
 from gpu_agent.options import Identity, facts_text, read_options
 from kvstore import ConfigError, PageLayout
 from kvstore.layout import LayerGroup, Plane
@@ -87,8 +82,6 @@ def test_the_environment_wins_over_an_adapters_defaults_and_loses_to_the_users_v
     assert (options.client.wire, options.client.address) == ("bulk", "store:1")
 
 
-# ---- docs/engines ----------------------------------------------------------------------------
-
 ENGINES = ROOT / "gpu_agent" / "engines"
 
 
@@ -98,46 +91,3 @@ def test_no_adapter_passes_its_defaults_off_as_the_users_values() -> None:
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             if getattr(call.func, "id", "") == "read_options":
                 assert not isinstance(call.args[0], ast.Dict), path.name
-
-
-def defaults_of(adapter: str) -> dict[str, Any]:
-    """Of the options of an adapter whose engine is not here: DEFAULTS and the fields of its own settings."""
-    text = (ENGINES / f"{adapter}.py").read_text()
-    own = {name: float(value) for name, value in re.findall(r"(\w+): float = setting\(([\d.]+),", text)}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "DEFAULTS":
-            values = zip(node.value.keys, node.value.values, strict=True)  # type: ignore[attr-defined]
-            own |= {key.value: value.value for key, value in values if isinstance(value, ast.Constant)}
-    return {**asdict(AgentConfig()), **own}
-
-
-def said_of(text: str) -> Iterator[tuple[str, float]]:
-    """Defaults as `name` (1.0), `name` (30 s), and in tables: | `one`, `two` | 1, 32 MiB |."""
-    yield from ((name, float(value)) for name, value in re.findall(r"`(\w+_s)`\s+\(([\d.]+)(?: s)?\)", text))
-    for names, values in re.findall(r"^\| ([^|]*`[^|]*) \| ([^|]*) \|", text, re.MULTILINE):
-        numbers = re.findall(r"([\d.]+)( MiB)?(?:, |$| \(at most)", values)
-        named = [name.removeprefix("KVSTORE_AGENT_").lower() for name in re.findall(r"`(\w+)`", names)]
-        if len(named) == len(numbers):
-            yield from (
-                (name, float(n) * (1 << 20 if mib else 1)) for name, (n, mib) in zip(named, numbers, strict=True)
-            )
-
-
-@pytest.mark.parametrize(
-    ("page", "part", "defaults", "count"),
-    [
-        ("sglang.md", 0, defaults_of("sglang"), 4),
-        ("sglang.md", 1, defaults_of("sglang_linker"), 4),
-        ("lmcache.md", 0, asdict(AgentConfig()), 4),
-        ("vllm.md", 0, asdict(AgentConfig()), 3),
-        ("vllm-tier.md", 0, asdict(AgentConfig()), 5),
-        ("lightllm.md", 0, asdict(TierConfig()), 4),
-    ],
-)
-def test_the_defaults_in_an_engines_page_are_those_in_use(
-    page: str, part: int, defaults: dict[str, Any], count: int
-) -> None:
-    text = (ROOT / "docs" / "engines" / page).read_text().split("\n## Linker")[part]
-    said = {name: value for name, value in said_of(text) if name in defaults}
-    assert len(said) == count, said
-    assert said == {name: defaults[name] for name in said}

@@ -110,11 +110,3 @@ def test_a_client_of_today_understands_a_node_of_then(then: tuple[Then, str]) ->
         serving.result(30.0)
     assert (buffers, node.took) == (PAGES, b"".join(PAGES))
     assert {version for version, _ in node.asked} == {VERSION}
-
-
-def test_the_comparison_itself_finds_what_is_told_otherwise() -> None:
-    was, now = reply("verify"), reply("verify")
-    now.verify.intact += 1
-    now.verify.pages[0] = pb.PAGE_DROPPED
-    assert [line.partition(":")[0] for line in unlike(was, now)] == [".verify.intact", ".verify.pages"]
-    assert unlike(reply("lookup"), pb.BulkReply()) != []

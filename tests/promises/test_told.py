@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import typer
-from told import fields, told
+from told import told
 
 from kvstore.cli.commands import app
 
@@ -34,7 +34,3 @@ def commands(group: Any, path: str = "") -> Iterator[str]:
 def test_every_command_is_asked(found: dict[str, list[str]]) -> None:
     groups = {"tokens", "certs"}  # which do nothing by themselves
     assert {name.partition(" of ")[0] for name in found} == set(commands(typer.main.get_command(app))) - groups
-
-
-def test_fields_are_named_by_their_way() -> None:
-    assert list(fields({"a": {"b": 1}, "c": [{"d": None}], "e": []})) == ["a.b", "c[]", "c[].d", "e[]"]

@@ -55,13 +55,6 @@ def test_the_table_claims_what_is_tried_and_nothing_else() -> None:
     assert set().union(*table().values()) <= WORDS
 
 
-def test_every_no_has_its_reason_and_every_note_is_cited() -> None:
-    notes = re.findall(r"^(\d+)\. ", DOCUMENT.read_text().partition("## Notes")[2], re.MULTILINE)
-    cited = {note for cell in cells().values() for note in re.findall(r"\((\d+)\)", cell)}
-    assert notes == sorted(cited, key=int) == [str(number + 1) for number in range(len(notes))]
-    assert all("(" in cells()[pair] for pair, words in table().items() if words & {"no", "nobody"})
-
-
 def ways() -> Iterator[Any]:
     for name, adapter in ADAPTERS.items():
         for ingredient, words in adapter.claims.items():
