@@ -115,7 +115,7 @@ image:
 		--build-arg REVISION=$(shell git describe --always --dirty --abbrev=40 --match=) --build-arg SOURCE=$(SOURCE) $(ARGS) .
 
 test-image: $(READY)
-	PYTHON=$(BIN)/python docker/twice.sh
+	PYTHON=$(BIN)/python tests/docker/twice.sh
 
 test-etcd: $(READY)
 	@command -v etcd >/dev/null && command -v etcdctl >/dev/null || { echo "needs etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client"; exit 1; }
@@ -186,7 +186,7 @@ test-cluster: $(READY)
 	KVSTORE_CLUSTER_FAULTS=1 $(BIN)/python -m pytest tests/cluster_faults $(ARGS)
 
 docker-test: $(READY)
-	KVSTORE=$(BIN)/kvstore docker/test.sh
+	KVSTORE=$(BIN)/kvstore tests/docker/test.sh
 
 # The schemas of the API are a package of their own, in an environment of their own.
 .venv-kubernetes/.ready: constraints.txt
