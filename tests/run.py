@@ -116,8 +116,8 @@ def pip(python: str, *arguments: str) -> None:
 
 
 def overlay(path: str, *packages: str) -> str:
-    """Install packages beside `.venv`, without their dependencies, and return the folder, for PYTHONPATH."""
-    pip(PYTHON, "--no-deps", "--upgrade", "--target", path, *packages)
+    """Install packages beside `.venv` and return the folder, for PYTHONPATH."""
+    pip(PYTHON, "--upgrade", "--target", path, *packages)
     return path
 
 
@@ -253,17 +253,28 @@ def soak_cluster() -> None:
 # ---- other versions of what we depend on -----------------------------------------------------
 
 
+def service(release: str, path: str) -> None:
+    """Run the tests of the service with the packages of a folder in place of those of `.venv`."""
+    names = ("node/test_service_surface", "node/test_bad_requests", "node/test_grpc_abuse", "node/test_limits_grpc")
+    names += ("core/test_client", "core/test_messages", "cli/test_commands", "gateway/test_health")
+    print(release, flush=True)
+    run(PYTHON, "-m", "pytest", *(f"tests/{name}.py" for name in names), PYTHONPATH=path)
+
+
 @target_in_venv
 def test_protobuf() -> None:
     """the service under a protobuf of each major that our range allows (3 minutes; network)"""
-    files = [f"tests/node/test_{name}.py" for name in ("service_surface", "bad_requests", "grpc_abuse", "limits_grpc")]
-    files += ["tests/core/test_client.py", "tests/core/test_messages.py", "tests/cli/test_commands.py"]
-    files += ["tests/gateway/test_health.py"]
     for version, companions in PROTOBUFS.items():
-        pinned = [f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")]
-        path = overlay(f".venv-protobuf/{version}", f"protobuf=={version}", *pinned)
-        print(f"protobuf {version}", flush=True)
-        run(PYTHON, "-m", "pytest", *files, PYTHONPATH=path)
+        pinned = ("--no-deps", *(f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")))
+        service(f"protobuf {version}", overlay(f".venv-protobuf/{version}", f"protobuf=={version}", *pinned))
+
+
+@target_in_venv
+def test_grpcio() -> None:
+    """the service under the oldest grpcio and protobuf of a node, and under the newest (2 minutes; network)"""
+    service("the oldest", overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"))
+    newest = ("grpcio", "protobuf<8", "grpcio-health-checking", "grpcio-reflection", "xxhash")
+    service("the newest", overlay(".venv-grpcio/newest", *newest))
 
 
 @target_in_venv
@@ -288,7 +299,7 @@ def test_oldest() -> None:
 def test_transformers() -> None:
     """the adapters of transformers with 5.24, after the 5.23 of make test (2 minutes; network)"""
     names = ("test_transformers.py", "test_transformers_paged.py", "test_tenants.py", "identity/test_rope.py")
-    path = overlay(".venv-transformers/5.24.0", "transformers==5.24.0")
+    path = overlay(".venv-transformers/5.24.0", "--no-deps", "transformers==5.24.0")
     pytest(*(f"tests/gpu_agent/{name}" for name in names), PYTHONPATH=path)
 
 

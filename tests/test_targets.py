@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from targets import ROOT, commands_of, load_run, targets_of_make
 
 RUN = load_run()
 LINES_MAX = 150
 RELEASES = ["test-lmcache-0.5.6"]
+CI = ("check", "test-oldest", "test-grpcio", "test-protobuf", "test-dist")
 
 
 def make(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -71,6 +73,31 @@ def test_arguments_reach_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("ARGS", "-k 'this or that' -x")
     (etcd,) = commands_of("test-etcd", monkeypatch, tmp_path)
     assert etcd.words[-4:] == ("tests/etcd", "-k", "this or that", "-x")
+
+
+def test_the_public_ci_runs_targets_on_every_python_that_we_support() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    run = [
+        step["run"].replace("${{ matrix.target }}", str(row.get("target")))
+        for job in jobs.values()
+        for row in job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+        for step in job["steps"]
+        if "run" in step
+    ]
+    targets = {re.fullmatch(r"make ([a-z-]+) PYTHON=python", line) for line in run}
+    assert {found and found[1] for found in targets} == {*CI}
+    assert set(CI) <= targets_of_make() | set(RUN.TARGETS)
+    (oldest,) = re.findall(r'requires-python = ">=3.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert jobs["check"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(int(oldest), 15)]
+
+
+def test_hooks_run_what_check_runs_before_the_tests() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    commands = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
+    assert commands == [".venv/bin/ruff format", ".venv/bin/ruff check", ".venv/bin/mypy"]
+    checked = make("--dry-run", "check").stdout.splitlines()
+    checks = [line.replace(" --check", "").removesuffix(" .") for line in checked if "/bin/" in line]
+    assert [line for line in checks if "pytest" not in line] == commands
 
 
 def test_an_unknown_target_ends_with_the_list() -> None:
