@@ -53,15 +53,16 @@ $(READY): packages = --editable '.[dev]'
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(READY) .venv-demo/.ready: torch = $(TORCH_INDEX)
 # pip shows its progress on a terminal, and elsewhere only what goes wrong.
-INSTALL = $(@D)/bin/python -m pip install $$([ -t 1 ] || echo --quiet) --disable-pip-version-check --constraint constraints.txt
+QUIET = [ -t 1 ] && quiet= || quiet=--quiet
+INSTALL = $(@D)/bin/python -m pip install $$quiet --disable-pip-version-check --constraint constraints.txt
 
 $(READY) .venv-demo/.ready .venv-cluster/.ready .venv-build/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvstore needs Python 3.10 or newer; set PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv $(@D) || { echo "python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "making $(@D): pip install $(packages)"
-	@$(if $(torch),if [ $$(uname) = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+	@$(if $(torch),$(QUIET); if [ $$(uname) = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		$(INSTALL) --no-deps --timeout 5 --retries 1 --index-url $(torch) torch || echo "$(torch) has no torch for this machine; asking the usual index"; fi)
-	@$(INSTALL) $(packages)
+	@$(QUIET); $(INSTALL) $(packages)
 	@touch $@
 
 demo: $(DEMO)/.ready
