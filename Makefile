@@ -55,6 +55,8 @@ $(READY) .venv-demo/.ready: torch = $(TORCH_INDEX)
 # pip shows its progress on a terminal, and elsewhere only what goes wrong.
 QUIET = [ -t 1 ] && quiet= || quiet=--quiet
 INSTALL = $(@D)/bin/python -m pip install $$quiet --disable-pip-version-check --constraint constraints.txt
+# A demo imports a small part of torch and transformers; the rest is not compiled.
+.venv-demo/.ready: INSTALL += --no-compile
 
 $(READY) .venv-demo/.ready .venv-cluster/.ready .venv-build/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvstore needs Python 3.10 or newer; set PYTHON=..."; exit 1; }
