@@ -20,7 +20,12 @@ from node.config import NodeConfig
 from node.main import _parser
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "engines").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "engines").glob("*.md")),
+]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 COMMANDS: Any = typer.main.get_command(app)
 
@@ -150,15 +155,6 @@ def test_the_command_understands_every_command_line_of_the_documents(words: list
 def test_enough_of_them_are_found() -> None:
     assert len(list(command_lines("kvstore-node"))) > 5
     assert {line.values[0][0] for line in command_lines("kvstore")} >= set(COMMANDS.commands)
-
-
-def test_every_target_of_make_is_told_and_the_readme_names_those_that_need_more() -> None:
-    (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    targets, made = set(phony.split()), r"make\s+([a-z-]+)"
-    told = set(re.findall(f"`{made}", (ROOT / "docs" / "develop.md").read_text()))
-    assert targets - {"help"} <= told <= targets | {"help"}
-    named = set(re.findall(made, section((ROOT / "README.md").read_text(), "Develop")))
-    assert {target for target in targets if re.match("(test|gpu|docker|soak|demo)-", target)} <= named <= targets
 
 
 # ---- links -----------------------------------------------------------------------------------

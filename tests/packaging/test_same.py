@@ -1,4 +1,4 @@
-"""docker/same.py, by which `make test-image` compares images: what differs is found, but for the time of the build."""
+"""`tests/docker/same.py`, which compares images for `make test-image`, finds every difference but the build time."""
 
 import importlib.util
 import io
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("same", Path(__file__).parents[2] / "docker" / "same.py")
+_spec = importlib.util.spec_from_file_location("same", Path(__file__).parents[1] / "docker" / "same.py")
 assert _spec is not None
 assert _spec.loader is not None
 same: Any = importlib.util.module_from_spec(_spec)

@@ -104,3 +104,32 @@ def test_the_wheel_holds_what_is_not_python(python: str) -> None:
     assert (gpu_agent / "kernels" / "transfer.cu").is_file()
     assert (kvstore / "pb" / "kvstore_pb2.pyi").is_file()
     assert {name for name in NAMES if not (node / "console" / name).is_file()} == set()
+
+
+PROGRAM = """
+from kvstore import Client, PutOutcome
+from gpu_agent.options import Identity
+
+client = Client()
+reveal_type(client.wire_name)
+reveal_type(client.put)
+reveal_type(Identity().tenant)
+client.no_such_call()
+outcome: PutOutcome = client.wire_name
+"""
+
+
+def test_a_type_checker_sees_the_types_of_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is of the development environment")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    config = "[mypy]\nstrict = true\n[mypy-torch.*,cryptography.*]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(config)
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", os.devnull, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert said[0] == 'note: Revealed type is "str"', done.stdout
+    assert "kvstore.keys.Namespace" in said[1], done.stdout
+    assert said[2] == 'note: Revealed type is "str"', done.stdout
+    assert said[3].startswith('error: "Client" has no attribute "no_such_call"'), done.stdout
+    assert said[4].startswith("error: Incompatible types in assignment"), done.stdout
+    assert len(said) == 6, done.stdout  # what it is about, and how many errors there are

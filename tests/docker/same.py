@@ -1,6 +1,6 @@
 """Whether two images, as `docker save` writes them, are the same: every file, and what is said about the whole.
 
-    python3 docker/same.py ONE.tar TWO.tar
+    python3 tests/docker/same.py ONE.tar TWO.tar
 
 Status 0: they are; then it says whether the layers are, byte by byte, too. 1: what differs, a line for each.
 Not compared is when they were built, which the configuration says, and with it the image's own digest.

@@ -1,6 +1,6 @@
-"""Whether a Grafana lets in whom it should, has the dashboard and asks Prometheus: for docker/monitoring.sh.
+"""Whether a Grafana lets in whom it should, has the dashboard and asks Prometheus: for tests/docker/monitoring.sh.
 
-    python3 docker/grafana.py http://127.0.0.1:3000 PASSWORD_FILE dashboard.json
+    python3 tests/docker/grafana.py http://127.0.0.1:3000 PASSWORD_FILE dashboard.json
 
 Exit status 1 and a line on stderr if not.
 """

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the node's image twice, without cache, and compares what is in it: names, modes, owners, times and contents of all
-# files, and the labels. `make test-image` runs it; BASE, CACHE, PIP_CERT, DEBIAN_MIRROR as for docker/test.sh. Leaves behind
+# files, and the labels. `make test-image` runs it; BASE, CACHE, PIP_CERT, DEBIAN_MIRROR as for tests/docker/test.sh. Leaves behind
 # what apt-get installed, CACHE and, in a Docker that was there, the images that it pulled and the build cache.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 exec </dev/null
 
 WORK=$(mktemp -d /var/tmp/kvstore-test-image.XXXXXX)
@@ -21,8 +21,8 @@ fail() {
     exit 1
 }
 
-# shellcheck source=docker/daemon.sh
-. docker/daemon.sh
+# shellcheck source=tests/docker/daemon.sh
+. tests/docker/daemon.sh
 
 clean_up() {
     local status=$?
@@ -63,4 +63,4 @@ label=$("$DOCKER" image inspect --format '{{index .Config.Labels "org.opencontai
 said=$("$DOCKER" run --rm --network none --read-only "$IMAGE-2" --version)
 [[ $said == "$label" ]] || fail "the node says that it is $said, the image's label $label"
 step "the node is $said, as the image's label says"
-"$PYTHON" docker/same.py "$WORK/1.tar" "$WORK/2.tar"
+"$PYTHON" tests/docker/same.py "$WORK/1.tar" "$WORK/2.tar"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # GRAFANA is the caller's
-# Checks docker/compose.monitoring.yaml for docker/test.sh: real Prometheus beside one node and beside three, and Grafana
-# where a registry has it. Sourced; needs `step`, `fail`, `pick`, `compose` and `in_node`, docker/daemon.sh,
-# docker/cluster.sh, WORK, PROJECT, IMAGE, DOCKER, NODE and what `start` exported.
+# Checks docker/compose.monitoring.yaml for tests/docker/test.sh: real Prometheus beside one node and beside three, and Grafana
+# where a registry has it. Sourced; needs `step`, `fail`, `pick`, `compose` and `in_node`, tests/docker/daemon.sh,
+# tests/docker/cluster.sh, WORK, PROJECT, IMAGE, DOCKER, NODE and what `start` exported.
 #
 #   GRAFANA                   " and Grafana", or empty where it was not tried
 #   monitoring_images         Prometheus's image, or one made of Debian's; Grafana's if it can be had
@@ -101,7 +101,7 @@ except ConnectionRefusedError:
 _check_grafana() {
     "$DOCKER" cp "$(_monitored ps --quiet grafana):/run/kvstore/admin.password" "$WORK/admin.password" >/dev/null \
         || fail "there is no password of Grafana's"
-    python3 docker/grafana.py "http://127.0.0.1:$GRAFANA_PORT" "$WORK/admin.password" deploy/monitoring/dashboard.json \
+    python3 tests/docker/grafana.py "http://127.0.0.1:$GRAFANA_PORT" "$WORK/admin.password" deploy/monitoring/dashboard.json \
         || fail "Grafana: $("$DOCKER" logs --tail 20 "$(_monitored ps --quiet grafana)" 2>&1)"
     step "Grafana: strangers refused; it has the dashboard, and asks Prometheus"
 }

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What docker/agent.Dockerfile makes of an engine's image. Sourced by docker/test.sh, whose functions and variables it uses.
+# What docker/agent.Dockerfile makes of an engine's image. Sourced by tests/docker/test.sh, whose functions and variables it uses.
 
 # The engine is a stand-in: the base with a torch of its own, whatever else that has.
 check_agent() {

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Checks docker/compose.cluster.yaml for docker/test.sh: three nodes are one store, and one of them is killed.
+# Checks docker/compose.cluster.yaml for tests/docker/test.sh: three nodes are one store, and one of them is killed.
 # Sourced; needs `step`, `fail`, `pick`, WORK, PROJECT, IMAGE, DOCKER, COMPOSE and what `start` exported.
 #
 #   check_cluster R [etcd]   puts, kills, gets, restarts; on a fixed list, or on etcd

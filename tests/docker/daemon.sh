@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034  # COMPOSE and BUILD_FLAGS are the caller's
-# Finds a Docker for docker/test.sh, or starts one of its own. Sourced; needs `set -euo pipefail`,
+# Finds a Docker for tests/docker/test.sh, or starts one of its own. Sourced; needs `set -euo pipefail`,
 # `step`, `fail`, WORK, a folder of the caller's that it removes after daemon_stop, and CACHE, one that it keeps.
 #
 #   daemon_find        sets DOCKER, COMPOSE, BUILD_FLAGS; exports DOCKER_HOST if the daemon is ours

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Checks for docker/test.sh who is let in by docker/compose.yaml's node: over the published ports, who has the
+# Checks for tests/docker/test.sh who is let in by docker/compose.yaml's node: over the published ports, who has the
 # authority's certificate and a token of this project, and nobody else. Sourced; needs `step`, `fail`, `pick`, `in_node`,
 # `compose`, DOCKER, IMAGE, PROJECT, WORK, NODE, KVSTORE and what `start` exported.
 #

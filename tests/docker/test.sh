@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Builds the node's image, runs docker/compose.yaml with it and checks what they promise: healthy, user
 # 10001, read-only root, pages through the CLI and back, durable and flushed ones after SIGKILL, from the host
-# with TLS and a token, and strangers kept out (docker/strangers.sh), a second container kept off the volume,
+# with TLS and a token, and strangers kept out (tests/docker/strangers.sh), a second container kept off the volume,
 # SIGTERM drains, other containers share the node's memory if they may, and leave nothing behind when they are
-# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (docker/cluster.sh); both with
-# docker/compose.monitoring.yaml beside them (docker/monitoring.sh); and an engine's image with the agent (docker/agent.sh).
+# killed; then docker/compose.cluster.yaml, three nodes of which one is killed (tests/docker/cluster.sh); both with
+# docker/compose.monitoring.yaml beside them (tests/docker/monitoring.sh); and an engine's image with the agent (tests/docker/agent.sh).
 # `make docker-test` runs it; 3 minutes on two idle cores, 10 to 15 on busy ones. Leaves behind what apt-get installed, CACHE
 # and, in a Docker that was there, the images that it pulled and the build cache.
 #
-# Uses the Docker that is there, or as root on Debian one of its own (docker/daemon.sh).
+# Uses the Docker that is there, or as root on Debian one of its own (tests/docker/daemon.sh).
 #   BASE           base image; without a registry one is made with mmdebstrap
 #   CACHE          folder that keeps what was made
 #   PIP_CERT       CA bundle of the package index, given to the build as a secret
 #   DEBIAN_MIRROR  for mmdebstrap
 #   KVSTORE        a `kvstore` command on this host, to try the published ports
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 exec </dev/null
 
 # Not /tmp: it may be small, or forbid the device nodes that mmdebstrap makes.
@@ -36,16 +36,16 @@ fail() {
     exit 1
 }
 
-# shellcheck source=docker/daemon.sh
-. docker/daemon.sh
-# shellcheck source=docker/strangers.sh
-. docker/strangers.sh
-# shellcheck source=docker/cluster.sh
-. docker/cluster.sh
-# shellcheck source=docker/monitoring.sh
-. docker/monitoring.sh
-# shellcheck source=docker/agent.sh
-. docker/agent.sh
+# shellcheck source=tests/docker/daemon.sh
+. tests/docker/daemon.sh
+# shellcheck source=tests/docker/strangers.sh
+. tests/docker/strangers.sh
+# shellcheck source=tests/docker/cluster.sh
+. tests/docker/cluster.sh
+# shellcheck source=tests/docker/monitoring.sh
+. tests/docker/monitoring.sh
+# shellcheck source=tests/docker/agent.sh
+. tests/docker/agent.sh
 
 clean_up() {
     local status=$?

@@ -1,0 +1,490 @@
+"""Run tests that need an environment or a program of their own: `make test-NAME`, or `python tests/run.py TARGET`.
+
+Without a target it lists them. A target is a function below: it names what is missing on this machine, makes the
+environment that it needs (`.venv-*`) and runs pytest or a script there. The interpreter that runs this file makes the
+environments; `gpu-test*` run on it. Variables are those of make's command line (`make test-crash CYCLES=20`); ARGS goes
+to pytest or the script.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKE = os.environ.get("MAKE", "make")
+PYTHON = ".venv/bin/python"
+CONSTRAINED = ("--constraint", "constraints.txt")
+# Workers wait half of the time, for deadlines and outages: two a processor, eight at most.
+WORKERS = os.environ.get("WORKERS") or str(2 * (os.cpu_count() or 1))
+PARALLEL = ("--numprocesses", WORKERS, "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
+# A release of each major that our range of protobuf allows, the oldest and the newest among them, and the newest health
+# checking and reflection that load under it.
+PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.71.2", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
+# The lower bounds of pyproject.toml.
+OLDEST = ("grpcio==1.62.3", "protobuf==4.21.6", "xxhash==3.2.0")
+# The last exporters that fit our pins, and today's.
+OPENTELEMETRIES = ("1.27.0", "1.45.2")
+# The release of which the documents speak, and the one that comes.
+LMCACHES = "0.5.6 0.5.7rc2"
+# Their nodes run in the tests' own process, and they write no HTTP/2 by hand.
+OVER_TLS = (
+    *("bulk_abuse", "bad_requests", "limits_requests", "limits_ranges", "limits_grpc", "cluster", "near"),
+    *("broken_work", "storm", "hand_over", "grpc_abuse"),
+)
+
+Target = Callable[[], None]
+TARGETS: dict[str, Target] = {}
+
+
+def target(function: Target) -> Target:
+    """Make the function a target."""
+    TARGETS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def target_in_venv(function: Target) -> Target:
+    """Make the function a target that runs when `.venv` is up to date."""
+
+    @target
+    @functools.wraps(function)
+    def prepared() -> None:
+        setup()
+        function()
+
+    return prepared
+
+
+# ---- helpers ---------------------------------------------------------------------------------
+
+
+def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
+    """Show the command and run it with these variables; end with its status if that is not 0."""
+    print(shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command]), flush=True)
+    process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **variables})
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    if status := process.wait():
+        sys.exit(status if status > 0 else 128 - status)
+
+
+def pytest(*arguments: str, python: str = PYTHON, **variables: str) -> None:
+    run(python, "-m", "pytest", *arguments, *words("ARGS"), **variables)
+
+
+def words(name: str, default: str = "") -> list[str]:
+    return shlex.split(os.environ.get(name) or default)
+
+
+def flags(name: str, flag: str) -> list[str]:
+    """Return the flag with the variable's value, or nothing if that is not set."""
+    return [flag, os.environ[name]] if os.environ.get(name) else []
+
+
+def fail(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(1)
+
+
+def need(*programs: str, hint: str) -> None:
+    if not all(map(shutil.which, programs)):
+        fail(f"needs {hint}")
+
+
+def setup() -> None:
+    """Make `.venv`, the development environment, unless it is up to date."""
+    if is_older(ROOT / ".venv" / ".ready", ROOT / "pyproject.toml", ROOT / "constraints.txt"):
+        run(MAKE, "--no-print-directory", "setup")
+
+
+def environment(path: str, *options: str, python: str = sys.executable) -> str:
+    """Make an environment and return its Python."""
+    run(python, "-m", "venv", *options, path)
+    return f"{path}/bin/python"
+
+
+def pip(python: str, *arguments: str) -> None:
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+
+
+def overlay(path: str, *packages: str) -> str:
+    """Install packages beside `.venv` and return the folder, for PYTHONPATH."""
+    pip(PYTHON, "--upgrade", "--target", path, *packages)
+    return path
+
+
+def is_older(path: Path, *sources: Path) -> bool:
+    return not path.exists() or any(path.stat().st_mtime < source.stat().st_mtime for source in sources)
+
+
+def engine(name: str, script: str, *arguments: str) -> str:
+    """Make `.venv-NAME` with an engine by its install script, unless it is up to date, and return its Python."""
+    setup()
+    python, ready = f".venv-{name}/bin/python", ROOT / f".venv-{name}" / ".ready"
+    if is_older(ready, ROOT / script, ROOT / "pyproject.toml"):
+        engine_python = os.environ.get("ENGINE_PYTHON") or "python3.11"
+        need(engine_python, hint="Python 3.11 for the engines; set ENGINE_PYTHON=...")
+        environment(f".venv-{name}", python=engine_python)
+        run("bash", script, f".venv-{name}", *arguments)
+        pip(python, "--no-deps", "--editable", ".")
+        ready.touch()
+    return python
+
+
+# ---- in the development environment ----------------------------------------------------------
+
+
+@target_in_venv
+def test_hostile() -> None:
+    """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000 for another one)"""
+    umask, chosen = os.environ.get("UMASK") or "077", words("ARGS") or [str(ROOT / "tests")]
+    run(PYTHON, "tests/common/hostile.py", "--umask", umask, *PARALLEL, *chosen)
+
+
+@target_in_venv
+def test_tls() -> None:
+    """tests of nodes that know nothing of TLS, all of it over TLS (2 minutes)"""
+    files = [f"tests/node/test_{name}.py" for name in OVER_TLS]
+    pytest(*PARALLEL, "-p", "over_tls", *files, PYTHONPATH="tests/common")
+
+
+@target_in_venv
+def test_races() -> None:
+    """300 lives of the RAM tier, its users interleaved at random (1-2 minutes; LIVES=60 for less)"""
+    lives = os.environ.get("LIVES") or "300"
+    run(PYTHON, "-m", "pytest", *PARALLEL, "--dist", "load", "tests/node/test_interleaved.py", KVSTORE_RACES=lives)
+
+
+@target_in_venv
+def test_crash() -> None:
+    """a node killed 300 times under load, each page checked (6 minutes; CYCLES=20 for less; DIR=path)"""
+    run(PYTHON, "tests/disk/crash.py", "--cycles", os.environ.get("CYCLES") or "300", *flags("DIR", "--dir"))
+
+
+@target_in_venv
+def test_power() -> None:
+    """power lost at 5,000 moments of what a node does to its disk (3 minutes; RUNS=5 for less; DIR=path)"""
+    run(PYTHON, "tests/disk/power.py", "--runs", os.environ.get("RUNS") or "50", *flags("DIR", "--dir"))
+
+
+@target_in_venv
+def test_etcd() -> None:
+    """nodes registered in a real etcd, which is killed, paused and wiped (1 minute; etcd)"""
+    need("etcd", "etcdctl", hint="etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client")
+    pytest("tests/etcd")
+
+
+@target_in_venv
+def test_cluster() -> None:
+    """nodes on hosts of their own (network namespaces), killed, cut off, full (8 minutes; root, Linux)"""
+    pytest("tests/cluster_faults", KVSTORE_CLUSTER_FAULTS="1")
+
+
+@target_in_venv
+def test_clients() -> None:
+    """the client in docs/clients against a node and the golden bytes (Node.js, npm)"""
+    need("npm", hint="Node.js 18 or newer with npm")
+    run("npm", "install", "--no-audit", "--no-fund", "--no-package-lock", cwd=ROOT / "docs" / "clients")
+    run(PYTHON, "-m", "pytest", "tests/clients")
+
+
+@target_in_venv
+def test_monitoring() -> None:
+    """alerts and dashboard, by promtool and a real Prometheus that scrapes three nodes (prometheus)"""
+    promtool, prometheus = os.environ.get("PROMTOOL") or "promtool", os.environ.get("PROMETHEUS") or "prometheus"
+    need(promtool, prometheus, hint="prometheus and promtool; on Debian: apt-get install prometheus")
+    pytest("tests/monitoring", KVSTORE_PROMTOOL=promtool, KVSTORE_PROMETHEUS=prometheus)
+
+
+@target_in_venv
+def test_console() -> None:
+    """the page for browsers, in a headless Chromium (PICTURES=docs/pictures makes its pictures)"""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if not chromium:
+        fail("needs Chromium; on Debian: apt-get install chromium")
+    pictures = os.environ.get("PICTURES")
+    extra = {"KVSTORE_PICTURES": str(ROOT / pictures)} if pictures else {}
+    pytest("tests/console", KVSTORE_CHROMIUM=chromium, **extra)
+
+
+@target_in_venv
+def test_image() -> None:
+    """the image built twice without cache, all files compared (3 minutes; Docker, or root on Debian)"""
+    run("tests/docker/twice.sh", PYTHON=PYTHON)
+
+
+@target_in_venv
+def fuzz() -> None:
+    """a million inputs, guided by coverage, for each parser of bytes from outside (INPUTS=10000, TARGET=bulk)"""
+    if subprocess.run([PYTHON, "-c", "import atheris"], cwd=ROOT, stderr=subprocess.DEVNULL, check=False).returncode:
+        install = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        found = subprocess.run([*install, "--only-binary", ":all:", *CONSTRAINED, "atheris"], cwd=ROOT, check=False)
+        if found.returncode:
+            fail(
+                "needs atheris, which has wheels for Linux on x86-64 and Python 3.11 to 3.14; "
+                "'make test' has a short run without it"
+            )
+    inputs = os.environ.get("INPUTS") or "1000000"
+    chosen = (*flags("TARGET", "--target"), *words("ARGS"))
+    run(PYTHON, "tests/fuzz/guided.py", "--inputs", inputs, *chosen, PYTHONPATH=str(ROOT))
+
+
+@target_in_venv
+def soak() -> None:
+    """a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict, --rounds)"""
+    run(PYTHON, "benchmarks/soak.py", *words("ARGS"))
+
+
+@target_in_venv
+def soak_cluster() -> None:
+    """three nodes under load and faults: what must stay flat, as a picture (30 minutes; ARGS='--minutes 5')"""
+    run(PYTHON, "benchmarks/soak_cluster.py", *words("ARGS"))
+
+
+# ---- other versions of what we depend on -----------------------------------------------------
+
+
+def service(release: str, path: str) -> None:
+    """Run the tests of the service with the packages of a folder in place of those of `.venv`."""
+    names = ("node/test_service_surface", "node/test_bad_requests", "node/test_grpc_abuse", "node/test_limits_grpc")
+    names += ("core/test_client", "core/test_messages", "cli/test_commands", "gateway/test_health")
+    print(release, flush=True)
+    run(PYTHON, "-m", "pytest", *(f"tests/{name}.py" for name in names), PYTHONPATH=path)
+
+
+@target_in_venv
+def test_protobuf() -> None:
+    """the service under a protobuf of each major that our range allows (3 minutes; network)"""
+    for version, companions in PROTOBUFS.items():
+        pinned = ("--no-deps", *(f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")))
+        service(f"protobuf {version}", overlay(f".venv-protobuf/{version}", f"protobuf=={version}", *pinned))
+
+
+@target_in_venv
+def test_grpcio() -> None:
+    """the service under the oldest grpcio and protobuf of a node, and under the newest (2 minutes; network)"""
+    service("the oldest", overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"))
+    newest = ("grpcio", "protobuf<8", "grpcio-health-checking", "grpcio-reflection", "xxhash")
+    service("the newest", overlay(".venv-grpcio/newest", *newest))
+
+
+@target_in_venv
+def test_oldest() -> None:
+    """the client with the oldest grpcio, protobuf and xxhash that it allows (Python 3.12 or older; network)"""
+    if sys.version_info >= (3, 13):
+        fail(f"needs Python 3.12 or older, for which {OLDEST[0]} has wheels; set PYTHON=...")
+    python = environment(".venv-oldest", "--clear", python=PYTHON)
+    pip(python, "--only-binary", ":all:", *OLDEST)
+    pip(python, "--no-deps", "--editable", ".")
+    # All else comes from `.venv`. Python reads no .pth file of a folder that a .pth file names.
+    (site,) = (ROOT / ".venv").glob("lib/python*/site-packages")
+    (own,) = (ROOT / ".venv-oldest").glob("lib/python*/site-packages")
+    (own / "dependencies.pth").write_text(f"{site}\n")
+    names = ("client", "messages", "frames", "checksum", "grpc_wire", "connections", "bulk_wire", "seals", "package")
+    files = [f"tests/core/test_{name}.py" for name in names]
+    variables = {"PYTHONPATH": "tests/common", "KVSTORE_NODE_PYTHON": PYTHON}
+    pytest(*PARALLEL, "-p", "node_elsewhere", *files, "tests/cli/test_commands.py", python=python, **variables)
+
+
+@target_in_venv
+def test_transformers() -> None:
+    """the adapters of transformers with 5.24, after the 5.23 of make test (2 minutes; network)"""
+    names = ("test_transformers.py", "test_transformers_paged.py", "test_tenants.py", "identity/test_rope.py")
+    path = overlay(".venv-transformers/5.24.0", "--no-deps", "transformers==5.24.0")
+    pytest(*(f"tests/gpu_agent/{name}" for name in names), PYTHONPATH=path)
+
+
+@target
+def test_otlp() -> None:
+    """OpenTelemetry's exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs (network)"""
+    packages = ("sdk", "exporter-otlp-proto-http", "exporter-otlp-proto-grpc")
+    for version in OPENTELEMETRIES:
+        python = environment(f".venv-otlp/{version}")
+        pinned = [f"opentelemetry-{name}=={version}" for name in packages]
+        pip(python, ".[node]", "cryptography", "pytest", *pinned)
+        print(f"opentelemetry {version}", flush=True)
+        pytest("tests/tracing", python=python)
+
+
+# ---- what is built ---------------------------------------------------------------------------
+
+
+@target_in_venv
+def test_dist() -> None:
+    """the wheel in an empty environment, and the same bytes from two clones (1 minute; network)"""
+    run(MAKE, "--no-print-directory", "dist")
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    shutil.rmtree(ROOT / ".venv-dist", ignore_errors=True)
+    pip(environment(".venv-dist"), *CONSTRAINED, f"{wheel}[node,cli,agent]")
+    run(PYTHON, "-m", "pytest", "tests/packaging", KVSTORE_DIST_PYTHON=str(ROOT / ".venv-dist/bin/python"))
+
+
+@target
+def audit() -> None:
+    """what the image installs: licences, dist/sbom.json, known vulnerabilities (network; status 3: not asked)"""
+    run(MAKE, "--no-print-directory", "dist")
+    image, tools = environment(".venv-image", "--clear", "--without-pip"), environment(".venv-audit")
+    pip(tools, *CONSTRAINED, "pip-audit", "cyclonedx-bom")
+    for what in (
+        ("--only-binary", ":all:", "--require-hashes", "--requirement", "docker/requirements.txt"),
+        ("--no-deps", "--no-index", *map(str, (ROOT / "dist").glob("*.whl"))),
+    ):
+        run(tools, "-m", "pip", "--python", image, "install", "--quiet", "--disable-pip-version-check", *what)
+    for path in (ROOT / ".venv-image").glob("lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"):
+        path.unlink()  # the SBOM would tell where the wheel was built
+    run(tools, "docker/audit.py", image, "dist/sbom.json", "constraints.txt")
+
+
+@target_in_venv
+def test_kubernetes() -> None:
+    """deploy/kubernetes rendered and held against the API's schemas (kubectl; network the first time)"""
+    ready = ROOT / ".venv-kubernetes" / ".ready"
+    if is_older(ready, ROOT / "constraints.txt"):
+        pip(environment(".venv-kubernetes"), *CONSTRAINED, "kubernetes-validate")
+        ready.touch()
+    kubectl = os.environ.get("KUBECTL") or "kubectl"
+    need(kubectl, hint="kubectl 1.20 or newer; on Debian: apt-get install kubernetes-client")
+    validate = str(ROOT / ".venv-kubernetes/bin/kubernetes-validate")
+    pytest("tests/kubernetes", KUBECTL=kubectl, KVSTORE_KUBERNETES_VALIDATE=validate)
+
+
+# ---- engines ---------------------------------------------------------------------------------
+
+
+def engine_tests(python: str, *files: str) -> None:
+    pytest(*files, python=python, KVSTORE_NODE_PYTHON=PYTHON)
+
+
+@target
+def test_vllm() -> None:
+    """vLLM's whole engine on the CPU, and the official wheel's scheduler (Python 3.11, 5 GB; SEEDS=200)"""
+    python = engine("vllm", "tests/engines/vllm/install.sh")
+    test_vllm_scheduler()
+    engine_tests(python, "tests/engines/vllm")
+
+
+@target
+def test_vllm_scheduler() -> None:
+    """the official wheel's scheduler alone (Python 3.11, 2 GB)"""
+    python = engine("vllm-official", "tests/engines/vllm/install-official.sh")
+    folder = ROOT / "tests/engines/vllm"
+    files = [path for name in ("tier", "scheduler") for path in sorted(folder.glob(f"test_{name}*.py"))]
+    engine_tests(python, *(str(path.relative_to(ROOT)) for path in files))
+
+
+@target
+def test_sglang() -> None:
+    """SGLang's controllers, pools and radix cache (Python 3.11, g++, ninja, 2.5 GB; SEEDS=1000)"""
+    engine_tests(engine("sglang", "tests/engines/sglang/install.sh"), "tests/engines/sglang")
+
+
+@target
+def test_lightllm() -> None:
+    """LightLLM's CPU cache and disk worker (Python 3.11, 2.7 GB; git, or LIGHTLLM_SRC=checkout; SEEDS=1000)"""
+    engine_tests(engine("lightllm", "tests/engines/lightllm/install.sh"), "tests/engines/lightllm")
+
+
+@target
+def test_lmcache() -> None:
+    """LMCache's contract suite, bench and server (LMCACHE_VERSIONS=0.5.6 for one; 1.6 GB each, 5 GiB of memory)"""
+    for version in words("LMCACHE_VERSIONS", LMCACHES):
+        lmcache(version)
+
+
+def lmcache(version: str) -> None:
+    engine_tests(engine(f"lmcache-{version}", "tests/engines/lmcache/install.sh", version), "tests/engines/lmcache")
+
+
+@target
+def demo_vllm() -> None:
+    """real vLLM on this CPU: the second server answers from the first one's KV (2 minutes; 3.4 GB)"""
+    python = engine("vllm", "tests/engines/vllm/install.sh")
+    run(python, "benchmarks/demo_vllm.py", *words("ARGS"), KVSTORE_NODE_PYTHON=PYTHON)
+
+
+# ---- on this machine's GPU, with this interpreter --------------------------------------------
+
+
+def on_gpu(*command: str) -> None:
+    path = os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))
+    run(*command, PYTHONPATH=path)
+
+
+def need_gpu(modules: str, hint: str) -> None:
+    probe = f"import {modules}; assert torch.cuda.is_available()"
+    if subprocess.run([sys.executable, "-c", probe], cwd=ROOT, check=False).returncode:
+        fail(f"needs an NVIDIA GPU, {hint}")
+
+
+@target
+def gpu_test() -> None:
+    """kernels against the reference, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"""
+    need_gpu(
+        "cupy, torch", f"torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in {sys.executable}"
+    )
+    on_gpu(sys.executable, "-m", "pytest", "tests/gpu_agent")
+    if shutil.which("compute-sanitizer"):
+        files = ("tests/gpu_agent/test_kernels_cuda.py", "tests/gpu_agent/test_leaves_cuda.py")
+        sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
+        on_gpu(*sanitizer, sys.executable, "-m", "pytest", *files)
+    else:
+        print("compute-sanitizer (CUDA toolkit) is not here: no memcheck", flush=True)
+    several = "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"
+    alone = subprocess.run([sys.executable, "-c", several], check=False).returncode
+    for name in ("transfer", "agent", *(() if alone else ("agents",)), "ttft"):
+        on_gpu(sys.executable, f"benchmarks/{name}.py")
+
+
+def gpu_engine(name: str, version: str) -> None:
+    packages = (
+        f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and this project ('.[node]')"
+    )
+    need_gpu(f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}")
+    parallel = ("-p", "no:benchmark", "--numprocesses", "4", "--dist", "loadfile")  # a node for each file
+    on_gpu(sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS"))
+
+
+@target
+def gpu_test_vllm() -> None:
+    """real vLLM 0.33: hits, caches, outages, its server, both routes (6 minutes; two ranks need two GPUs)"""
+    gpu_engine("vllm", "0.33.0")
+
+
+@target
+def gpu_test_sglang() -> None:
+    """real SGLang 0.5.23: HiCache and the linker, layouts, outages, ends (2 minutes)"""
+    gpu_engine("sglang", "0.5.23")
+
+
+# ---- the command -----------------------------------------------------------------------------
+
+
+def listing() -> str:
+    return "\n".join(f"make {name:20} {function.__doc__}" for name, function in TARGETS.items())
+
+
+def main(arguments: list[str]) -> None:
+    if arguments in ([], ["--list"]):
+        print(listing())
+        return
+    (name,) = arguments
+    signal.signal(signal.SIGINT, lambda *_: None)  # the command gets it as well, and ends first
+    if name.startswith("test-lmcache-"):
+        lmcache(name[len("test-lmcache-") :])
+    elif name in TARGETS:
+        TARGETS[name]()
+    else:
+        fail(f"there is no target {name}; there are:\n{listing()}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,178 @@
+"""The targets of make: each is described, each parses, names only files that exist, and says what it misses."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from targets import ROOT, commands_of, load_run, targets_of_make
+
+RUN = load_run()
+LINES_MAX = 150
+RELEASES = ["test-lmcache-0.5.6"]
+CI = ("check", "test-oldest", "test-grpcio", "test-protobuf", "test-dist")
+
+
+def make(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_makefile_is_short() -> None:
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= LINES_MAX
+
+
+def test_every_target_is_described() -> None:
+    targets = targets_of_make() | set(RUN.TARGETS)
+    described = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert targets - {"help"} <= described <= targets
+
+
+def test_every_target_that_a_document_names_exists() -> None:
+    targets = targets_of_make() | set(RUN.TARGETS)
+    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/*.py"), ROOT / "SECURITY.md"):
+        named = set(re.findall(r"`make ([a-z]+(?:-[a-z]+)*)[ `]", path.read_text()))
+        assert named <= targets, path
+
+
+def test_help_lists_every_target() -> None:
+    listed = set(re.findall(r"^make ([a-z-]+)", make("help").stdout, re.MULTILINE))
+    assert (targets_of_make() | set(RUN.TARGETS)) - listed <= {"help", "lint", "types"}
+
+
+@pytest.mark.parametrize("name", sorted(targets_of_make() | set(RUN.TARGETS)) + RELEASES)
+def test_make_knows_how_to_run_a_target(name: str) -> None:
+    done = make("--dry-run", name)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() != ""
+    assert (f"tests/run.py {name}\n" in done.stdout) == (name in RUN.TARGETS or name in RELEASES)
+
+
+@pytest.mark.parametrize("name", [*RUN.TARGETS, *RELEASES])
+def test_a_target_runs_only_what_exists(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = commands_of(name, monkeypatch, tmp_path)
+    assert found != []
+    words = [word for command in found for word in (*command.words, *command.variables.values())]
+    paths = {word for word in words if word.startswith(("tests/", "benchmarks/", "docker/"))}
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+def test_a_target_takes_the_variables_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CYCLES", "7")
+    monkeypatch.setenv("DIR", "/a b")
+    (crash,) = commands_of("test-crash", monkeypatch, tmp_path)
+    assert crash.words[1:] == ("tests/disk/crash.py", "--cycles", "7", "--dir", "/a b")
+
+
+def test_arguments_reach_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ARGS", "-k 'this or that' -x")
+    (etcd,) = commands_of("test-etcd", monkeypatch, tmp_path)
+    assert etcd.words[-4:] == ("tests/etcd", "-k", "this or that", "-x")
+
+
+def test_the_public_ci_runs_targets_on_every_python_that_we_support() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    run = [
+        step["run"].replace("${{ matrix.target }}", str(row.get("target")))
+        for job in jobs.values()
+        for row in job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+        for step in job["steps"]
+        if "run" in step
+    ]
+    targets = {re.fullmatch(r"make ([a-z-]+) PYTHON=python", line) for line in run}
+    assert {found and found[1] for found in targets} == {*CI}
+    assert set(CI) <= targets_of_make() | set(RUN.TARGETS)
+    (oldest,) = re.findall(r'requires-python = ">=3.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert jobs["check"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(int(oldest), 15)]
+
+
+def test_hooks_run_what_check_runs_before_the_tests() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    commands = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
+    assert commands == [".venv/bin/ruff format", ".venv/bin/ruff check", ".venv/bin/mypy"]
+    checked = make("--dry-run", "check").stdout.splitlines()
+    checks = [line.replace(" --check", "").removesuffix(" .") for line in checked if "/bin/" in line]
+    assert [line for line in checks if "pytest" not in line] == commands
+
+
+def test_an_unknown_target_ends_with_the_list() -> None:
+    done = make("test-nothing-of-the-kind")
+    assert done.returncode == 2
+    assert "there is no target test-nothing-of-the-kind; there are:\nmake test-hostile" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("test-etcd", "needs etcd and etcdctl; on Debian: apt-get install etcd-server etcd-client"),
+        ("test-clients", "needs Node.js 18 or newer with npm"),
+        ("test-monitoring", "needs prometheus and promtool; on Debian: apt-get install prometheus"),
+        ("test-console", "needs Chromium; on Debian: apt-get install chromium"),
+        ("test-sglang", "needs Python 3.11 for the engines; set ENGINE_PYTHON=..."),
+    ],
+)
+def test_a_missing_program_is_named(
+    name: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load_run()
+    monkeypatch.setattr(module, "setup", lambda: None)
+    monkeypatch.setattr(module, "is_older", lambda *_: True)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit) as ended:
+        module.main([name])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"{missing}\n"
+
+
+def test_an_environment_is_old_when_a_source_is_newer(tmp_path: Path) -> None:
+    ready, source = tmp_path / "ready", tmp_path / "source"
+    source.touch()
+    assert RUN.is_older(ready, source)
+    ready.touch()
+    os.utime(source, (1, 1))
+    assert not RUN.is_older(ready, source)
+    os.utime(source, (time.time() + 60, time.time() + 60))
+    assert RUN.is_older(ready, source)
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(5)", 5), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_status_of_a_failed_command_is_kept(end: str, status: int) -> None:
+    program = f"import os, sys; {end}"
+    code = f"import run; run.run({sys.executable!r}, '-c', {program!r}); print('went on')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    assert (done.returncode, "went on" in done.stdout) == (status, False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_lets_the_command_end_first(number: signal.Signals, tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to both; SIGTERM reaches the runner alone, which passes it on."""
+    ended = tmp_path / "ended"
+    child = f"""
+import pathlib, signal, sys, time
+def stop(*_):
+    time.sleep(0.5)
+    pathlib.Path({str(ended)!r}).touch()
+    sys.exit(3)
+signal.signal(signal.{number.name}, stop)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    code = f"import run; run.TARGETS['x'] = lambda: run.run({sys.executable!r}, '-c', {child!r}); run.main(['x'])"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, cwd=ROOT / "tests", stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as runner:
+        assert runner.stdout is not None
+        while runner.stdout.readline() != "ready\n":
+            assert runner.poll() is None
+        if number == signal.SIGINT:
+            os.killpg(runner.pid, number)
+        else:
+            runner.send_signal(number)
+        assert runner.wait(timeout=30) == 3
+    assert ended.exists()
