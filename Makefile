@@ -73,7 +73,7 @@ demo: $(DEMO)/.ready
 demo-cluster: $(CLUSTER)/.ready
 	$(CLUSTER)/bin/python benchmarks/demo_cluster.py $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
-# A user's PYTHONPATH is none of the tests' business. What else may be set, tests/common/hermetic.py keeps off.
+# A user's PYTHONPATH is none of the tests' business. What else may be set, tests/helpers/hermetic.py keeps off.
 test: $(READY)
 	env -u PYTHONPATH -u PYTHONOPTIMIZE $(PYTEST) $(ARGS)
 
@@ -98,7 +98,7 @@ proto: $(READY)
 
 # New names are promised from now on; a name that is gone needs a line in docs/upgrading.md.
 golden: $(READY)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/common $(BIN)/python tests/promises/record.py names
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/helpers/record.py names
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'

@@ -32,12 +32,12 @@ from measure import Report, parser, percentile, progress
 
 from kvstore import Client, KVStoreError, client_config
 
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "common"))
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 from attacks import ATTACKS
 from besieged import LIMIT_NBYTES, MODES, SOURCES, Attackers, MemoryGroup, Mode, Watch, mode_of, sink, start_node
 from innocents import Call
 
-INNOCENT = Path(__file__).parent.parent / "tests" / "common" / "innocents.py"
+INNOCENT = Path(__file__).parent.parent / "tests" / "helpers" / "innocents.py"
 WIRES = ("bulk", "shm", "grpc")
 OPS = ("lookup", "get")
 GROWTH_AIM_NBYTES = 16 << 20
@@ -51,7 +51,7 @@ Calls = dict[str, list[Call]]
 
 
 class Innocents:
-    """A process for each wire; see tests/common/innocents.py."""
+    """A process for each wire; see tests/helpers/innocents.py."""
 
     def __init__(self, address: str, mode: Mode) -> None:
         self._processes: dict[str, subprocess.Popen[str]] = {}

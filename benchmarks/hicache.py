@@ -28,7 +28,7 @@ from typing import Any
 
 TESTS = Path(__file__).parent.parent / "tests"
 HARNESS = TESTS / "engines" / "sglang"
-sys.path[:0] = [str(HARNESS), str(HARNESS / "stubs"), str(TESTS / "common")]
+sys.path[:0] = [str(TESTS / "helpers"), str(HARNESS / "stubs")]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -34,9 +34,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvstore.measure.ports import free_ports
+
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
 from kvstore.keys import prefix_hashes
-from kvstore.measure.ports import free_ports
 from node.config import NodeConfig
 from node.server import Node
 

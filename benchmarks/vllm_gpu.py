@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "engines" / "common"))
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "engines" / "vllm"))
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as users have it: the engine's loop in a process of its own
 
 from engine_handle import EngineHandle

@@ -1,10 +1,7 @@
 """Fixtures shared by all tests: a real node in a child process, and a client of it."""
 
 import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent / "common"))  # modules that tests of several folders share
-sys.path.append(str(Path(__file__).parent / "helpers"))  # the typed ones, which benchmarks use, too
 import hermetic  # noqa: F401 -- cleans the environment, before anything is imported that reads it
 
 # isort: split

@@ -146,14 +146,14 @@ def engine(name: str, script: str, *arguments: str) -> str:
 def test_hostile() -> None:
     """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000 for another one)"""
     umask, chosen = os.environ.get("UMASK") or "077", words("ARGS") or [str(ROOT / "tests")]
-    run(PYTHON, "tests/common/hostile.py", "--umask", umask, *PARALLEL, *chosen)
+    run(PYTHON, "tests/helpers/hostile.py", "--umask", umask, *PARALLEL, *chosen)
 
 
 @target_in_venv
 def test_tls() -> None:
     """tests of nodes that know nothing of TLS, all of it over TLS (2 minutes)"""
     files = [f"tests/node/test_{name}.py" for name in OVER_TLS]
-    pytest(*PARALLEL, "-p", "over_tls", *files, PYTHONPATH="tests/common")
+    pytest(*PARALLEL, "-p", "over_tls", *files, PYTHONPATH="tests/helpers")
 
 
 @target_in_venv
@@ -166,13 +166,13 @@ def test_races() -> None:
 @target_in_venv
 def test_crash() -> None:
     """a node killed 300 times under load, each page checked (6 minutes; CYCLES=20 for less; DIR=path)"""
-    run(PYTHON, "tests/disk/crash.py", "--cycles", os.environ.get("CYCLES") or "300", *flags("DIR", "--dir"))
+    run(PYTHON, "tests/helpers/crash.py", "--cycles", os.environ.get("CYCLES") or "300", *flags("DIR", "--dir"))
 
 
 @target_in_venv
 def test_power() -> None:
     """power lost at 5,000 moments of what a node does to its disk (3 minutes; RUNS=5 for less; DIR=path)"""
-    run(PYTHON, "tests/disk/power.py", "--runs", os.environ.get("RUNS") or "50", *flags("DIR", "--dir"))
+    run(PYTHON, "tests/helpers/power.py", "--runs", os.environ.get("RUNS") or "50", *flags("DIR", "--dir"))
 
 
 @target_in_venv
@@ -291,7 +291,7 @@ def test_oldest() -> None:
     (own / "dependencies.pth").write_text(f"{site}\n")
     names = ("client", "messages", "frames", "checksum", "grpc_wire", "connections", "bulk_wire", "seals", "package")
     files = [f"tests/core/test_{name}.py" for name in names]
-    variables = {"PYTHONPATH": "tests/common", "KVSTORE_NODE_PYTHON": PYTHON}
+    variables = {"PYTHONPATH": "tests/helpers", "KVSTORE_NODE_PYTHON": PYTHON}
     pytest(*PARALLEL, "-p", "node_elsewhere", *files, "tests/cli/test_commands.py", python=python, **variables)
 
 

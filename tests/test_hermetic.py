@@ -1,4 +1,4 @@
-"""Nothing of the machine, the user or the shell reaches a test: tests/common/hermetic.py. `make test-hostile` runs all
+"""Nothing of the machine, the user or the shell reaches a test: tests/helpers/hermetic.py. `make test-hostile` runs all
 tests as the last test here runs some."""
 
 import locale
@@ -49,7 +49,7 @@ def test_setting_that_a_test_reads_is_kept() -> None:
         names = set(read.findall(path.read_text())) - hermetic.GIVEN
         kept = dict.fromkeys(names, "1")
         hermetic.clean(kept, has_engine="engines" in path.parts)
-        assert set(kept) == names, f"{path}: add {names - set(kept)} to tests/common/hermetic.py"
+        assert set(kept) == names, f"{path}: add {names - set(kept)} to tests/helpers/hermetic.py"
 
 
 def test_process_is_as_every_other() -> None:

@@ -66,7 +66,7 @@ def test_a_target_takes_the_variables_of_the_command_line(monkeypatch: pytest.Mo
     monkeypatch.setenv("CYCLES", "7")
     monkeypatch.setenv("DIR", "/a b")
     (crash,) = commands_of("test-crash", monkeypatch, tmp_path)
-    assert crash.words[1:] == ("tests/disk/crash.py", "--cycles", "7", "--dir", "/a b")
+    assert crash.words[1:] == ("tests/helpers/crash.py", "--cycles", "7", "--dir", "/a b")
 
 
 def test_arguments_reach_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -216,7 +216,8 @@ class Accounts(Generic[Pool]):
         if account.grade >= 0:
             there = self._grades[account.grade]
             del there[account]
-            self._graded &= ~(not there and 1 << account.grade)
+            if not there:
+                self._graded &= ~(1 << account.grade)
         if grade >= 0:
             self._grades[grade][account] = None
             self._graded |= 1 << grade

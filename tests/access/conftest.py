@@ -1,17 +1,13 @@
 """Nodes that ask who you are."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from fleets import checked_nodes
+from people import People
 
 from kvstore.identities import ALL
 from node.server import Node
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
-from people import People
 
 
 @pytest.fixture(scope="session")

@@ -8,16 +8,12 @@ and leave, messages that are lost, late and doubled, clients with old views. Wha
 """
 
 import random
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
 from simulated import CALL_S, KEPT, PAGE_NBYTES, SPACE, SimClient, SimCluster, content
 from virtual import LATE_S, Network, World
 

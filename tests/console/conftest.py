@@ -1,17 +1,14 @@
 """A browser, and nodes for it to look at. `make test-console` says where the browser is; without it nothing runs."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fleets import Start, small_nodes
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
 from chromium import Chromium
+from fleets import Start, small_nodes
 from load import Load
 
 from node.console.history import EVERY_S, History

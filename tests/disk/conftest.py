@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import PORTS, Fault, children, keeper_of
+from planted import SMALL as KEPT
+from ranged import LEAF, PAGE
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, checksum, opaque_layout
 from kvstore.client import Keep
@@ -21,12 +23,6 @@ from node.config import NodeConfig
 from node.disk.data_dir import DataDir
 from node.disk.extent_files import FileLayer
 from node.server import Node
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
-
-from planted import PORTS, Fault, children, keeper_of
-from planted import SMALL as KEPT
-from ranged import LEAF, PAGE
 
 SECTOR_NBYTES = 4096
 SMALL: dict[str, Any] = {

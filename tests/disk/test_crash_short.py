@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HARNESS = Path(__file__).parent / "crash.py"
+HARNESS = Path(__file__).parents[1] / "helpers" / "crash.py"
 CYCLES = 3  # the last is on a disk that is too small
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HARNESS = Path(__file__).parent / "power.py"
+HARNESS = Path(__file__).parents[1] / "helpers" / "power.py"
 
 
 def test_a_power_loss_at_any_moment_loses_nothing_that_was_acknowledged(seed: int) -> None:

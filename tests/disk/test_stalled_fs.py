@@ -22,7 +22,7 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, DeadlineExceeded, Exhausted
 from kvstore.measure.node_process import NodeProcess
 
-PYTHON, SCRIPT = "/usr/bin/python3", Path(__file__).parent / "stalling_fs.py"
+PYTHON, SCRIPT = "/usr/bin/python3", Path(__file__).parents[1] / "helpers" / "stalling_fs.py"
 CALL_S, LATE_S, STOP_S = 3.0, 5.0, 40.0
 # A node that stops waits so long for its pages to be on disk; then for its keeper, and for the end of that.
 SETTINGS = {**SMALL, "flush_s": 2.0}

@@ -1,18 +1,14 @@
 """Nodes in this process, and examinations of them as `kvstore doctor` makes them."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from examined import Examined, examined
 from fleets import checked_nodes
 
 from kvstore import ClientConfig
 from node.server import Node
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
-from examined import Examined, examined
 
 StartNode = Callable[..., Node]
 

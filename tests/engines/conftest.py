@@ -16,9 +16,8 @@ import pytest
 from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE / "common"))  # modules that tests of several engines share
 
-from restartable_node import RestartableNode  # noqa: E402 -- found by the line above
+from restartable_node import RestartableNode
 
 collect_ignore = [
     folder.name for folder in HERE.iterdir() if folder.is_dir() and importlib.util.find_spec(folder.name) is None

@@ -1,4 +1,4 @@
-"""Nodes on an etcd as it is delivered: what the fake one in tests/common is believed to do."""
+"""Nodes on an etcd as it is delivered: what the fake one in tests/helpers is believed to do."""
 
 import shutil
 import signal

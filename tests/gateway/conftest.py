@@ -1,13 +1,9 @@
 """Nodes in this process whose gateways are processes of their own."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
 from gateway_store import Store
 from request_stream import RequestStream
 

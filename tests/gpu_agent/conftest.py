@@ -1,20 +1,15 @@
 """Helpers of the agent's tests: pools filled with random bytes."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from block_store import Store
 
 from gpu_agent import KVPool
 from kvstore import Client, ClientConfig, LayerGroup, PageLayout, Plane
 from kvstore.measure.node_process import NodeProcess
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
-
-from block_store import Store
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -1,6 +1,1 @@
 """Modules of this folder are found by its tests."""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))

@@ -2,18 +2,18 @@
 that can break every rule."""
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet import MB, renewed
 from fleets import SMALL
 from fleets import etcd as etcd
 from fleets import fleet as fleet
+from known_pages import Pages
 from visits import nothing_is_left_at_the_console as nothing_is_left_at_the_console
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
@@ -31,10 +31,6 @@ from node.ram.reservation import Reservation
 from node.ram.tier import RamTier
 from node.server import Node
 from node.slots import SlotAllocator
-
-sys.path.append(str(Path(__file__).parent))  # modules of this folder are found by its tests
-from fleet import MB, renewed
-from known_pages import Pages
 
 StartNode = Callable[..., Node]
 STALL_S = 0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.measure.node_process import NodeProcess
 
-FORKING = Path(__file__).parent.parent / "common" / "fork_calls.py"
+FORKING = Path(__file__).parent.parent / "helpers" / "fork_calls.py"
 FORKS = int(os.environ.get("FORKS", "20"))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from node.server import Node
 
-STORM = Path(__file__).parent.parent / "common" / "interrupt_storm.py"
+STORM = Path(__file__).parent.parent / "helpers" / "interrupt_storm.py"
 SEEDS = int(os.environ.get("SEEDS", "1"))
 # Without what `kvstore.sync` is for (commit 9eaed49), each of eight runs of each wire failed within 500 interrupts with
 # small pages, and within 150 with large ones.

@@ -14,7 +14,6 @@ import pytest
 from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 if importlib.util.find_spec("torchvision") is None:
     sys.path.insert(0, str(HERE / "stubs"))
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # install.sh's ninja

@@ -1,7 +1,6 @@
 """SGLang's real engine on this machine's GPU: `make gpu-test-sglang`. An ordinary installation, unpatched, with tiny
 models in bfloat16; each engine in a process of its own, with SGLang's own processes below it."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from engine_apart import close_all
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
-from sglang_handle import SGLangHandle  # noqa: E402 -- found by the line above
+from sglang_handle import SGLangHandle
 
 TINY = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 

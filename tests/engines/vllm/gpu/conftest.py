@@ -1,15 +1,11 @@
 """vLLM's real engine on this machine's GPU: `make gpu-test-vllm`. The official wheel, unpatched, with tiny models in
 bfloat16; each engine in a process of its own, with its agents' processes beside it as users have them."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_handle import EngineHandle
-
-sys.path.append(str(Path(__file__).parent))
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "stubs"), str(HERE.parent.parent / "common")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "engines" / "sglang" / "stubs")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,4 +1,4 @@
-"""The tests' side of engine_process.py, and how an engine is given the store."""
+"""The tests' side of sglang_process.py, and how an engine is given the store."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from engine_apart import EngineApart
 from restartable_node import RestartableNode
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
+ROOT = HERE.parents[1]
 STORED_S = 60.0
 # For tests that are not about time: a busy machine answers late.
 PATIENT = {"lookup_timeout_s": 5.0, "load_timeout_s": 10.0, "connect_timeout_s": 5.0, "backoff_s_max": 0.1}
@@ -58,7 +58,7 @@ class SGLangHandle(EngineApart):
         self._faults = faults
         paths = [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]
         more = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "KVSTORE_TEST_FAULTS": str(faults)}
-        super().__init__(name, HERE / "engine_process.py", arguments, {**os.environ, "HF_HUB_OFFLINE": "1", **more})
+        super().__init__(name, HERE / "sglang_process.py", arguments, {**os.environ, "HF_HUB_OFFLINE": "1", **more})
 
     def reset(self) -> None:
         assert self.ask("reset")["done"], f"{self._name} is never idle:\n{self.said()[-3000:]}"

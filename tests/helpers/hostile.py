@@ -1,9 +1,9 @@
 """Runs pytest where machine, user and shell are as unlike the authors' as they may be (`make test-hostile`).
 
-python tests/common/hostile.py --umask 000 ARGUMENTS OF PYTEST
+python tests/helpers/hostile.py --umask 000 ARGUMENTS OF PYTEST
 
 The directory that it starts in is neither the project's nor writable, and configuration of pip and git is everywhere
-that they look for it. All tests must pass: tests/common/hermetic.py keeps them apart from it.
+that they look for it. All tests must pass: tests/helpers/hermetic.py keeps them apart from it.
 """
 
 import argparse

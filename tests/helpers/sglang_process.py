@@ -1,6 +1,6 @@
 """An SGLang engine that does what it is told, one JSON object per line, and answers with one each.
 
-    python engine_process.py '{"model_path": DIR, ...arguments of sglang.Engine}'
+    python sglang_process.py '{"model_path": DIR, ...arguments of sglang.Engine}'
 
     {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens": 8}
     {"do": "reset"}                           forgets the engine's own caches, on the GPU and in host memory

@@ -1,6 +1,6 @@
 """Power-loss harness: records what a disk tier asks of its files, and looks at what is left wherever the power may go.
 
-    python tests/disk/power.py --runs 50        KVSTORE_SEED=... repeats a choice of operations
+    python tests/helpers/power.py --runs 50        KVSTORE_SEED=... repeats a choice of operations
 
 Per run: a RAM and a disk tier in this process, on a file layer and rows that are recorded, and
 `THREADS` threads that put (durable or not), put again, remove and flush pages; then it is killed, and a

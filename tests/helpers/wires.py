@@ -5,7 +5,7 @@
 Both ends are the released code, so the requests are the bytes of a real client. Run by hand when PROTOCOL_VERSION was
 raised; this file uses only names that older releases have, too:
 
-    PYTHONPATH=CHECKOUT python tests/promises/wires.py
+    PYTHONPATH=CHECKOUT python tests/helpers/wires.py
 """
 
 import array
