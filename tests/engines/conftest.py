@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from restartable_node import RestartableNode
 
 from kvstore.measure.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 
-from restartable_node import RestartableNode
 
 collect_ignore = [
     folder.name for folder in HERE.iterdir() if folder.is_dir() and importlib.util.find_spec(folder.name) is None

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from fleets import SMALL
+from gateway_processes import gateways, is_running
 from gateway_store import PAGE_NBYTES, SPACE, Store, chunk, committed, content
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from request_stream import RequestStream
@@ -34,32 +34,6 @@ from node.server import Node
 FLAGS = ("--ram-bytes", "64MiB", "--log-level", "INFO")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def gateways(pid: int) -> list[int]:
-    """Processes of the node's gateways."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    if not children.exists():
-        pytest.skip("this kernel does not tell whose child a process is")
-    every = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")}
-    return [child for child in sorted(every) if b"node.gateway.main" in _read(Path(f"/proc/{child}/cmdline"))]
-
-
-def _words(path: Path) -> list[str]:
-    return _read(path).decode().split()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it has ended
-        return b""
-
-
-def is_running(pid: int) -> bool:
-    """Not a zombie either, which nobody may have waited for."""
-    said = _read(Path(f"/proc/{pid}/stat")).decode()
-    return bool(said) and said.rpartition(")")[2].split()[0] != "Z"
 
 
 def channel_to(address: str) -> grpc.Channel:

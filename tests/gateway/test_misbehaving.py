@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fleets import SMALL
-from test_life import is_running
+from gateway_processes import is_running
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from gateway_people import Crew
+from gateway_processes import gateways
 from ports import free_ports
-from test_life import gateways
 
 from kvstore import Client, ClientConfig
 from kvstore.measure.node_process import NodeProcess

@@ -355,7 +355,7 @@ def test_the_death_of_the_engine_leaves_neither_processes_nor_slots(
     """One of the two stands still and can not see it."""
     gate = tmp_path / "gate"
     gate.touch()
-    here = str(pathlib.Path(__file__).parents[1] / "helpers")
+    here = str(pathlib.Path(__file__).parent)
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), here, shared_node.address]
     with (
         Client(ClientConfig(address=shared_node.address)) as store,

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.measure.node_process import NodeProcess
 
-HELPERS = Path(__file__).parents[2] / "helpers"
+HERE = Path(__file__).parent
 SUITE = "tests/v1/distributed"
 # What our assumptions about LMCache stand on; they fail when a version of it changes them.
 GUARDS = (
@@ -27,7 +27,7 @@ PEAK_MIB_MAX = 2048  # of a run of the suite; with LMCache's session-wide alloca
 
 
 def run_suite(folder: Path, environment: dict[str, str], *arguments: str) -> str:
-    shutil.copy(HELPERS / "upstream_memory.py", folder)
+    shutil.copy(HERE / "upstream_memory.py", folder)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "upstream_memory", *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -43,7 +43,7 @@ def test_the_contract_suite_passes(
     form: str, upstream: Path, spec: Any, environment: dict[str, str], shared_node: NodeProcess
 ) -> None:
     """All but the test of the mock's own timing. The suite wants to see a capacity in use."""
-    shutil.copy(HELPERS / "upstream_adapter.py", upstream / SUITE / "test_kvstore_adapter.py")
+    shutil.copy(HERE / "upstream_adapter.py", upstream / SUITE / "test_kvstore_adapter.py")
     adapter = spec(form, shared_node.address)
     (adapter if form == "native_plugin" else adapter["adapter_params"]).update(CAPACITY)
     said = run_suite(

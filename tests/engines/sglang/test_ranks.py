@@ -14,7 +14,7 @@ from ports import free_port
 
 from kvstore.measure.node_process import NodeProcess
 
-RANK = Path(__file__).with_name("rank.py")
+RANK = Path(__file__).parents[2] / "helpers" / "rank.py"
 PAGES = 10
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_apart import close_all
+from engine_handle import EngineHandle
 
 HERE = Path(__file__).parent
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 sys.path.append(str(HERE.parents[2] / "benchmarks"))
 
-from engine_apart import close_all
-from engine_handle import EngineHandle
 from vllm_server import store_config  # noqa: E402
 
 # For tests that are not about time: a busy machine answers late. A test's own options go first.

@@ -6,13 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import on_others
+import on_sglang
+import on_transformers
+import on_vllm
 import pytest
 from claims import YARN, Way, tree
 from on_others import SSM
 from on_vllm import images
-from test_table import ADAPTERS
 
 VOUCHED = {"options": {"revision": "r1"}}
+
+ADAPTERS = {
+    **on_vllm.ADAPTERS,
+    **on_sglang.ADAPTERS,
+    **on_others.ADAPTERS,
+    **on_transformers.ADAPTERS,
+}
 
 
 class MLAAttentionSpec(SimpleNamespace):

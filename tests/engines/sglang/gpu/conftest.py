@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from engine_apart import close_all
+from sglang_handle import SGLangHandle
 
 HERE = Path(__file__).parent
 
-from sglang_handle import SGLangHandle
 
 TINY = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 

@@ -1,0 +1,31 @@
+"""Find the processes of a node's gateways."""
+
+from pathlib import Path
+
+import pytest
+
+
+def gateways(pid: int) -> list[int]:
+    """Processes of the node's gateways."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.exists():
+        pytest.skip("this kernel does not tell whose child a process is")
+    every = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")}
+    return [child for child in sorted(every) if b"node.gateway.main" in _read(Path(f"/proc/{child}/cmdline"))]
+
+
+def _words(path: Path) -> list[str]:
+    return _read(path).decode().split()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def is_running(pid: int) -> bool:
+    """Not a zombie either, which nobody may have waited for."""
+    said = _read(Path(f"/proc/{pid}/stat")).decode()
+    return bool(said) and said.rpartition(")")[2].split()[0] != "Z"
