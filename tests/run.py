@@ -28,7 +28,7 @@ WORKERS = os.environ.get("WORKERS") or str(2 * (os.cpu_count() or 1))
 PARALLEL = ("--numprocesses", WORKERS, "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
 # A release of each major that our range of protobuf allows, the oldest and the newest among them, and the newest health
 # checking and reflection that load under it.
-PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.71.2", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
+PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.65.5", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
 # The lower bounds of pyproject.toml.
 OLDEST = ("grpcio==1.62.3", "protobuf==4.21.6", "xxhash==3.2.0")
 # The last exporters that fit our pins, and today's.
