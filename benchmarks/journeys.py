@@ -34,12 +34,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvstore.measure.ports import free_ports
-
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
 from kvstore.keys import prefix_hashes
 from node.config import NodeConfig
 from node.server import Node
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+from ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("kvstore", "node", "gpu_agent"))

@@ -1,6 +1,9 @@
-"""An etcd in this process, as far as `node.peers.etcd` speaks to one: keys with revisions, exchanges, leases, watches,
-users. It can be stopped and started again on its port, be slow, lose its leases or all it has. Its leases grow old by
-its ticks, which come late on a busy machine as those who keep their leases alive do."""
+"""An etcd in this process, as far as `node.peers.etcd` speaks to one.
+
+It has keys with revisions, exchanges, leases, watches and users. It can be stopped and started again
+on its port, be slow, lose its leases or all it has. Its leases grow old by its ticks, which come late
+on a busy machine as those who keep their leases alive do.
+"""
 
 import itertools
 import threading
